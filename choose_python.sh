@@ -1,0 +1,37 @@
+# Sourced by the two scripts: sets `python` to an interpreter that has what is needed.
+#
+# That is $PYTHON, else the active python3, if it has every package named in requirements.txt, torchvision made
+# for the torch beside it; else .venv beside this file, made from requirements.txt or finished where that was
+# broken off. Nothing is imported for the look, so it takes a moment, and nothing is installed that is there.
+# $needed names the distributions.
+
+has_what_is_needed() {
+    "$1" -c '
+import importlib.metadata as m, re, sys
+assert sys.version_info >= (3, 10)
+have = {name: m.version(name).split("+")[0] for name in sys.argv[1:]}
+wanted = re.findall(r"^torch *==([\d.]+)", "\n".join(m.requires("torchvision") or []), re.M)
+assert not wanted or have["torch"] == wanted[0]
+' $needed 2>/dev/null
+}
+
+make_venv() {
+    if [ ! -x "$top/.venv/bin/python" ] || ! "$top/.venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        echo "Making $top/.venv: $1 lacks some of: $needed" >&2
+        "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; $1 is not: name another in PYTHON" >&2; exit 2; }
+        "$1" -m venv --clear "$top/.venv" >&2 || { echo "$1 cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 2; }
+    else
+        echo "Finishing $top/.venv" >&2
+    fi
+    "$top/.venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
+        || { echo "Installing requirements.txt into $top/.venv failed; start again to go on" >&2; exit 2; }
+    cp "$top/requirements.txt" "$top/.venv/complete"
+}
+
+choose_python() {
+    python=${PYTHON:-python3}
+    has_what_is_needed "$python" && return
+    command -v "$python" >/dev/null || { echo "There is no interpreter $python: name one in PYTHON" >&2; exit 2; }
+    cmp -s "$top/requirements.txt" "$top/.venv/complete" || make_venv "$python"
+    python=$top/.venv/bin/python
+}

@@ -1,0 +1,127 @@
+"""The team: which processes there are, which workers live on which, and how they average and add up."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .settings import Settings
+
+PATIENCE = timedelta(minutes=60)  # one epoch on a slow machine may keep the others waiting
+
+
+@dataclass(frozen=True)
+class Team:
+    """One process's view of all: its rank, how many processes, its device, and its workers out of all."""
+
+    rank: int
+    processes: int
+    device: torch.device
+    workers: range
+    total_workers: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that speaks and writes; worker 0 lives on it."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Return when the devices of all processes have finished what they were given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.processes > 1:
+            dist.barrier()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add up a tensor over the processes, in place."""
+        if self.processes > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def share(self, *tensors: Tensor) -> None:
+        """Give all processes the leading process's values, in place."""
+        if self.processes > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def average_gradients(self, network: nn.Module) -> nn.Module:
+        """The network, its gradients from now on averaged over the processes while backward still runs."""
+        if self.processes == 1:
+            return network
+        devices = [self.device.index] if self.device.type == "cuda" else None
+        # Only the leading process's running statistics count, and only evaluation needs them (see `share`).
+        return DistributedDataParallel(
+            network, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+
+def processes_here() -> int:
+    """How many processes this one is part of, from torchrun's environment; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+@contextlib.contextmanager
+def join_team(settings: Settings) -> Iterator[Team]:
+    """Take this process's place in the team, and leave it in order."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    rank, processes = int(os.environ.get("RANK", 0)), processes_here()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
+    if processes > 1:
+        one_machine = int(os.environ["LOCAL_WORLD_SIZE"]) == processes
+        if one_machine:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        private = one_machine and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=loopback_store(rank, processes) if private else None,
+            rank=rank if private else -1,
+            world_size=processes if private else -1,
+            timeout=PATIENCE,
+            device_id=device if cuda else None,
+        )
+    yield Team(rank, processes, device, workers_of(rank, processes, settings.workers), settings.workers)
+    if processes > 1:
+        dist.destroy_process_group()
+
+
+def workers_of(rank: int, processes: int, workers: int) -> range:
+    """The workers that live on a process: equal consecutive parts, so that worker 0 is on rank 0."""
+    share = workers // processes
+    return range(rank * share, (rank + 1) * share)
+
+
+def loopback_store(rank: int, processes: int) -> dist.TCPStore:
+    """torchrun's meeting point, but heard on loopback only: PyTorch's own would listen on all interfaces."""
+    host, port = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    listening = None
+    if rank == 0:
+        server = socket.create_server((host, port), backlog=processes)
+        listening = server.detach()
+    return dist.TCPStore(host, port, processes, is_master=rank == 0, master_listen_fd=listening, timeout=PATIENCE)
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process when its parent ends, however that ends (even by SIGKILL).
+
+    Ctrl-C ends it silently too: eight tracebacks would tell nobody anything.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    pr_set_pdeathsig = 1
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: torchrun's own clean-up has to do
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

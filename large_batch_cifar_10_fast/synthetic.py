@@ -1,0 +1,83 @@
+"""Ten shapes on textured backgrounds: a small stand-in for CIFAR-10, for the demo and the tests.
+
+A person tells the classes apart at a glance and a small convolutional network learns them, but no pixel
+says anything by itself: place, size, tilt, colours and texture are drawn at random for every image.
+"""
+
+import numpy as np
+
+CLASSES = ("disc", "ring", "square", "frame", "triangle", "plus", "cross", "bars", "star", "moon")
+TRAIN_COUNT, TEST_COUNT = 8192, 2000
+SEED = 1912
+
+
+def draw_shapes(
+    train: int = TRAIN_COUNT, test: int = TEST_COUNT
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Train images uint8 [train, 32, 32, 3], labels int64 [train], then the same for test.
+
+    Like CIFAR-10 the set is a constant: the seed of a run does not change it, so that runs of one campaign,
+    and of different ones, are trained and judged on the same images.
+    """
+    random = np.random.default_rng(SEED)
+    labels = np.arange(train + test) % len(CLASSES)
+    labels[:train], labels[train:] = random.permutation(labels[:train]), random.permutation(labels[train:])
+    images = _paint(labels, random)
+    return images[:train], labels[:train], images[train:], labels[train:]
+
+
+def _paint(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    count = len(labels)
+    y, x = np.mgrid[0:32, 0:32].astype(np.float32)
+
+    def draw(low: float, high: float, *more: int) -> np.ndarray:
+        return random.uniform(low, high, (count, *more, 1, 1)).astype(np.float32)
+
+    size, tilt = draw(6, 11), draw(-0.3, 0.3)
+    across, down = x - draw(11, 20), y - draw(11, 20)
+    u = (across * np.cos(tilt) + down * np.sin(tilt)) / size
+    v = (down * np.cos(tilt) - across * np.sin(tilt)) / size
+
+    # How far inside its shape a pixel lies, in pixels: negative outside, so that edges come out smooth.
+    depth = np.empty((count, 32, 32), np.float32)
+    for label, name in enumerate(CLASSES):
+        mine = labels == label
+        depth[mine] = _depth(name, u[mine], v[mine]) * size[mine]
+    cover = np.clip(depth + 0.5, 0, 1)[..., None]
+
+    wave = np.zeros((count, 32, 32), np.float32)
+    for _ in range(3):
+        wave += draw(5, 20) * np.sin(draw(-0.9, 0.9) * x + draw(-0.9, 0.9) * y + draw(0, 6.3))
+    ground = random.uniform(40, 215, (count, 1, 1, 3)).astype(np.float32)
+    # The shape's colour differs from the ground's by at least 70 of 255 levels in every channel.
+    paint = (ground + random.uniform(70, 186, ground.shape).astype(np.float32)) % 256
+    noise = 10 * random.standard_normal((count, 32, 32, 3), dtype=np.float32)
+    pixels = (ground + wave[..., None]) * (1 - cover) + paint * cover + noise
+    return np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
+
+
+def _depth(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Distance to the edge, positive inside, of a shape about as large as the unit disc."""
+    radius, box = np.hypot(u, v), np.maximum(np.abs(u), np.abs(v))
+    match name:
+        case "disc":
+            return 0.9 - radius
+        case "ring":
+            return 0.22 - np.abs(radius - 0.75)
+        case "square":
+            return 0.8 - box
+        case "frame":
+            return 0.2 - np.abs(box - 0.7)
+        case "triangle":
+            return np.minimum(0.5 - v, 0.5 + v / 2 - np.abs(u) * 0.87)
+        case "plus":
+            return np.minimum(0.25 - np.minimum(np.abs(u), np.abs(v)), 0.95 - box)
+        case "cross":
+            p, q = np.abs(u + v) * 0.71, np.abs(u - v) * 0.71
+            return np.minimum(0.25 - np.minimum(p, q), 1.0 - np.maximum(p, q))
+        case "bars":
+            return np.minimum(0.25 - np.abs(np.abs(v) - 0.6), 0.9 - np.abs(u))
+        case "star":
+            return (0.65 + 0.35 * np.cos(5 * np.arctan2(u, -v))) * 0.95 - radius
+        case _:  # moon
+            return np.minimum(0.9 - radius, np.hypot(u - 0.5, v) - 0.65)

@@ -1,0 +1,1 @@
+../train_cifar_parallel.sh

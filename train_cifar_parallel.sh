@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Train on all devices of this machine: picks an interpreter and starts torchrun (see launch.py).
+# All arguments go to train.py: --help lists them. From the environment: WORKERS, NPROC, PYTHON, ...
+set -eu
+top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+needed="torch torchvision numpy pandas scipy matplotlib tqdm"
+. "$top/choose_python.sh"
+choose_python
+# The folder a user stands in may hold files named like modules: only the repository is searched for them.
+export PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
+exec "$python" -m large_batch_cifar_10_fast.launch "$@"
