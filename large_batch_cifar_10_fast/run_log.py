@@ -139,7 +139,7 @@ class RunLog:
         self._bar.close()
         reached = sum(accuracy >= GOAL for accuracy in self.accuracies)
         self._print(f"Maximum training time {max(self.seconds)} median {statistics.median(self.seconds)}")
-        self._print(f"Lowest accuracy {min(self.accuracies):g} median {statistics.median(self.accuracies):g}")
+        self._print(f"Lowest accuracy {min(self.accuracies)} median {round(statistics.median(self.accuracies), 6)}")
         self._print(f"{reached} runs reached 0.94 out of {len(self.accuracies)}")
 
     def _head(self, images: Images) -> list[str]:

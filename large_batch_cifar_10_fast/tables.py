@@ -33,12 +33,12 @@ def check_out(settings: Settings) -> None:
     for name in ("runs.tsv", "timing_log.tsv"):
         path = out / name
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            raise Refusal(f"{path} cannot be written: move it away or choose another --out")
+            raise Refusal(f"{path} cannot be written: move it or choose another --out")
     runs = out / "runs.tsv"
     if runs.exists() and runs.stat().st_size:
         with open(runs, newline="") as file:
             if next(csv.reader(file, delimiter="\t"), None) != COLUMNS:
-                raise Refusal(f"{runs} has other columns than this version writes: move it away or choose another --out")
+                raise Refusal(f"{runs} has other columns than this version writes: move it or choose another --out")
 
 
 def append_row(path: Path, row: dict[str, object]) -> None:
