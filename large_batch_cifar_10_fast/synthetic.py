@@ -33,7 +33,7 @@ def _paint(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
     def draw(low: float, high: float, *more: int) -> np.ndarray:
         return random.uniform(low, high, (count, *more, 1, 1)).astype(np.float32)
 
-    size, tilt = draw(6, 11), draw(-0.3, 0.3)
+    size, tilt = draw(4, 10), draw(-0.35, 0.35)
     across, down = x - draw(11, 20), y - draw(11, 20)
     u = (across * np.cos(tilt) + down * np.sin(tilt)) / size
     v = (down * np.cos(tilt) - across * np.sin(tilt)) / size
@@ -47,12 +47,16 @@ def _paint(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
     wave = np.zeros((count, 32, 32), np.float32)
     for _ in range(3):
-        wave += draw(5, 20) * np.sin(draw(-0.9, 0.9) * x + draw(-0.9, 0.9) * y + draw(0, 6.3))
+        wave += draw(5, 30) * np.sin(draw(-0.9, 0.9) * x + draw(-0.9, 0.9) * y + draw(0, 6.3))
     ground = random.uniform(40, 215, (count, 1, 1, 3)).astype(np.float32)
-    # The shape's colour differs from the ground's by at least 70 of 255 levels in every channel.
-    paint = (ground + random.uniform(70, 186, ground.shape).astype(np.float32)) % 256
-    noise = 10 * random.standard_normal((count, 32, 32, 3), dtype=np.float32)
-    pixels = (ground + wave[..., None]) * (1 - cover) + paint * cover + noise
+    # The shape's colour differs from the ground's by at least 40 of 255 levels in every channel.
+    paint = (ground + random.uniform(40, 216, ground.shape).astype(np.float32)) % 256
+    noise = 18 * random.standard_normal((count, 32, 32, 3), dtype=np.float32)
+    pixels = (ground + wave[..., None]) * (1 - cover) + paint * cover
+    for _ in range(2):  # and specks over it all, which say nothing
+        speck = np.clip(draw(1, 2.5) - np.hypot(x - draw(0, 31), y - draw(0, 31)) + 0.5, 0, 1)[..., None]
+        pixels += speck * (random.uniform(0, 255, ground.shape).astype(np.float32) - pixels)
+    pixels += noise
     return np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
 
 

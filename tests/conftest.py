@@ -1,0 +1,42 @@
+"""Small data sets and a way to start the program as a user would."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from large_batch_cifar_10_fast.synthetic import draw_shapes
+
+REPO = Path(__file__).resolve().parent.parent
+LAUNCHER = REPO / "train_cifar_parallel.sh"
+# Eight workers of 16 images, five steps an epoch: every part of the method in about a second.
+TINY = ["--batch_size", "16", "--width", "4", "--epochs", "2", "--ema_ep", "0.4", "--no_warmup"]
+
+
+@pytest.fixture(scope="session")
+def tiny_npz(tmp_path_factory) -> Path:
+    """643 training images, which 8 workers do not share evenly, and 101 for the test."""
+    return write_npz(tmp_path_factory.mktemp("images") / "tiny.npz", *draw_shapes(643, 101))
+
+
+def write_npz(path: Path, train_images, train_labels, test_images, test_labels) -> Path:
+    np.savez(path, train_images=train_images, train_labels=train_labels,
+             test_images=test_images, test_labels=test_labels)  # fmt: skip
+    return path
+
+
+def environment(**variables: object) -> dict[str, str]:
+    """This one, without what would change a launch, and with these."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("WORKERS", "NPROC", "NNODES", "OMP_NUM_THREADS")}
+    return {**inherited, "PYTHON": sys.executable, **{name: str(value) for name, value in variables.items()}}
+
+
+def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:
+    """Start the launcher in `cwd` and wait for its end."""
+    return subprocess.run(
+        ["bash", str(script), *map(str, arguments)], cwd=cwd, env=environment(**variables),
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip

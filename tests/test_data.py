@@ -1,0 +1,128 @@
+"""Shards and augmentation: balanced, within the shard, the same on any number of processes."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from large_batch_cifar_10_fast.data import (
+    MOST_OPTIONS, crop_and_flip, deal_epoch, deal_evenly, normalise, upload_shards, upload_test,
+)  # fmt: skip
+from large_batch_cifar_10_fast.distributed import workers_of
+from large_batch_cifar_10_fast.images import Images
+
+CPU = torch.device("cpu")
+
+
+def _numbered(count: int) -> Images:
+    """Images that carry their own number in every pixel (two digits to base 256)."""
+    numbers = np.arange(count)
+    pixels = np.stack([numbers // 256, numbers % 256, numbers % 7], 1).astype(np.uint8)
+    images = np.broadcast_to(pixels[:, None, None], (count, 32, 32, 3)).copy()
+    return Images("numbered", images, numbers % 10, images[:11], numbers[:11] % 10)
+
+
+def _number(image: torch.Tensor) -> torch.Tensor:
+    return image[:, 0, 0, 0].long() * 256 + image[:, 1, 0, 0].long()
+
+
+def _shards(count=643, workers=range(8), total=8, batch=16, passes=1):
+    return upload_shards(_numbered(count), workers, total, batch, passes, CPU)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_shards_are_strided_disjoint_and_complete(processes):
+    seen = {}
+    for rank in range(processes):
+        shards = _shards(workers=workers_of(rank, processes, 8))
+        for worker in shards.workers:
+            images = shards.images[shards.rows_of(worker)].permute(0, 3, 1, 2)
+            seen[worker] = _number(images).tolist()
+    assert seen == {worker: list(range(worker, 643, 8)) for worker in range(8)}
+
+
+def test_an_epoch_never_leaves_the_shards_and_shows_no_image_twice():
+    shards = _shards()
+    for epoch in (1, 2):
+        batches = [batch for [batch] in shards.epoch(seed=0, epoch=epoch)]
+        assert len(batches) == shards.steps_per_epoch == 643 // 8 // 16
+        for images, labels in batches:
+            numbers = _number(images)
+            assert (numbers % 8).tolist() == [worker for worker in range(8) for _ in range(16)]
+            assert (numbers % 10).tolist() == labels.tolist()
+        numbers = torch.cat([_number(images) for images, _ in batches])
+        assert len(numbers.unique()) == len(numbers)
+
+
+def test_epochs_seeds_and_workers_differ():
+    def order(seed, worker, epoch):
+        return deal_epoch(torch.arange(100), seed, worker, epoch)[0].tolist()
+
+    orders = [order(*key) for key in ((0, 0, 1), (0, 0, 2), (0, 1, 1), (1, 0, 1))]
+    assert all(sorted(one) == list(range(100)) for one in orders)
+    assert len({tuple(one) for one in orders}) == 4
+    assert order(0, 0, 1) == orders[0]
+
+
+@pytest.mark.parametrize(("processes", "passes"), [(2, 1), (4, 1), (8, 1), (1, 2), (1, 8), (2, 4)])
+def test_batches_do_not_depend_on_processes_or_passes(processes, passes):
+    whole = [batch for [batch] in _shards().epoch(seed=5, epoch=3)]
+    parts = [
+        list(_shards(workers=workers_of(rank, processes, 8), passes=passes).epoch(seed=5, epoch=3))
+        for rank in range(processes)
+    ]
+    for step, (images, labels) in enumerate(whole):
+        pieces = [piece for part in parts for piece in part[step]]
+        assert torch.equal(torch.cat([piece[0] for piece in pieces]), images)
+        assert torch.equal(torch.cat([piece[1] for piece in pieces]), labels)
+
+
+def test_crops_and_flips_are_balanced_exactly():
+    _, offsets, flips = deal_epoch(torch.arange(6250), seed=0, worker=0, epoch=1)
+    counts = torch.bincount(offsets, minlength=81)
+    assert len(counts) == 81
+    assert sorted(counts.tolist()) == [77] * 68 + [78] * 13  # 6250 = 81 x 77 + 13
+    assert flips.sum() == 3125
+
+
+def test_crops_and_flips_are_dealt_independently_of_the_order():
+    rows, offsets, flips = deal_epoch(torch.arange(81 * 200), seed=1, worker=0, epoch=1)
+    for a, b in ((rows, offsets), (rows, flips), (offsets, flips)):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
+
+
+def test_a_transform_of_many_options_uses_two_hundred_of_them():
+    dealt = deal_evenly(1000, 300, torch.Generator().manual_seed(0))
+    options, counts = dealt.unique(return_counts=True)
+    assert len(options) == MOST_OPTIONS
+    assert counts.eq(5).all()
+    assert options.max() > 250
+
+
+def test_one_gather_is_reflection_padding_then_crop_then_flip():
+    images = torch.from_numpy(np.random.default_rng(0).normal(size=(4, 32, 32, 3)))
+    rows = torch.tensor([2, 0, 3, 3, 1])
+    offsets, flips = torch.tensor([0, 80, 40, 13, 67]), torch.tensor([0, 1, 1, 0, 1])
+    padded = F.pad(images.permute(0, 3, 1, 2), (4, 4, 4, 4), mode="reflect")
+    expected = []
+    for row, offset, flip in zip(rows, offsets, flips, strict=True):
+        y, x = divmod(int(offset), 9)
+        crop = padded[row, :, y : y + 32, x : x + 32]
+        expected.append(crop.flip(2) if flip else crop)
+    got = crop_and_flip(images, rows, offsets, flips)
+    assert torch.equal(got, torch.stack(expected))
+    assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_normalising_is_the_methods():
+    pixel = torch.tensor([0, 125, 255], dtype=torch.uint8).expand(1, 32, 32, 3)
+    expected = [(0 - 125.31) / 62.99, (125 - 122.95) / 62.09, (255 - 113.87) / 66.70]
+    assert normalise(pixel, torch.float64)[0, 0, 0].tolist() == pytest.approx(expected, rel=1e-12)
+    assert normalise(pixel, torch.float16).dtype == torch.float16
+
+
+def test_the_test_images_are_shared_out_once_each():
+    shares = [upload_test(_numbered(20), rank, 4, CPU)[0].permute(0, 3, 1, 2) for rank in range(4)]
+    assert sorted(torch.cat([_number(share) for share in shares]).tolist()) == list(range(11))
+
+
