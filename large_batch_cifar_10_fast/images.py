@@ -105,9 +105,7 @@ def _check_npz(path: Path) -> int:
                         f"--data {path}: {part}_labels is {labels_kind} {list(labels_shape)}, "
                         f"not whole numbers [{shape[0]}]"
                     )
-                labels = np.lib.format.read_array(
-                    io.BytesIO(archive.read(f"{part}_labels.npy")), allow_pickle=False
-                )
+                labels = np.lib.format.read_array(io.BytesIO(archive.read(f"{part}_labels.npy")), allow_pickle=False)
                 if labels.min() < 0 or labels.max() > 9:
                     raise Refusal(
                         f"--data {path}: {part}_labels holds {labels.min()} to {labels.max()}, outside 0 to 9"
@@ -157,9 +155,13 @@ def fetch_cifar10(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    with open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Hold the folder itself locked: no lock file is left behind, and a dead process holds nothing."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)
 
 
 def _find_archive(folder: Path) -> Path:
@@ -177,9 +179,9 @@ def _find_archive(folder: Path) -> Path:
     try:
         for url in ([own] if own else []) + list(MIRRORS):
             shutil.rmtree(unfinished, ignore_errors=True)
-            print(f"Fetching CIFAR-10 (170 MB) from {url}", file=sys.stderr)
             try:
                 with _progress_to_terminal_only():
+                    print(f"Fetching CIFAR-10 (170 MB) from {url}", file=sys.stderr)
                     download_url(url, str(unfinished), ARCHIVE, ARCHIVE_MD5)
                 os.replace(unfinished / ARCHIVE, archive)
                 return archive
@@ -188,6 +190,8 @@ def _find_archive(folder: Path) -> Path:
     finally:
         socket.setdefaulttimeout(patience)
         shutil.rmtree(unfinished, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # if it was made for nothing
     raise Refusal(
         f"CIFAR-10 cannot be fetched; tried {', '.join(failures)}. Put {ARCHIVE} (MD5 {ARCHIVE_MD5}) into "
         f"{folder} by hand, name a mirror in CIFAR10_URL, or try the small version: --demo"

@@ -80,9 +80,7 @@ def main() -> None:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     if count_from(environment, "NNODES", 1) == 1:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would listen on all interfaces
-    os.execve(
-        sys.executable, [sys.executable, "-m", "torch.distributed.run", *torchrun, *arguments], environment
-    )
+    os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *torchrun, *arguments], environment)
 
 
 if __name__ == "__main__":

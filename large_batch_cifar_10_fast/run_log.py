@@ -150,7 +150,8 @@ class RunLog:
         return [
             f"large_batch_cifar_10_fast {__version__}, commit {facts['commit']}, {facts['started']}",
             f"Python {platform.python_version()}, torch {torch.__version__}{cuda}",
-            f"{facts['workers']} workers on {facts['processes']} processes, {facts['device']}",
+            f"{facts['workers']} workers on {facts['processes']} process{'es' * (facts['processes'] > 1)}, "
+            f"{facts['device']}",
             f"data {facts['data']}: {len(images.train_images)} training and {len(images.test_images)} test images, "
             f"SHA-256 {facts['digest']}",
             "settings " + " ".join(f"{name}={value}" for name, value in asdict(self.settings).items()),

@@ -43,9 +43,7 @@ class Settings:
     data: str = option(str(REPO / "data"), "folder with CIFAR-10 (fetched if missing), FILE.npz, or synthetic")
     out: str = option(".", "folder for timing_log.tsv and runs.tsv")
     seed: int = option(0, "seed of the first run")
-    precision: str = option(
-        "", "fp16 with CUDA, else fp32, unless given", choices=("fp16", "bf16", "fp32", "fp64")
-    )
+    precision: str = option("", "fp16 with CUDA, else fp32, unless given", choices=("fp16", "bf16", "fp32", "fp64"))
     width: int = option(64, "channels of the first block; the others scale with it")
     passes: int = option(1, "forward and backward passes a step is split into: more need less memory")
     no_warmup: bool = option(False, "skip the untimed warm-up, so that the first run pays for it")
@@ -86,8 +84,7 @@ class Settings:
         if self.workers % processes:
             fitting = [str(p) for p in range(1, self.workers + 1) if self.workers % p == 0]
             raise Refusal(
-                f"WORKERS={self.workers} cannot be spread over NPROC={processes} processes: "
-                f"use {' or '.join(fitting)}"
+                f"WORKERS={self.workers} cannot be spread over NPROC={processes} processes: use {' or '.join(fitting)}"
             )
         if (self.workers // processes) % self.passes:
             raise Refusal(

@@ -6,7 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from large_batch_cifar_10_fast.data import (
-    MOST_OPTIONS, crop_and_flip, deal_epoch, deal_evenly, normalise, upload_shards, upload_test,
+    MOST_OPTIONS,
+    crop_and_flip,
+    deal_epoch,
+    deal_evenly,
+    normalise,
+    upload_shards,
+    upload_test,
 )  # fmt: skip
 from large_batch_cifar_10_fast.distributed import workers_of
 from large_batch_cifar_10_fast.images import Images
@@ -124,5 +130,3 @@ def test_normalising_is_the_methods():
 def test_the_test_images_are_shared_out_once_each():
     shares = [upload_test(_numbered(20), rank, 4, CPU)[0].permute(0, 3, 1, 2) for rank in range(4)]
     assert sorted(torch.cat([_number(share) for share in shares]).tolist()) == list(range(11))
-
-

@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 from large_batch_cifar_10_fast.network import (
-    GhostNorm, Network, normed, smoothed_cross_entropy, whitening_filters,
+    GhostNorm,
+    Network,
+    normed,
+    smoothed_cross_entropy,
+    whitening_filters,
 )  # fmt: skip
 
 FILTERS = torch.zeros(27, 3, 3, 3)
@@ -95,7 +99,9 @@ def test_parameters_and_shapes_are_the_methods():
     assert sum(p.numel() for p in network.parameters()) == 6_570_880
     shapes = {}
     for name in ("prep", "layer1", "layer2", "layer3", "head"):
-        getattr(network, name).register_forward_hook(lambda m, i, y, name=name: shapes.update({name: tuple(y.shape[1:])}))
+        getattr(network, name).register_forward_hook(
+            lambda m, i, y, name=name: shapes.update({name: tuple(y.shape[1:])})
+        )
     assert network(torch.randn(16, 3, 32, 32)).shape == (16, 10)
     assert shapes == {"prep": (64, 32, 32), "layer1": (128, 16, 16), "layer2": (256, 8, 8),
                       "layer3": (512, 4, 4), "head": (10,)}  # fmt: skip

@@ -1,0 +1,212 @@
+"""Reading and fetching the images, with a mirror on loopback and a data set of a few hundred pictures."""
+
+import hashlib
+import http.server
+import pickle
+import tarfile
+import threading
+
+import numpy as np
+import pytest
+from conftest import write_npz
+from torchvision.datasets import CIFAR10
+
+from large_batch_cifar_10_fast import images as module
+from large_batch_cifar_10_fast.images import Images, count_training_images, fetch_cifar10, load_images
+from large_batch_cifar_10_fast.settings import Refusal
+from large_batch_cifar_10_fast.synthetic import draw_shapes
+
+
+def _pictures(count: int, labels=None):
+    random = np.random.default_rng(count)
+    labels = random.integers(0, 10, count) if labels is None else np.asarray(labels)
+    return random.integers(0, 256, (count, 32, 32, 3), np.uint8), labels
+
+
+def test_npz_is_read_as_it_is(tmp_path):
+    train, test = _pictures(30), _pictures(7)
+    path = write_npz(tmp_path / "some.npz", *train, *test)
+    assert count_training_images(str(path)) == 30
+    loaded = load_images(str(path))
+    assert loaded.name == "some.npz"
+    for got, expected in zip((loaded.train_images, loaded.train_labels, loaded.test_images, loaded.test_labels),
+                             (*train, *test), strict=True):  # fmt: skip
+        np.testing.assert_array_equal(got, expected)
+    flat = b"".join(part.astype(np.uint8).tobytes() for part in (*train, *test))
+    assert loaded.digest() == hashlib.sha256(flat).hexdigest()[:12]
+
+
+WRONG = {
+    "a float image": ((_pictures(8)[0].astype(np.float32), _pictures(8)[1]), "train_images is float32"),
+    "flat images": ((_pictures(8)[0].reshape(8, -1), _pictures(8)[1]), r"\[8, 3072\], not uint8"),
+    "too few labels": ((_pictures(8)[0], _pictures(7)[1]), r"train_labels is int64 \[7\]"),
+    "an eleventh class": (_pictures(3, [0, 10, 2]), "0 to 10, outside 0 to 9"),
+    "a negative class": (_pictures(3, [0, -1, 2]), "-1 to 2, outside 0 to 9"),
+    "no images": ((np.zeros((0, 32, 32, 3), np.uint8), np.zeros(0, int)), r"\[0, 32, 32, 3\]"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_npz_of_another_shape_is_refused(tmp_path, fault):
+    train, message = WRONG[fault]
+    path = write_npz(tmp_path / "wrong.npz", *train, *_pictures(4))
+    with pytest.raises(Refusal, match=message):
+        count_training_images(str(path))
+
+
+def test_npz_truncated_missing_or_incomplete_is_refused(tmp_path):
+    path = write_npz(tmp_path / "whole.npz", *_pictures(30), *_pictures(7))
+    (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:-100])
+    np.savez(tmp_path / "part.npz", train_images=_pictures(3)[0])
+    for name, message in (("cut", "damaged"), ("none", "no such file"), ("part", "test_images")):
+        with pytest.raises(Refusal, match=message):
+            count_training_images(str(tmp_path / f"{name}.npz"))
+
+
+def test_npz_with_a_flipped_byte_is_refused_when_read(tmp_path):
+    path = write_npz(tmp_path / "whole.npz", *_pictures(30), *_pictures(7))
+    content = bytearray(path.read_bytes())
+    content[5000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Refusal, match="damaged"):
+        load_images(str(path))
+
+
+def test_pickled_arrays_are_not_opened(tmp_path):
+    path = write_npz(tmp_path / "evil.npz", np.array([print], dtype=object), *_pictures(4)[1:], *_pictures(4))
+    with pytest.raises(Refusal):
+        load_images(str(path))
+
+
+@pytest.fixture
+def small_cifar10(tmp_path, monkeypatch):
+    """An archive in CIFAR-10's format, its MD5s put in the places of the originals', served on loopback."""
+    source = tmp_path / "source" / module.BATCHES
+    source.mkdir(parents=True)
+    (train, train_labels), (test, test_labels) = _pictures(20), _pictures(6)
+    contents = {
+        "train": {"data": train.transpose(0, 3, 1, 2).reshape(20, -1), "labels": train_labels.tolist()},
+        "test": {"data": test.transpose(0, 3, 1, 2).reshape(6, -1), "labels": test_labels.tolist()},
+        "batches.meta": {"label_names": list("abcdefghij")},
+    }
+    md5 = {}
+    for name, content in contents.items():
+        (source / name).write_bytes(pickle.dumps(content))
+        md5[name] = hashlib.md5((source / name).read_bytes()).hexdigest()
+    served = tmp_path / "served"
+    served.mkdir()
+    with tarfile.open(served / module.ARCHIVE, "w:gz") as archive:
+        archive.add(source, module.BATCHES)
+    (served / "cut.tar.gz").write_bytes((served / module.ARCHIVE).read_bytes()[:500])
+    monkeypatch.setattr(module, "ARCHIVE_MD5", hashlib.md5((served / module.ARCHIVE).read_bytes()).hexdigest())
+    monkeypatch.setattr(CIFAR10, "train_list", [("train", md5["train"])])
+    monkeypatch.setattr(CIFAR10, "test_list", [("test", md5["test"])])
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": md5["batches.meta"]})
+    monkeypatch.delenv("CIFAR10_URL", raising=False)
+    requests = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *more):
+            super().__init__(*more, directory=str(served))
+
+        def log_message(self, *_):
+            requests.append(self.path)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(module, "MIRRORS", (f"{url}/absent.tar.gz", f"{url}/cut.tar.gz", f"{url}/{module.ARCHIVE}"))
+        yield Images("CIFAR-10", train, train_labels, test, test_labels), url, requests, served
+        server.shutdown()
+
+
+def _same(a: Images, b: Images) -> bool:
+    return a.digest() == b.digest()
+
+
+def test_mirrors_are_tried_until_one_sends_the_right_bytes(small_cifar10, tmp_path):
+    expected, _, requests, _ = small_cifar10
+    folder = tmp_path / "data"
+    fetch_cifar10(folder)
+    assert _same(load_images(str(folder)), expected)
+    assert requests[0].startswith("/absent")
+    assert any(path.startswith("/cut") for path in requests)
+    assert sorted(p.name for p in folder.iterdir()) == [module.BATCHES, module.ARCHIVE]
+    before = len(requests)
+    fetch_cifar10(folder)
+    assert len(requests) == before, "what is there is not fetched again"
+
+
+def test_a_mirror_of_ones_own_comes_first(small_cifar10, tmp_path, monkeypatch):
+    _, url, requests, served = small_cifar10
+    (served / "own.tar.gz").write_bytes((served / module.ARCHIVE).read_bytes())
+    monkeypatch.setenv("CIFAR10_URL", f"{url}/own.tar.gz")
+    fetch_cifar10(tmp_path / "data")
+    assert requests
+    assert all("own" in path for path in requests)
+
+
+def test_an_archive_placed_by_hand_is_used(small_cifar10, tmp_path):
+    expected, _, requests, served = small_cifar10
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / module.ARCHIVE).write_bytes((served / module.ARCHIVE).read_bytes())
+    assert _same(load_images(str(folder)), expected)
+    assert not requests
+
+
+def test_a_broken_off_download_is_not_taken_for_whole(small_cifar10, tmp_path):
+    expected, _, requests, _ = small_cifar10
+    folder = tmp_path / "data"
+    (folder / ".unfinished" / module.BATCHES).mkdir(parents=True)
+    (folder / ".unfinished" / module.ARCHIVE).write_bytes(b"half")
+    (folder / module.ARCHIVE).write_bytes(b"half")
+    assert _same(load_images(str(folder)), expected)
+    assert requests
+
+
+def test_processes_wait_for_the_first_and_fetch_once(small_cifar10, tmp_path):
+    _, _, requests, _ = small_cifar10
+    threads = [threading.Thread(target=fetch_cifar10, args=(tmp_path / "data",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len([path for path in requests if module.ARCHIVE in path]) <= 2  # a redirect check and the download
+
+
+def test_when_no_mirror_answers_all_are_named_with_the_way_out(small_cifar10, tmp_path, monkeypatch):
+    _, url, _, _ = small_cifar10
+    monkeypatch.setattr(module, "MIRRORS", (f"{url}/absent.tar.gz", "http://127.0.0.1:9/closed.tar.gz"))
+    folder = tmp_path / "data"
+    with pytest.raises(Refusal) as refusal:
+        fetch_cifar10(folder)
+    text = str(refusal.value)
+    assert "\n" not in text
+    for part in ("absent.tar.gz", "closed.tar.gz", module.ARCHIVE, str(folder), "--demo", "CIFAR10_URL"):
+        assert part in text
+    assert not folder.exists(), "nothing is left of it"
+
+
+def test_damaged_batches_are_refused_not_unpickled(small_cifar10, tmp_path):
+    folder = tmp_path / "data"
+    fetch_cifar10(folder)
+    (folder / module.BATCHES / "train").write_bytes(pickle.dumps({"data": [], "labels": []}))
+    with pytest.raises(Refusal, match="delete it and start again"):
+        load_images(str(folder))
+
+
+def test_synthetic_images_are_a_constant_balanced_and_hard_for_a_linear_model():
+    train, labels, test, test_labels = draw_shapes()
+    assert count_training_images("synthetic") == len(train)
+    np.testing.assert_array_equal(draw_shapes()[0], train)
+    assert max(np.bincount(labels)) - min(np.bincount(labels)) <= 1
+    shuffled = np.random.default_rng(0).permutation(len(train))
+    assert len(np.unique(train[shuffled[:500]].reshape(500, -1), axis=0)) == 500
+
+    def rows(pictures):
+        return np.c_[pictures.reshape(len(pictures), -1) / 255.0 - 0.5, np.ones(len(pictures))]
+
+    x = rows(train)
+    linear = np.linalg.solve(x.T @ x + 100 * np.eye(x.shape[1]), x.T @ np.eye(10)[labels])
+    assert np.mean((rows(test) @ linear).argmax(1) == test_labels) < 0.6

