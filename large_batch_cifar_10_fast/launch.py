@@ -8,17 +8,20 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
+from .campaign import check_resumable, read_request
 from .images import count_training_images
-from .settings import Refusal, Settings, count_from, read_settings
-from .tables import check_out
+from .settings import Refusal, Settings, count_from
+from .tables import Journal, check_out
 
 
 def check_request(settings: Settings, processes: int) -> None:
-    """Raise Refusal for what cannot be trained: processes, images (fetched here if need be), outputs."""
+    """Raise Refusal for what cannot be trained: images (fetched here if need be), outputs."""
     settings.check_processes(processes)
     check_out(settings)
     settings.check_images(count_training_images(settings.data))
+    check_resumable(settings, processes)
 
 
 def count_gpus() -> int:
@@ -69,10 +72,13 @@ def torchrun_arguments(environment: Mapping[str, str], processes: int) -> list[s
 def main() -> None:
     arguments, environment = sys.argv[1:], dict(os.environ)
     try:
-        settings = read_settings(arguments, environment)
+        settings = read_request(arguments, environment)
         gpus, cores = count_gpus(), count_cores()
         processes = plan_processes(settings, environment, gpus, cores)
         check_request(settings, processes * count_from(environment, "NNODES", 1))
+        runs = Path(settings.out) / "runs.tsv"
+        if runs.exists():
+            Journal(runs).close()  # only one campaign at a time may write it
         torchrun = torchrun_arguments(environment, processes)
     except Refusal as refusal:
         print(f"train_cifar_parallel.sh: {refusal}", file=sys.stderr)

@@ -8,9 +8,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,10 +19,11 @@ import torch
 from tqdm import tqdm
 
 from . import __version__
+from .campaign import changes, code_digest, refuse_other
 from .distributed import Team
 from .images import Images
 from .settings import REPO, Settings
-from .tables import METHOD_COLUMNS, PARTS, append_row, write_timing_log
+from .tables import METHOD_COLUMNS, PARTS, Journal, Row, write_timing_log
 
 GOAL = 0.94
 Item = TypeVar("Item")
@@ -67,34 +69,50 @@ class Score:
 class RunLog:
     """Prints and writes for the whole team; on all processes but the leading one it does nothing."""
 
-    def __init__(self, settings: Settings, team: Team, images: Images) -> None:
-        self.settings, self.speaks = settings, team.leads
-        self.seconds: list[float] = []
-        self.accuracies: list[float] = []
+    def __init__(self, settings: Settings, team: Team, images: Images, finished: list[Row]) -> None:
+        """`finished` are the rows of the campaign that is resumed, if one is. Raises Refusal."""
+        self.settings, self.speaks, self.rows = settings, team.leads, {int(row["run"]): row for row in finished}
         self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
         if not self.speaks:
             return
         now = datetime.now(timezone.utc)
+        started = f"{now:%Y-%m-%dT%H:%M:%SZ}"
         self.facts = {
-            "campaign": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}", "started": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+            "campaign": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}", "started": started, "runs": settings.runs,
             "workers": team.total_workers, "processes": team.processes, "device": device_name(team),
-            "data": images.name, "digest": images.digest(), "version": __version__, "commit": commit(),
-            "torch": torch.__version__, "warmup": int(not settings.no_warmup),
+            "data": os.path.abspath(settings.data) if os.path.exists(settings.data) else settings.data,
+            "images": images.name, "digest": images.digest(), "version": __version__, "commit": commit(),
+            "code": code_digest(), "torch": version("torch"), "no_warmup": settings.no_warmup,
         }  # fmt: skip
-        for line in self._head(images):
-            self._print(f"# {line}")
+        if finished:
+            refuse_other(finished[0], changes(finished[0], device=self.facts["device"]))
+            self.facts |= {name: finished[0][name] for name in ("campaign", "started")}
         Path(settings.out).mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(Path(settings.out) / "runs.tsv")
+        self._journal.mend()
+        for line in self._head(images, started):
+            self._print(f"# {line}")
+
+    def runs_to_make(self) -> list[int]:
+        """The runs of the campaign that are not finished yet."""
+        return [run for run in range(self.settings.runs) if run not in self.rows]
 
     def set_up(self, clock: Clock, steps_per_epoch: int) -> None:
         """The published lines about what all runs share; from here on the steps go by on a terminal."""
-        total = self.settings.runs * self.settings.epochs * steps_per_epoch
-        self._bar = tqdm(total=total, unit="step", disable=None if self.speaks else True, file=sys.stderr)
+        steps = self.settings.epochs * steps_per_epoch
+        self._bar = tqdm(
+            total=self.settings.runs * steps, initial=len(self.rows) * steps, unit="step", file=sys.stderr,
+            disable=None if self.speaks else True,
+        )  # fmt: skip
         self._print(f"Uploaded data to GPUs {clock.seconds['upload']:.3f}s")
         self._print(f"Compute patch whitening statistics:     {clock.seconds['whitening']:.3f}s")
+        for run in sorted(self.rows):
+            self._print(run_line(self.rows[run]))
 
     def watch(self, steps: Iterable[Item], run: int, epoch: int) -> Iterator[Item]:
         """The same steps, shown going by."""
-        self._bar.set_description(f"run {run + 1} epoch {epoch}", refresh=False)
+        reached = f"{sum(map(reached_goal, self.rows.values()))} of {len(self.rows)} runs over 94%"
+        self._bar.set_description(f"run {run + 1} epoch {epoch}, {reached}", refresh=False)
         for step in steps:
             yield step
             self._bar.update()
@@ -103,15 +121,13 @@ class RunLog:
         self.epochs.append((clock.total, validation.accuracy))
 
     def run(self, run: int, clock: Clock, train: Score, validation: Score) -> None:
-        """A finished run: its line, its row, and after the first its epochs and the parts of its time."""
+        """A finished run: its row, its line, and for the first its epochs and the parts of its time."""
         epochs, self.epochs = self.epochs, []
-        self.seconds.append(clock.total)
-        self.accuracies.append(validation.accuracy)
         if not self.speaks:
             return
         goal = [(i, seconds) for i, (seconds, accuracy) in enumerate(epochs, 1) if accuracy >= GOAL]
         goal_epoch, goal_seconds = goal[0] if goal else ("", "")
-        append_row(Path(self.settings.out) / "runs.tsv", {
+        row = self.rows[run] = {
             **self.facts, "run": run, "seed": self.settings.seed + run,
             **{name: getattr(self.settings, name) for name in METHOD_COLUMNS},
             "train_accuracy": train.accuracy, "train_loss": train.loss,
@@ -119,13 +135,11 @@ class RunLog:
             "validation_images": validation.images, "validation_loss": validation.loss,
             **{part: clock.seconds[part] for part in PARTS}, "seconds": clock.total,
             "goal_epoch": goal_epoch, "goal_seconds": goal_seconds,
-        })  # fmt: skip
+        }  # fmt: skip
         if run == 0:
             write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
-        self._print(
-            f"Train acc {train.accuracy:.4f} loss {train.loss:.3f}, validation acc {validation.accuracy:.4f} "
-            f"loss {validation.loss:.3f} wall time {clock.total:.3f}s"
-        )
+        self._journal.append(row)
+        self._print(run_line(row))
         if run == 0:
             parts = ", ".join(f"{part} {clock.seconds[part]:.3f}s" for part in PARTS)
             self._print(f"# wall time of the first run: {parts}")
@@ -134,33 +148,52 @@ class RunLog:
 
     def summary(self) -> None:
         """The three lines that close the published log, over the whole seconds of each run."""
+        self._bar.close()
         if not self.speaks:
             return
-        self._bar.close()
-        reached = sum(accuracy >= GOAL for accuracy in self.accuracies)
-        self._print(f"Maximum training time {max(self.seconds)} median {statistics.median(self.seconds)}")
-        self._print(f"Lowest accuracy {min(self.accuracies)} median {round(statistics.median(self.accuracies), 6)}")
-        self._print(f"{reached} runs reached 0.94 out of {len(self.accuracies)}")
+        seconds = [float(row["seconds"]) for row in self.rows.values()]
+        accuracies = [float(row["validation_accuracy"]) for row in self.rows.values()]
+        self._print(f"Maximum training time {max(seconds)} median {statistics.median(seconds)}")
+        self._print(f"Lowest accuracy {min(accuracies)} median {round(statistics.median(accuracies), 6)}")
+        self._print(f"{sum(map(reached_goal, self.rows.values()))} runs reached 0.94 out of {len(self.rows)}")
 
-    def _head(self, images: Images) -> list[str]:
+    def _head(self, images: Images, now: str) -> list[str]:
         facts = self.facts
         cuda = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
         if torch.cuda.is_available():
             cuda += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
         return [
-            f"large_batch_cifar_10_fast {__version__}, commit {facts['commit']}, {facts['started']}",
+            f"large_batch_cifar_10_fast {__version__}, commit {facts['commit']}, code {facts['code']}, {now}",
             f"Python {platform.python_version()}, torch {torch.__version__}{cuda}",
             f"{facts['workers']} workers on {facts['processes']} process{'es' * (facts['processes'] > 1)}, "
             f"{facts['device']}",
-            f"data {facts['data']}: {len(images.train_images)} training and {len(images.test_images)} test images, "
+            f"data {facts['images']}: {len(images.train_images)} training and {len(images.test_images)} test images, "
             f"SHA-256 {facts['digest']}",
             "settings " + " ".join(f"{name}={value}" for name, value in asdict(self.settings).items()),
+            f"campaign {facts['campaign']}, {len(self.rows)} of {self.settings.runs} runs made before",
         ]
 
     def _print(self, line: str) -> None:
         if self.speaks:
             with tqdm.external_write_mode():
                 print(line, flush=True)
+
+
+def reached_goal(row: Mapping[str, object]) -> bool:
+    """Counted in images where the row tells them: no rounded figure decides."""
+    return int(row["validation_count"]) >= GOAL * int(row["validation_images"])
+
+
+def run_line(row: Mapping[str, object]) -> str:
+    """A run's line of the published log, with a fourth decimal for the accuracies."""
+    train, loss, validation, validation_loss, seconds = (
+        float(row[name])
+        for name in ("train_accuracy", "train_loss", "validation_accuracy", "validation_loss", "seconds")
+    )
+    return (
+        f"Train acc {train:.4f} loss {loss:.3f}, validation acc {validation:.4f} loss {validation_loss:.3f} "
+        f"wall time {seconds:.3f}s"
+    )
 
 
 def warn(text: str) -> None:

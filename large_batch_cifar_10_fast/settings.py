@@ -48,6 +48,7 @@ class Settings:
     passes: int = option(1, "forward and backward passes a step is split into: more need less memory")
     no_warmup: bool = option(False, "skip the untimed warm-up, so that the first run pays for it")
     save: str = option("", "file for the last run's weights and running statistics")
+    resume: bool = option(False, "go on with the last unfinished campaign in --out, with its settings")
     demo: bool = option(False, "preset: " + " ".join(f"--{name} {value}" for name, value in DEMO.items()))
     workers: int = option(8, "", environment="WORKERS")
 
@@ -106,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
         raise Refusal(f"{message}; --help lists the options")
 
 
-def _parser() -> _Parser:
+def _parser(with_defaults: bool = True) -> _Parser:
     parser = _Parser(
         prog="train_cifar_parallel.sh",
         allow_abbrev=False,
@@ -120,12 +121,13 @@ def _parser() -> _Parser:
         if "environment" in entry.metadata:
             continue
         text = entry.metadata["help"].replace("%", "%%")
+        default = entry.default if with_defaults else argparse.SUPPRESS
         if kinds[entry.name] is bool:
-            parser.add_argument(f"--{entry.name}", action="store_true", help=text)
+            parser.add_argument(f"--{entry.name}", action="store_true", default=default, help=text)
         else:
             shown = entry.default if entry.default != "" else "none"
             parser.add_argument(
-                f"--{entry.name}", type=kinds[entry.name], default=entry.default,
+                f"--{entry.name}", type=kinds[entry.name], default=default,
                 choices=entry.metadata.get("choices"), help=f"{text} (default {shown})",
                 metavar=None if "choices" in entry.metadata else kinds[entry.name].__name__.upper(),
             )  # fmt: skip
@@ -140,6 +142,12 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     if parser.parse_args(arguments).demo:
         parser.set_defaults(**DEMO)
     return Settings(**vars(parser.parse_args(arguments)), workers=count_from(environment, "WORKERS", 8))
+
+
+def given(arguments: Sequence[str], environment: Mapping[str, str]) -> set[str]:
+    """The names of the settings that a command line sets, one by one or by --demo, and those of its environment."""
+    asked = vars(_parser(with_defaults=False).parse_args(arguments))
+    return {*asked, *(DEMO if "demo" in asked else ()), *({"workers"} if environment.get("WORKERS") else ())}
 
 
 def count_from(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -5,6 +5,8 @@ Torch is not imported here, so that a folder that cannot be written is refused b
 
 import contextlib
 import csv
+import fcntl
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +14,19 @@ from pathlib import Path
 from .settings import Refusal, Settings
 
 PARTS = ("upload", "preprocessing", "whitening", "training")  # of the time that counts (method, section 6)
-NOT_METHOD = ("out", "save", "runs", "data", "demo", "workers", "seed", "no_warmup")  # said elsewhere or no matter
-METHOD_COLUMNS = [name for name in Settings.__dataclass_fields__ if name not in NOT_METHOD]
+NOT_RESULT = ("out", "save", "runs", "data", "demo", "workers", "seed", "no_warmup", "resume")
+METHOD_COLUMNS = [name for name in Settings.__dataclass_fields__ if name not in NOT_RESULT]
 COLUMNS = [
-    "campaign", "started", "run", "seed", "workers", "processes", "device", "data", "digest", "version", "commit",
-    "torch", "warmup", *METHOD_COLUMNS, "train_accuracy", "train_loss", "validation_accuracy", "validation_count",
-    "validation_images", "validation_loss", *PARTS, "seconds", "goal_epoch", "goal_seconds",
+    "campaign", "started", "run", "runs", "seed", "workers", "processes", "device", "data", "images", "digest",
+    "version", "commit", "code", "torch", "no_warmup", *METHOD_COLUMNS,
+    "train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images", "validation_loss",
+    *PARTS, "seconds", "goal_epoch", "goal_seconds",
 ]  # fmt: skip
+Row = dict[str, str]
 
 
 def check_out(settings: Settings) -> None:
-    """Refuse an `--out` or `--save` that could not be written, or a runs.tsv of other columns."""
+    """Refuse an `--out` or `--save` that cannot be written, and a runs.tsv of other columns."""
     out, save = Path(settings.out), Path(settings.save)
     for option, folder in (("--out", out), *([("--save", save.parent)] if settings.save else [])):
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -35,21 +39,72 @@ def check_out(settings: Settings) -> None:
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             raise Refusal(f"{path} cannot be written: move it or choose another --out")
     runs = out / "runs.tsv"
-    if runs.exists() and runs.stat().st_size:
-        with open(runs, newline="") as file:
-            if next(csv.reader(file, delimiter="\t"), None) != COLUMNS:
-                raise Refusal(f"{runs} has other columns than this version writes: move it or choose another --out")
+    if runs.exists():
+        read_rows(runs)
 
 
-def append_row(path: Path, row: dict[str, object]) -> None:
-    """Append a run to runs.tsv, with the header if it is new, and see it to the disk."""
-    with open(path, "a+", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, delimiter="\t", lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerow(row)
-        file.flush()
-        os.fsync(file.fileno())
+def read_rows(path: Path) -> list[Row]:
+    """All whole rows of a runs.tsv; one that a power cut left half-written, at the end, is passed over.
+
+    Raises Refusal, naming the line, for a table that this version did not write.
+    """
+    lines = _split_whole(path.read_bytes())[0].decode(errors="replace").splitlines()
+    if lines and lines[0].split("\t") != COLUMNS:
+        raise Refusal(f"{path} has other columns than this version writes: move it or choose another --out")
+    rows = list(csv.reader(lines[1:], delimiter="\t"))
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(COLUMNS):
+            raise Refusal(
+                f"{path}, line {number}: {len(row)} fields, not {len(COLUMNS)}: mend it or choose another --out"
+            )
+    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+
+
+def _split_whole(content: bytes) -> tuple[bytes, bytes]:
+    """The whole lines of a table, and what was begun after them: no newline, or too few fields at the end."""
+    end = content.rfind(b"\n") + 1
+    last = content.rfind(b"\n", 0, max(0, end - 1)) + 1
+    if last and content[last:end].count(b"\t") < len(COLUMNS) - 1:
+        end = last
+    return content[:end], content[end:]
+
+
+class Journal:
+    """runs.tsv open for one campaign: locked against a second one, mended, appended to row by row."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "a+b")  # noqa: SIM115 (held open, and so locked, for the campaign)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise Refusal(f"another campaign is writing {path}: wait for it or choose another --out") from None
+
+    def mend(self) -> None:
+        """Move a half-written last row to runs.tsv.broken, and write the header of a new table."""
+        self._file.seek(0)
+        whole, begun = _split_whole(self._file.read())
+        if begun:
+            with open(self.path.with_name(f"{self.path.name}.broken"), "ab") as aside:
+                aside.write(begun.rstrip(b"\n") + b"\n")
+            self._file.truncate(len(whole))
+        if not whole:
+            self._write(COLUMNS)
+
+    def append(self, row: dict[str, object]) -> None:
+        """Add a run, and return when it is on the disk."""
+        self._write([row[name] for name in COLUMNS])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, values: list[object]) -> None:
+        line = io.StringIO()
+        csv.writer(line, delimiter="\t", lineterminator="\n").writerow(values)
+        self._file.write(line.getvalue().encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
 
 def write_timing_log(path: Path, epochs: list[tuple[float, float]]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .campaign import finished_rows, read_request
 from .data import Batch, Shards, evaluation_batches, normalise, upload_shards, upload_test
 from .distributed import Team, join_team, processes_here
 from .images import Images, load_images
@@ -20,7 +21,7 @@ from .launch import check_request, count_cores
 from .network import DTYPES, Network, smoothed_cross_entropy, whitening_filters
 from .optimizer import NesterovSGD
 from .run_log import Clock, RunLog, Score, warn
-from .settings import Refusal, Settings, read_settings
+from .settings import Refusal, Settings
 from .tables import written_whole
 
 
@@ -29,7 +30,7 @@ def main(settings: Settings) -> None:
     with join_team(settings) as team:
         settings = replace(settings, precision=settings.precision or ("fp16" if on_gpu(team) else "fp32"))
         images = load_images(settings.data)
-        log = RunLog(settings, team, images)
+        log = RunLog(settings, team, images, finished_rows(settings))
         if team.leads and not on_gpu(team) and settings.width >= 64:
             warn_of_slowness(settings, len(images.train_images))
         if not settings.no_warmup:
@@ -38,7 +39,7 @@ def main(settings: Settings) -> None:
         clock = Clock(team.wait)
         task = prepare(images, settings, team, clock)
         log.set_up(clock, task.train.steps_per_epoch)
-        for run in range(settings.runs):
+        for run in log.runs_to_make():
             network = train_once(run, settings, team, task, clock.fork(), log)
         log.summary()
         if settings.save and team.leads:
@@ -176,7 +177,7 @@ def warn_of_slowness(settings: Settings, train_images: int) -> None:
 
 if __name__ == "__main__":
     try:
-        main(read_settings(sys.argv[1:], os.environ))
+        main(read_request(sys.argv[1:], os.environ))
     except Refusal as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"train_cifar_parallel.sh: {refusal}", file=sys.stderr)

@@ -40,3 +40,17 @@ def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: 
         ["bash", str(script), *map(str, arguments)], cwd=cwd, env=environment(**variables),
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
+
+
+def children_of(pid: int) -> list[int]:
+    """All living processes below one, read from /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid and fields[0] != "Z":
+                found += [int(entry.name), *children_of(int(entry.name))]
+    return found

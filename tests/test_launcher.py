@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import LAUNCHER, REPO, TINY, environment, launch
+from conftest import LAUNCHER, REPO, TINY, children_of, environment, launch
 
 
 def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
@@ -19,19 +19,6 @@ def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
     assert "1 runs reached 0.94 out of 1" in result.stdout
     epochs = pd.read_csv(tmp_path / "runs.tsv", sep="\t")["epochs"][0]
     assert len(pd.read_csv(tmp_path / "timing_log.tsv", sep="\t")) == epochs
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found += [int(entry.name), *_children(int(entry.name))]
-    return found
 
 
 def _alive(pid: int) -> bool:
@@ -52,7 +39,7 @@ def campaign_at_run_two(tiny_npz, tmp_path):
     while not (tmp_path / "runs.tsv").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.5)
-    children = _children(process.pid)
+    children = children_of(process.pid)
     workers = [pid for pid in children if "large_batch_cifar_10_fast.train" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(workers) == 2
     yield process, children, workers, tmp_path / "runs.tsv"

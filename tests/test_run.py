@@ -13,7 +13,7 @@ from conftest import REPO, TINY, environment, launch
 
 from large_batch_cifar_10_fast.images import load_images
 from large_batch_cifar_10_fast.run_log import Clock
-from large_batch_cifar_10_fast.tables import COLUMNS, append_row, write_timing_log, written_whole
+from large_batch_cifar_10_fast.tables import COLUMNS, write_timing_log, written_whole
 
 RUN_LINE = re.compile(
     r"Train acc (\d\.\d{4}) loss (\d+\.\d{3}), validation acc (\d\.\d{4}) loss (\d+\.\d{3}) wall time (\d+\.\d{3})s"
@@ -115,13 +115,6 @@ def test_a_diverged_run_is_a_result_with_a_warning(tiny_npz, tmp_path):
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert np.isnan(row["train_loss"])
     assert row["validation_count"] >= 0
-
-
-def test_rows_are_appended_under_one_header(tmp_path):
-    for run in (0, 1):
-        append_row(tmp_path / "runs.tsv", {"run": run, "seed": 7 + run})
-    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
-    assert rows["seed"].tolist() == [7, 8]
 
 
 def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):

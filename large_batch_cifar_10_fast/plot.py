@@ -1,0 +1,178 @@
+"""One picture of what was measured, before what was published.
+
+    python -m large_batch_cifar_10_fast.plot FILE... [--out PICTURE]
+
+Above, test accuracy against training seconds: the given logs in front, DAWNBench's entries of 2018 to 2020
+behind. Below, where a log holds several runs, one mark a run: mine over the reference.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from .logs import GOAL, PUBLISHED, Log, Unreadable, read_log
+
+ENTRIES = {  # DAWNBench's files, and what to call them in a picture
+    "apple_resnet9_8v100_pytorch": "Apple, 8 V100",
+    "ajay_resnet9_4v100_pytorch": "Ajay, 4 V100",
+    "kakaobrain_custom-resnet9_4v100-braincloud_pytorch": "Kakao, 4 V100",
+    "BAIDU-USA-GAIT_BaiduNet9P_8GV100_pytorch": "Baidu, 8 V100",
+    "kakaobrain_custom-resnet9_1v100-braincloud_pytorch": "Kakao, 1 V100",
+    "BAIDU-USA-GAIT_BaiduNet9_1GV100_pytorch": "Baidu, 1 V100",
+    "davidcpage_resnet9_1v100-ec2_pytorch": "Page, 1 V100",
+    "fastai_pytorch": "fast.ai",
+    "fastai_pytorch_single_volta": "fast.ai, 1 V100",
+    "basenet": "basenet",
+}
+SUFFIXES = (".png", ".svg", ".pdf")
+WIDTH = 3.5  # inches, a column's
+BEHIND, INK = "0.6", "0.0"
+
+
+def spread(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
+    """Move places apart until neighbours are `gap` away from each other, within [low, high] if they fit.
+
+    Order is kept, and nobody moves further than crowding asks for.
+    """
+    order = np.argsort(places, kind="stable")
+    moved = places[order].astype(float)
+    for _ in range(200):
+        overlap = gap - np.diff(moved)
+        crowded = overlap > 1e-9
+        if not crowded.any():
+            break
+        push = np.where(crowded, overlap / 2, 0)
+        moved[:-1] -= push
+        moved[1:] += push
+        moved = np.clip(moved, low, high)
+    result = np.empty_like(moved)
+    result[order] = moved
+    return result
+
+
+def stack(values: np.ndarray, width: float) -> np.ndarray:
+    """Heights at which marks closer than `width` do not hide each other: 0, 1, -1, 2, ... in each bin."""
+    bins = np.floor(values / width).astype(int)
+    heights = np.zeros(len(values))
+    for one in np.unique(bins):
+        mine = np.flatnonzero(bins == one)
+        rank = np.arange(len(mine))
+        heights[mine] = (rank + 1) // 2 * np.where(rank % 2, 1, -1)
+    return heights
+
+
+def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
+    """Accuracy against seconds; every line is named at its end, above the picture."""
+    entries = {name: read_log(str(PUBLISHED / "dawnbench" / f"{name}.tsv")) for name in ENTRIES}
+    lines = [(ENTRIES[name], log, False) for name, log in entries.items()]
+    lines += [(label, log, True) for label, log in zip(labels, logs, strict=True)]
+    ends = []
+    for _, log, own in lines:
+        x, y = log.epochs or (log.seconds, log.accuracy)
+        style = {"color": INK, "lw": 1.6, "zorder": 4} if own else {"color": BEHIND, "lw": 0.7, "zorder": 2}
+        if log.epochs:
+            axes.plot(x, 100 * y, **style)
+        else:
+            axes.plot(x, 100 * y, "o", ms=2.5, mec=INK, mfc="white" if len(x) > 1 else INK, mew=0.5, zorder=4)
+        last = np.argmax(x) if log.epochs else np.argsort(x)[len(x) // 2]
+        ends.append((x[last], 100 * y[last]))
+    every = np.concatenate([(log.epochs or (log.seconds,))[0] for _, log, _ in lines])
+    every = every[every > 0]
+    low, high = np.log10(every.min()) - 0.1, np.log10(every.max()) + 0.15
+    bottom, top = 40.0, 101.0
+    axes.set(xscale="log", xlim=(10**low, 10**high), ylim=(bottom, top), ylabel="test accuracy, %")
+    axes.set_xlabel("training time, seconds", labelpad=1)
+    axes.axhline(100 * GOAL, color=INK, lw=0.6, ls=(0, (4, 3)), zorder=3)
+    axes.text(10**low, 100 * GOAL + 0.4, " 94%", va="bottom", ha="left", fontsize=6)
+    gap = (high - low) * 0.042  # a label's height as a share of the axis
+    places = spread(np.log10([x for x, _ in ends]), gap, low + gap / 2, high - gap / 2)
+    for (label, _, own), (x, y), place in zip(lines, ends, places, strict=True):
+        color, weight = (INK, "bold") if own else ("0.35", "normal")
+        above = axes.get_xaxis_transform()
+        axes.annotate(
+            label, xy=(x, np.clip(y, bottom, top)), xycoords="data", xytext=(10**place, 1.05), textcoords=above,
+            rotation=90, ha="center", va="bottom", fontsize=6, color=color, weight=weight, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 0},
+        )  # fmt: skip
+
+
+def draw_marks(axes, mine: np.ndarray, reference: np.ndarray, names: tuple[str, str], log_axis: bool) -> None:
+    """One mark a run: mine, filled, above; the reference, open, below."""
+    both = np.concatenate([mine, reference])
+    scale = np.log10 if log_axis else np.asarray
+    extent = max(np.ptp(scale(both)), 1e-3)
+    for height, values, face in ((1, mine, INK), (0, reference, "white")):
+        stacked = stack(scale(values), extent / 45)
+        step = min(0.09, 0.42 / max(1, np.abs(stacked).max()))
+        axes.plot(values, height + step * stacked, "o", ms=2.4, mew=0.5, mec=INK, mfc=face)
+    axes.set_yticks([1, 0], names)
+    axes.set_ylim(-0.6, 1.6)
+    if log_axis:
+        axes.set_xscale("log")
+
+
+def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> None:
+    """Draw and save; `logs[0]` is mine, and its runs, if several, are set over the reference's."""
+    # Matplotlib caches its fonts at import; a home folder that cannot be written must not matter.
+    os.environ.setdefault("MPLCONFIGDIR", os.path.join(tempfile.gettempdir(), "matplotlib-cache"))
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    campaigns = [log for log in logs if len(log.accuracy) > 1]
+    plt.rcParams.update({"font.size": 7, "axes.linewidth": 0.5, "svg.fonttype": "none", "axes.spines.right": False,
+                         "axes.spines.top": False, "xtick.major.width": 0.5, "ytick.major.width": 0.5})  # fmt: skip
+    figure, axes = plt.subplots(
+        3 if campaigns else 1, 1, figsize=(WIDTH, 4.9 if campaigns else 3.0), layout="constrained",
+        height_ratios=[2.4, 1, 1] if campaigns else None, squeeze=False,
+    )  # fmt: skip
+    draw_curves(axes[0, 0], logs, labels)
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axes[0, 0].xaxis.set_major_formatter(plain)
+    if campaigns:
+        mine, names = campaigns[0], (labels[logs.index(campaigns[0])], reference.name)
+        draw_marks(axes[1, 0], 100 * mine.accuracy, 100 * reference.accuracy, names, log_axis=False)
+        axes[1, 0].axvline(100 * GOAL, color=INK, lw=0.6, ls=(0, (4, 3)), zorder=0)
+        axes[1, 0].set_xlabel("final test accuracy, %, one mark a run", labelpad=1)
+        draw_marks(axes[2, 0], mine.seconds, reference.seconds, names, log_axis=True)
+        narrow = np.ptp(np.log10(np.concatenate([mine.seconds, reference.seconds]))) < 1.5
+        axes[2, 0].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
+        axes[2, 0].xaxis.set_major_formatter(plain)
+        axes[2, 0].xaxis.set_minor_locator(LogLocator(subs=()))
+        axes[2, 0].set_xlabel("seconds, one mark a run", labelpad=1)
+    figure.savefig(out, dpi=200)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m large_batch_cifar_10_fast.plot", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+    )  # fmt: skip
+    parser.add_argument("files", nargs="+", help="run logs, runs.tsv, timing_log.tsv or other DAWNBench tables")
+    parser.add_argument("--out", default="timing.png", help="picture to write: .png, .svg or .pdf (timing.png)")
+    parser.add_argument("--reference", default="published", help="campaign to set the first one over (published)")
+    options = parser.parse_args()
+    out = Path(options.out)
+    if out.suffix.lower() not in SUFFIXES:
+        parser.error(f"--out {out} must end in {', '.join(SUFFIXES)}")
+    if not out.absolute().parent.is_dir():
+        parser.error(f"--out {out}: there is no folder {out.absolute().parent}")
+    try:
+        logs, reference = [read_log(name) for name in options.files], read_log(options.reference)
+    except Unreadable as problem:
+        print(f"plot: {problem}", file=sys.stderr)
+        return 2
+    labels = ["mine"] if len(logs) == 1 else [Path(log.name).name for log in logs]
+    picture(logs, labels, reference, out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""A campaign loses nothing: killed and resumed it equals an uninterrupted one; and what it refuses."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import LAUNCHER, TINY, children_of, environment, launch
+
+from large_batch_cifar_10_fast.settings import Refusal
+from large_batch_cifar_10_fast.tables import COLUMNS, PARTS, Journal, read_rows
+
+RUNS = 10
+TIMES = [*PARTS, "seconds", "goal_seconds"]
+
+
+def _arguments(npz, *more):
+    return ["--demo", *TINY, "--data", str(npz), *map(str, more)]
+
+
+def _until(folder: Path, rows: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        table = folder / "runs.tsv"
+        if table.exists() and table.read_bytes().count(b"\n") > rows:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no {rows} rows: {process.stderr.read() if process.poll() is not None else 'too slow'}")
+
+
+def _start(folder: Path, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        ["bash", str(LAUNCHER), *arguments], cwd=folder, env=environment(NPROC=2), text=True, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_npz, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    result = launch(*_arguments(tiny_npz, "--runs", RUNS), cwd=folder, NPROC=2)
+    assert result.returncode == 0, result.stderr
+    return folder, result.stdout
+
+
+def test_killed_resumed_interrupted_resumed_equals_uninterrupted(tiny_npz, tmp_path, uninterrupted):
+    with _start(tmp_path, *_arguments(tiny_npz, "--runs", RUNS)) as process:
+        _until(tmp_path, 4, process)
+        workers = [p for p in children_of(process.pid) if b".train" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        os.kill(workers[-1], signal.SIGKILL)
+        assert process.wait(timeout=10) != 0
+    kept = (tmp_path / "runs.tsv").read_text()
+    with open(tmp_path / "runs.tsv", "a") as table:
+        table.write("20990101T000000-1\t2099")  # the power failed in the middle of a row
+    made = kept.count("\n") - 1
+    assert made < RUNS
+
+    with _start(tmp_path, "--resume") as process:
+        _until(tmp_path, made + 2, process)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=10) != 0
+    result = launch("--resume", cwd=tmp_path, NPROC=2)
+    assert result.returncode == 0, result.stderr
+
+    assert (tmp_path / "runs.tsv").read_text().startswith(kept), "finished rows are not touched"
+    assert "20990101T000000-1\t2099" in (tmp_path / "runs.tsv.broken").read_text()
+    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    expected = pd.read_csv(uninterrupted[0] / "runs.tsv", sep="\t")
+    assert rows["run"].tolist() == list(range(RUNS))
+    assert rows["campaign"].nunique() == 1
+    same = [name for name in COLUMNS if name not in (*TIMES, "campaign", "started")]
+    pd.testing.assert_frame_equal(rows[same], expected[same])
+    assert result.stdout.count("Train acc") == RUNS, "the log of a resumed campaign tells all its runs"
+    assert result.stdout.splitlines()[-1] == uninterrupted[1].splitlines()[-1]
+    accuracies = [line.split(",")[1].split()[2] for line in result.stdout.splitlines() if line.startswith("Train")]
+    assert accuracies == [f"{accuracy:.4f}" for accuracy in expected["validation_accuracy"]]
+
+
+@pytest.fixture
+def unfinished(uninterrupted, tmp_path):
+    """The first three rows of a campaign of ten."""
+    lines = (uninterrupted[0] / "runs.tsv").read_text().splitlines(keepends=True)
+    (tmp_path / "runs.tsv").write_text("".join(lines[:4]))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lr_scaler", "1.25"], "lr_scaler (1.0 then, 1.25 now)"),
+        (["--runs", "12"], "runs (10 then, 12 now)"),
+        (["--seed", "3"], "seed (0 then, 3 now)"),
+        (["--data", "synthetic"], "digest ("),
+        (["--demo"], "batch_size (16 then, 32 now)"),
+    ],
+)
+def test_resume_refuses_other_settings_and_says_which(unfinished, arguments, message):
+    before = (unfinished / "runs.tsv").read_bytes()
+    result = launch("--resume", *arguments, cwd=unfinished, NPROC=2)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert (unfinished / "runs.tsv").read_bytes() == before
+
+
+@pytest.mark.parametrize("column", ["code", "torch", "processes"])
+def test_resume_refuses_other_code_and_machines(unfinished, column):
+    rows = pd.read_csv(unfinished / "runs.tsv", sep="\t", dtype=str)
+    rows[column] = "7"
+    rows.to_csv(unfinished / "runs.tsv", sep="\t", index=False, na_rep="")
+    result = launch("--resume", cwd=unfinished, NPROC=2)
+    assert result.returncode == 2
+    assert f"had other {column} (7 then" in result.stderr
+
+
+def test_resume_refuses_where_there_is_nothing_to_resume(uninterrupted, tmp_path):
+    nothing = launch("--resume", cwd=tmp_path)
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert "there is no campaign in ." in nothing.stderr
+    finished = launch("--resume", "--out", uninterrupted[0], cwd=tmp_path)
+    assert finished.returncode == 2
+    assert "has all its 10 runs" in finished.stderr
+
+
+def test_a_second_campaign_in_the_same_folder_is_refused(tiny_npz, tmp_path):
+    with _start(tmp_path, *_arguments(tiny_npz, "--runs", 1000)) as process:
+        _until(tmp_path, 1, process)
+        second = launch(*_arguments(tiny_npz), cwd=tmp_path)
+        process.terminate()
+    assert second.returncode == 2
+    assert second.stderr.startswith("train_cifar_parallel.sh: another campaign is writing runs.tsv")
+
+
+def test_campaigns_are_appended_under_one_header(unfinished, tiny_npz):
+    before = (unfinished / "runs.tsv").read_text()
+    assert launch(*_arguments(tiny_npz), cwd=unfinished, NPROC=2).returncode == 0
+    after = (unfinished / "runs.tsv").read_text()
+    assert after.startswith(before)
+    assert after.count("\n") == before.count("\n") + 1
+
+
+def test_a_row_is_whole_only_with_all_fields_and_its_newline(tmp_path):
+    path = tmp_path / "runs.tsv"
+    journal = Journal(path)
+    journal.mend()
+    for run in (0, 1):
+        journal.append({**dict.fromkeys(COLUMNS, ""), "run": run})
+    journal.close()
+    whole = path.read_bytes()
+    assert [row["run"] for row in read_rows(path)] == ["0", "1"]
+    for cut in (whole[:-1], whole[:-5], whole[:-5] + b"\n"):
+        path.write_bytes(cut)
+        assert [row["run"] for row in read_rows(path)] == ["0"]
+    path.write_bytes(whole.replace(b"\t\n", b"\n", 1))
+    with pytest.raises(Refusal, match="line 2"):
+        read_rows(path)
+
+
+def test_a_half_written_header_is_made_again(tmp_path):
+    path = tmp_path / "runs.tsv"
+    path.write_text("campaign\tstar")
+    journal = Journal(path)
+    journal.mend()
+    journal.append(dict.fromkeys(COLUMNS, "x"))
+    journal.close()
+    assert len(read_rows(path)) == 1

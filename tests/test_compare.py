@@ -1,0 +1,273 @@
+"""Reading every format, statistics against independent values, and conclusions that hold."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import REPO
+from scipy import stats
+
+from large_batch_cifar_10_fast import compare
+from large_batch_cifar_10_fast.logs import Unreadable, read_log
+from large_batch_cifar_10_fast.tables import COLUMNS
+
+PUBLISHED = pd.read_csv(REPO / "published" / "apple_8xv100_50_runs.tsv", sep="\t")
+SUMMARY = (REPO / "published" / "apple_8xv100_summary.txt").read_text()
+
+
+def published_form(rows: pd.DataFrame = PUBLISHED, shift: float = 0.0, summary: str = SUMMARY) -> str:
+    """The published lines, made from the published table."""
+    lines = ["Uploaded data to GPUs 0.086s", "Compute patch whitening statistics:     0.465s"]
+    lines += [
+        f"Train acc {row.train_acc:.3f} loss {row.train_loss:.3f}, validation acc {row.valid_acc - shift:.3f} "
+        f"loss {row.valid_loss:.3f} wall time {row.seconds:.3f}s"
+        for row in rows.itertuples()
+    ]
+    return "\n".join(lines) + "\n" + summary
+
+
+OUR_HEAD = """# large_batch_cifar_10_fast 0.1.0, commit 0, code 0, 2026-11-21T00:00:00Z
+# 8 workers on 1 process, 1 x NVIDIA H200
+# data CIFAR-10: 50000 training and 10000 test images, SHA-256 0123456789ab
+# settings lr_scaler=1.5 epochs=18 precision=fp16 width=64
+"""
+
+
+def our_form(accuracies) -> str:
+    lines = [
+        f"Train acc 0.9880 loss 0.920, validation acc {accuracy:.4f} loss 0.991 wall time 4.{i:03d}s"
+        for i, accuracy in enumerate(accuracies)
+    ]
+    return OUR_HEAD + "\n".join(lines) + "\n"
+
+
+def run_compare(*arguments, cwd=None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "large_batch_cifar_10_fast.compare", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd or REPO, capture_output=True, text=True, timeout=60)
+
+
+def conclusion(*arguments) -> tuple[dict, int]:
+    result = run_compare(*arguments, "--json")
+    assert result.stderr == ""
+    return json.loads(result.stdout), result.returncode
+
+
+def test_the_published_form_is_read_back(tmp_path):
+    path = tmp_path / "run_log.txt"
+    path.write_text(published_form())
+    log = read_log(str(path))
+    np.testing.assert_allclose(log.accuracy, PUBLISHED["valid_acc"])
+    np.testing.assert_allclose(log.seconds, PUBLISHED["seconds"])
+    assert log.rounding == 0.0005
+    assert (log.reached, log.lowest, log.median) == ((41, 41), 0.9374, 0.9419)
+
+
+def test_a_count_that_rounding_hides_is_bounded_not_guessed(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text(published_form(summary=""))
+    surely, at_most = int((PUBLISHED["valid_acc"] > 0.9405).sum()), int((PUBLISHED["valid_acc"] > 0.9395).sum())
+    assert (surely, at_most) == (38, 47)
+    assert read_log(str(path)).reached == (surely, at_most)
+    rows = {row["name"]: row for row in conclusion(path, "published")[0]["rows"]}
+    assert rows["reached 94%"]["mine"] == "38 to 47 of 50 (hidden by rounding)"
+    assert rows["reached 94%"]["difference"] is None
+
+
+def test_four_decimals_of_ten_thousand_images_are_exact(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text(our_form([0.9399, 0.9400, 0.9401]))
+    log = read_log(str(path))
+    assert (log.reached, log.rounding) == ((2, 2), 0.0)
+    assert log.facts["device"] == "1 x NVIDIA H200"
+    assert log.facts["epochs"] == "18"
+    path.write_text(our_form([0.9399, 0.9400, 0.9401]).replace(OUR_HEAD, ""))
+    assert read_log(str(path)).reached == (1, 2), "without the number of images 0.9400 may be 0.93995"
+
+
+def _runs_table(path, **columns):
+    """A runs.tsv of two campaigns, a of one run and b of three."""
+    base = dict.fromkeys(COLUMNS, "1")
+    rows = [
+        {**base, "campaign": "a", "validation_count": "9300", "validation_images": "10000", "goal_seconds": ""},
+        *({**base, "campaign": "b", "runs": "3", "run": str(i), "seconds": str(5 + i), "goal_seconds": goal,
+           "validation_count": str(9399 + i), "validation_images": "10000"}
+          for i, goal in enumerate(("", "4.5", "4.7"))),
+    ]  # fmt: skip
+    table = pd.DataFrame(rows, columns=COLUMNS).assign(**columns)
+    table.to_csv(path, sep="\t", index=False)
+    return str(path)
+
+
+def test_runs_table_is_read_by_campaign(tmp_path):
+    path = _runs_table(tmp_path / "runs.tsv")
+    last = read_log(path)
+    np.testing.assert_allclose(last.accuracy, [0.9399, 0.94, 0.9401])
+    assert (last.reached, last.notes) == ((2, 2), ())
+    np.testing.assert_equal(last.goal_seconds, [math.nan, 4.5, 4.7])
+    assert read_log(path, "a").accuracy.tolist() == [0.93]
+    with pytest.raises(Unreadable, match="no campaign c, only a, b"):
+        read_log(path, "c")
+    unfinished = read_log(_runs_table(tmp_path / "runs.tsv", runs="5"))
+    assert "3 of the campaign's 5 runs" in unfinished.notes[0]
+
+
+@pytest.mark.parametrize("header", ["epoch", "epochs"])
+def test_dawnbench_tables_of_both_headers_are_read(tmp_path, header):
+    path = tmp_path / "entry.tsv"
+    path.write_text(f"{header}\thours\ttop1Accuracy\n0\t0.001\t12.5\n1\t0.002\t94.05\n2\t0.003\t94.19\n")
+    log = read_log(str(path))
+    assert (log.accuracy.tolist(), log.reached) == ([0.9419], (1, 1))
+    np.testing.assert_allclose([log.seconds[0], log.goal_seconds[0]], [10.8, 7.2])
+
+
+def test_every_published_entry_is_read():
+    files = sorted((REPO / "published" / "dawnbench").glob("*.tsv"))
+    assert len(files) == 10
+    assert all(read_log(str(path)).reached == (1, 1) for path in files)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "line 1: neither"),
+        ("hello\n", "line 1: neither"),
+        ("epoch\thours\ttop1Accuracy\n1\t0.1\n", "line 2: 2 fields where the header has 3"),
+        ("epoch\thours\ttop1Accuracy\n1\t0.1\t93\n2\tlong\t94\n", "line 3: hours is 'long', not a number"),
+        ("epoch\thours\n1\t0.1\n", "line 1: no column top1Accuracy"),
+        ("epoch\thours\ttop1Accuracy\n", "line 1: a header and nothing below"),
+        ("x\nTrain acc 0.9 loss 0.9, validation acc 0.9", "line 2: not a whole run line"),
+    ],
+)
+def test_unreadable_logs_end_with_status_2_file_line_and_reason(tmp_path, content, message):
+    path = tmp_path / "some.tsv"
+    path.write_text(content)
+    result = run_compare(path, "published")
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"compare: {path}, {message}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_missing_file_ends_with_status_2():
+    assert run_compare("absent.txt").returncode == 2
+
+
+def test_published_against_itself_is_equivalent():
+    told, status = conclusion("published", "published")
+    assert (told["conclusions"]["accuracy"]["verdict"], told["conclusions"]["time"]["verdict"], status) == (
+        "equivalent", "equivalent", 0,
+    )  # fmt: skip
+
+
+def test_three_tenths_of_a_point_less_is_a_shortfall(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text(published_form(shift=0.003, summary=""))
+    told, status = conclusion(path, "published")
+    assert (told["conclusions"]["accuracy"]["verdict"], status) == ("worse", 1)
+    told, status = conclusion("published", path)
+    assert (told["conclusions"]["accuracy"]["verdict"], status) == ("better", 0)
+
+
+def test_three_runs_tell_nothing_and_it_says_how_many_would(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text(published_form(PUBLISHED[:3], summary=""))
+    told, status = conclusion(path, "published")
+    accuracy = told["conclusions"]["accuracy"]
+    assert (accuracy["verdict"], status) == ("open", 0)
+    assert "too few runs to tell" in accuracy["text"]
+    assert "runs on each side" in accuracy["text"]
+    text = run_compare(path, "published").stdout
+    assert "has no summary: its campaign did not finish" in text
+
+
+def test_welch_interval_is_the_textbooks():
+    # Welch's interval by its formula: means 20.6, 22.1; by hand through Student's t.
+    a = np.array([27.5, 21.0, 19.0, 23.6, 17.0, 17.9, 16.9, 20.1, 21.9, 22.6, 23.1, 19.6, 19.0, 21.7, 21.4])
+    b = np.array([27.1, 22.0, 20.8, 23.4, 23.4, 23.5, 25.8, 22.0, 24.8, 20.2, 21.9, 22.1, 22.9, 20.5, 24.4])
+    va, vb = a.var(ddof=1) / 15, b.var(ddof=1) / 15
+    freedom = (va + vb) ** 2 / (va**2 / 14 + vb**2 / 14)
+    assert freedom == pytest.approx(24.99, abs=0.01)  # published with this example
+    half = stats.t.ppf(0.975, freedom) * math.sqrt(va + vb)
+    expected = a.mean() - b.mean() - half, a.mean() - b.mean() + half
+    assert compare.welch_interval(a, b) == pytest.approx(expected)
+    assert compare.welch_interval(a[:1], b) is None
+    assert compare.welch_interval(np.ones(3), np.ones(2)) == (0, 0)
+
+
+def test_two_one_sided_tests_are_scipys():
+    random = np.random.default_rng(0)
+    for spread in (0.1, 0.2, 0.3, 0.5):
+        a, b = random.normal(94.15, spread, 30), random.normal(94.2, spread, 40)
+        p = max(
+            stats.ttest_ind(a + 0.1, b, equal_var=False, alternative="greater").pvalue,
+            stats.ttest_ind(a - 0.1, b, equal_var=False, alternative="less").pvalue,
+        )
+        verdict = compare.judge(a, b, 0.1, "Accuracy", str, more_is_better=True).verdict
+        assert (verdict == "equivalent") == (p < 0.05)
+
+
+def test_wilson_and_newcombe_are_the_textbooks():
+    # Newcombe (1998), Statistics in Medicine 17: 81 of 263, and 56/70 against 48/80.
+    assert compare.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert compare.newcombe(56, 70, 48, 80) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+
+
+def test_resampled_interval_is_scipys_and_needs_five_runs():
+    random = np.random.default_rng(1)
+    a, b = random.normal(5, 1, 20), random.normal(4, 1, 30)
+    low, high = compare.resampled_interval(a, b, lambda x, y: x.mean() - y.mean())
+    w_low, w_high = compare.welch_interval(a, b)
+    assert (low, high) == pytest.approx((w_low, w_high), abs=0.08)
+    assert compare.resampled_interval(a[:4], b, lambda x, y: 0.0) is None
+
+
+def test_runs_needed_gives_the_power_it_promises():
+    needed = compare.runs_needed(spread=0.16, margin=0.10)
+    assert needed == 44  # 2 (0.16 (1.645 + 1.282) / 0.10)^2 = 43.9
+    random = np.random.default_rng(2)
+    hits = sum(
+        compare.judge(random.normal(0, 0.16, needed), random.normal(0, 0.16, needed), 0.1, "", str, True).verdict
+        == "equivalent"
+        for _ in range(300)
+    )
+    assert 0.7 < hits / 300 < 0.9
+
+
+def test_other_conditions_are_pointed_out_above_the_table(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text(our_form(0.9410 + 0.0002 * np.arange(20)).replace("H200", "A100"))
+    other = tmp_path / "other.txt"
+    other.write_text(our_form(0.9411 + 0.0002 * np.arange(20)).replace("0123456789ab", "ffff").replace("=18", "=20"))
+    text = run_compare(path, other).stdout
+    head, _, rest = text.partition("runs  ")
+    for part in ("digest: 0123456789ab (mine), ffff", "device: 1 x NVIDIA A100", "epochs: 18 (mine), 20"):
+        assert part in head
+    assert "seconds median" in rest
+
+
+def test_slower_counts_only_on_the_same_hardware(tmp_path):
+    slow, fast, other = (tmp_path / name for name in ("slow", "fast", "other"))
+    fast.write_text(our_form(0.9410 + 0.0001 * np.arange(20)))
+    slow.write_text(fast.read_text().replace("time 4.", "time 8."))
+    other.write_text(slow.read_text().replace("H200", "A100"))
+    told, status = conclusion(slow, fast)
+    assert (told["conclusions"]["accuracy"]["verdict"], told["conclusions"]["time"]["verdict"], status) == (
+        "equivalent", "worse", 1,
+    )  # fmt: skip
+    assert conclusion(other, fast)[1] == 0
+    assert conclusion(fast, slow)[1] == 0
+
+
+def test_diverged_runs_are_counted_and_their_loss_set_aside(tmp_path):
+    path = tmp_path / "log.txt"
+    lines = our_form([0.9410, 0.9412, 0.1000]).splitlines()
+    lines[-1] = lines[-1].replace("loss 0.991", "loss nan")
+    path.write_text("\n".join(lines) + "\n")
+    told, _ = conclusion(path, "published")
+    rows = {row["name"]: row for row in told["rows"]}
+    assert rows["loss mean"]["mine"] == "0.991"
+    assert rows["accuracy lowest, %"]["mine"] == "10.000"
+    assert any("1 runs without a finite loss" in note for note in told["notes"])

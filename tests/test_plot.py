@@ -1,0 +1,68 @@
+"""The picture: every format and suffix, and labels that do not cover each other."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import REPO
+
+from large_batch_cifar_10_fast.logs import PUBLISHED
+from large_batch_cifar_10_fast.plot import ENTRIES, spread, stack
+
+CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"
+CAMPAIGN = PUBLISHED / "apple_8xv100_50_runs.tsv"
+MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
+
+
+def run_plot(*arguments, cwd) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "large_batch_cifar_10_fast.plot", *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=cwd, env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "MPLCONFIGDIR": str(cwd)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", MAGIC)
+def test_pictures_of_every_suffix_are_written(tmp_path, suffix):
+    out = tmp_path / f"picture{suffix}"
+    result = run_plot(CURVE, CAMPAIGN, "--out", out, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    assert out.read_bytes().startswith(MAGIC[suffix])
+
+
+def test_every_line_is_named_at_the_line(tmp_path):
+    slow = tmp_path / "slow.tsv"
+    slow.write_text("epoch\thours\ttop1Accuracy\n1\t1\t60\n2\t2\t94.3\n")
+    assert run_plot(slow, "--out", "p.svg", cwd=tmp_path).returncode == 0
+    text = (tmp_path / "p.svg").read_text()
+    for label in (*ENTRIES.values(), "mine", "94%"):
+        assert f">{label}<" in text.replace("> ", ">"), label
+
+
+def test_labels_are_spread_in_order_with_a_gap():
+    places = np.array([1.0, 0.0, 1.01, 1.02, 3.0])
+    moved = spread(places, 0.2, -0.5, 3.5)
+    assert np.argsort(moved).tolist() == np.argsort(places).tolist()
+    assert np.diff(np.sort(moved)).min() > 0.2 - 1e-6
+    assert moved[1] == 0.0
+    assert moved[4] == 3.0
+
+
+def test_equal_values_are_stacked_and_distant_ones_are_not():
+    assert stack(np.array([1.0, 1.0, 5.0, 1.0]), 0.5).tolist() == [0, 1, 0, -1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((CURVE, "--out", "p.jpg"), "must end in"),
+        (("absent.tsv",), "absent.tsv"),
+        ((CURVE, "--out", "no/p.png"), "no folder"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(tmp_path, arguments, message):
+    result = run_plot(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert not list(tmp_path.glob("*.png"))
