@@ -36,6 +36,7 @@ def read_request(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
     kinds = get_type_hints(Settings)
     campaign = {name: row[name] == "True" if kinds[name] is bool else kinds[name](row[name]) for name in RECORDED}
     campaign["seed"] = int(row["seed"]) - int(row["run"])
+    campaign["no_compile"] = not campaign["compile"]
     asked = given(arguments, environment)
     differing = [
         f"{name} ({campaign[name]} then, {getattr(settings, name)} now)"

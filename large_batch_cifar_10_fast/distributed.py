@@ -63,6 +63,10 @@ class Team:
             network, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
         )
 
+    def without_averaging(self, network: nn.Module) -> contextlib.AbstractContextManager:
+        """Within it, what `average_gradients` returned adds up gradients on this process alone."""
+        return network.no_sync() if self.processes > 1 else contextlib.nullcontext()
+
 
 def processes_here() -> int:
     """How many processes this one is part of, from torchrun's environment; 1 without torchrun."""

@@ -113,6 +113,7 @@ class Network(nn.Module):
     def __init__(self, filters: Tensor, width: int, seed: int) -> None:
         """`filters` [27, 3, 3, 3] are the whitening filters; `seed` alone determines the initial weights."""
         super().__init__()
+        self.width = width
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.prep = nn.Sequential(convolution(27, width, size=1), normed(width))
@@ -125,6 +126,10 @@ class Network(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = F.conv2d(images, self.filters, padding=1)
         return self.head(self.layer3(self.layer2(self.layer1(self.prep(x))))) * LOGIT_SCALE
+
+    def restart(self, filters: Tensor, seed: int) -> None:
+        """Begin again as if just made, in the same memory: what was compiled for it stays valid."""
+        self.load_state_dict(Network(filters, self.width, seed).state_dict())
 
     def norms(self) -> list[GhostNorm]:
         return [module for module in self.modules() if isinstance(module, GhostNorm)]

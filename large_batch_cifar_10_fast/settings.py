@@ -46,6 +46,8 @@ class Settings:
     precision: str = option("", "fp16 with CUDA, else fp32, unless given", choices=("fp16", "bf16", "fp32", "fp64"))
     width: int = option(64, "channels of the first block; the others scale with it")
     passes: int = option(1, "forward and backward passes a step is split into: more need less memory")
+    compile: bool = option(False, "compile the training step (default with CUDA, and for runs of ten minutes on a CPU)")
+    no_compile: bool = option(False, "do not compile")
     no_warmup: bool = option(False, "skip the untimed warm-up, so that the first run pays for it")
     save: str = option("", "file for the last run's weights and running statistics")
     resume: bool = option(False, "go on with the last unfinished campaign in --out, with its settings")
@@ -59,6 +61,8 @@ class Settings:
         for name in ("lr_scaler", "lr_scaler_end_fraction", "ema_ep", "warmup_fraction"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise Refusal(f"{self.spelled(name)} must be a finite number, not below 0")
+        if self.compile and self.no_compile:
+            raise Refusal("--compile and --no_compile were both given: choose one")
         if not 0 <= self.seed < 2**62:
             raise Refusal(f"{self.spelled('seed')} must lie in 0 to 2**62 - 1")
         if self.batch_size % GROUP:

@@ -5,8 +5,10 @@ process). The method is described in the README; the sections named in comments 
 """
 
 import contextlib
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,23 +29,35 @@ from .tables import written_whole
 
 def main(settings: Settings) -> None:
     check_request(settings, processes_here())
-    with join_team(settings) as team:
-        settings = replace(settings, precision=settings.precision or ("fp16" if on_gpu(team) else "fp32"))
+    with join_team(settings) as team, explaining_memory(settings, team):
         images = load_images(settings.data)
+        settings = decide(settings, team, len(images.train_images))
         log = RunLog(settings, team, images, finished_rows(settings))
-        if team.leads and not on_gpu(team) and settings.width >= 64:
-            warn_of_slowness(settings, len(images.train_images))
+        network = Network(torch.zeros(27, 3, 3, 3), settings.width, seed=0).cast(settings.precision, team.device)
+        forward = team.average_gradients(compiled(network, settings, team))
+        model = Model(network, forward, settings, team)
         if not settings.no_warmup:
-            warm_up(settings, team, test_images=len(images.test_images) if on_gpu(team) else team.processes)
+            warm_up(model, test_images=len(images.test_images) if on_gpu(team) else team.processes)
 
         clock = Clock(team.wait)
         task = prepare(images, settings, team, clock)
         log.set_up(clock, task.train.steps_per_epoch)
         for run in log.runs_to_make():
-            network = train_once(run, settings, team, task, clock.fork(), log)
+            train_once(run, model, task, clock.fork(), log)
         log.summary()
         if settings.save and team.leads:
             save(network, settings)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What all runs train, one after the other from fresh weights: `forward` is the network, averaging its
+    gradients over the processes, compiled if it is to be."""
+
+    network: Network
+    forward: nn.Module
+    settings: Settings
+    team: Team
 
 
 @dataclass(frozen=True)
@@ -74,32 +88,29 @@ def prepare(images: Images, settings: Settings, team: Team, clock: Clock) -> Tas
     return Task(train, test, filters)
 
 
-def train_once(run: int, settings: Settings, team: Team, task: Task, clock: Clock, log: RunLog) -> Network:
+def train_once(run: int, model: Model, task: Task, clock: Clock, log: RunLog) -> None:
     """One run from fresh weights; its seed alone decides them, every shuffle, crop and flip."""
-    seed = settings.seed + run
-    network = Network(task.filters, settings.width, seed).cast(settings.precision, team.device)
-    averaging = team.average_gradients(network)
-    optimizer = NesterovSGD(network, settings, task.train.steps_per_epoch, summed=len(team.workers))
+    settings, team, seed = model.settings, model.team, model.settings.seed + run
+    model.network.restart(task.filters, seed)
+    optimizer = NesterovSGD(model.network, settings, task.train.steps_per_epoch, summed=len(team.workers))
     for epoch in range(1, settings.epochs + 1):
         tally = new_tally(team)
         with clock.counting("training"):
             for batches in log.watch(task.train.epoch(seed, epoch), run, epoch):
-                take_step(network, averaging, optimizer, batches, settings, team, tally)
-        validation = evaluate(network, task.test, settings, team)
+                take_step(model, optimizer, batches, tally)
+        validation = evaluate(model, task.test)
         log.epoch(clock, validation)
     log.run(run, clock, read_tally(tally, team), validation)
-    return network
 
 
-def take_step(network: Network, averaging: nn.Module, optimizer: NesterovSGD, batches: list[Batch],
-              settings: Settings, team: Team, tally: Tensor) -> None:  # fmt: skip
+def take_step(model: Model, optimizer: NesterovSGD, batches: list[Batch], tally: Tensor) -> None:
     """One update from one batch of every worker, in one pass or several; gradients are averaged in the last."""
     for index, (images, labels) in enumerate(batches):
-        network.follow(settings.batch_size if team.leads and index == 0 else 0)
+        model.network.follow(model.settings.batch_size if model.team.leads and index == 0 else 0)
         last = index == len(batches) - 1
-        with contextlib.nullcontext() if last or averaging is network else averaging.no_sync():
-            with autocast(settings, team):
-                logits = averaging(images)
+        with contextlib.nullcontext() if last else model.team.without_averaging(model.forward):
+            with autocast(model.settings, model.team):
+                logits = model.forward(images)
             losses = smoothed_cross_entropy(logits, labels)
             losses.sum().backward()
         count(tally, logits, labels, losses)
@@ -107,13 +118,14 @@ def take_step(network: Network, averaging: nn.Module, optimizer: NesterovSGD, ba
 
 
 @torch.no_grad()
-def evaluate(network: Network, test: Batch, settings: Settings, team: Team) -> Score:
+def evaluate(model: Model, test: Batch) -> Score:
     """All test images once, shared by the processes: logits averaged over each image and its mirror image."""
+    network, team = model.network, model.team
     network.eval()
     team.share(*(buffer for norm in network.norms() for buffer in norm.buffers()))
     tally = new_tally(team)
     for images, labels in evaluation_batches(*test):
-        with autocast(settings, team):
+        with autocast(model.settings, team):
             logits = (network(images) + network(images.flip(3))) / 2
         count(tally, logits, labels, smoothed_cross_entropy(logits, labels))
     network.train()
@@ -136,29 +148,70 @@ def read_tally(tally: Tensor, team: Team) -> Score:
     return Score(int(correct), int(images), loss / images)
 
 
-def warm_up(settings: Settings, team: Team, test_images: int) -> None:
+def warm_up(model: Model, test_images: int) -> None:
     """Two steps and an evaluation on random data of the right shapes, so that the timed runs find kernels
     chosen, memory at hand and the processes connected. What it trains is thrown away."""
+    settings, team = model.settings, model.team
     random = np.random.default_rng(0)
-    train_images = 2 * settings.workers * settings.batch_size
-    images, labels = (
-        random.integers(0, high, (train_images + test_images, *shape), dtype)
-        for high, shape, dtype in ((256, (32, 32, 3), np.uint8), (10, (), np.int64))
-    )
-    noise = Images("noise", images[:train_images], labels[:train_images], images[train_images:], labels[train_images:])
+    count = 2 * settings.workers * settings.batch_size
+    images = random.integers(0, 256, (count + test_images, 32, 32, 3), np.uint8)
+    labels = random.integers(0, 10, count + test_images)
+    noise = Images("noise", images[:count], labels[:count], images[count:], labels[count:])
     task = prepare(noise, settings, team, Clock(team.wait))
-    network = Network(task.filters, settings.width, seed=0).cast(settings.precision, team.device)
-    averaging = team.average_gradients(network)
-    optimizer = NesterovSGD(network, settings, task.train.steps_per_epoch, summed=len(team.workers))
+    optimizer = NesterovSGD(model.network, settings, task.train.steps_per_epoch, summed=len(team.workers))
     for batches in task.train.epoch(seed=0, epoch=0):
-        take_step(network, averaging, optimizer, batches, settings, team, new_tally(team))
-    evaluate(network, task.test, settings, team)
+        take_step(model, optimizer, batches, new_tally(team))
+    evaluate(model, task.test)
+
+
+def compiled(network: Network, settings: Settings, team: Team) -> nn.Module:
+    """The network in few passes over memory; or as it is, with a warning, where it cannot be compiled.
+
+    All graphs that training needs are made here, once per launch and before the clock starts.
+    """
+    if not settings.compile:
+        return network
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would remark on a missing GPU
+    fused = torch.compile(network, dynamic=False)
+    size = settings.batch_size * len(team.workers) // settings.passes
+    images = torch.zeros(size, 3, 32, 32, dtype=DTYPES[settings.precision], device=team.device)
+    followed = [settings.batch_size] * team.leads + [0] * (settings.passes > 1 or not team.leads)
+    try:
+        for count_of_images in followed:
+            network.follow(count_of_images)
+            with autocast(settings, team):
+                logits = fused(images.to(memory_format=torch.channels_last))
+            logits.sum().backward()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler may say: training goes on without it
+        if team.leads:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            warn(f"not compiled ({reason[0]}): training goes on uncompiled; --no_compile says so without a try")
+        fused = network
+    network.zero_grad()
+    return fused
 
 
 def save(network: Network, settings: Settings) -> None:
     """The last run's weights and running statistics; read them with torch.load(FILE, weights_only=True)."""
     with written_whole(settings.save) as unfinished:
         torch.save({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}, unfinished)
+
+
+@contextlib.contextmanager
+def explaining_memory(settings: Settings, team: Team) -> Iterator[None]:
+    """Say, where memory runs out, what takes it and what to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+            raise
+        share = len(team.workers)
+        text = f"out of memory with {share} workers x {settings.batch_size} images in {settings.passes} passes"
+        print(f"train_cifar_parallel.sh: {text} on {team.device}: raise --passes (at most {share}), or use more "
+              "processes, fewer WORKERS or a smaller --batch_size", file=sys.stderr)  # fmt: skip
+        sys.exit(2)
 
 
 def autocast(settings: Settings, team: Team) -> torch.autocast:
@@ -169,10 +222,18 @@ def on_gpu(team: Team) -> bool:
     return team.device.type == "cuda"
 
 
-def warn_of_slowness(settings: Settings, train_images: int) -> None:
-    """Say how long a CPU takes, from the 30 images a second and core that plain float32 was seen to train."""
-    hours = settings.runs * settings.epochs * train_images / (30 * count_cores()) / 3600
-    warn(f"without a GPU this takes about {hours:.1f} hours; --demo is the same method in two minutes")
+def decide(settings: Settings, team: Team, train_images: int) -> Settings:
+    """Settle what depends on the device: precision, and whether compiling pays.
+
+    A CPU was seen to train 30 images a second and core in plain float32 at full width; where that makes a long
+    run, say so.
+    """
+    seconds = settings.runs * settings.epochs * train_images * (settings.width / 64) ** 2 / (30 * count_cores())
+    if team.leads and not on_gpu(team) and settings.width >= 64:
+        warn(f"without a GPU this takes about {seconds / 3600:.1f} hours; --demo is the same method in two minutes")
+    use_compiler = settings.compile or (not settings.no_compile and (on_gpu(team) or seconds > 600))
+    precision = settings.precision or ("fp16" if on_gpu(team) else "fp32")
+    return replace(settings, precision=precision, compile=use_compiler, no_compile=not use_compiler)
 
 
 if __name__ == "__main__":

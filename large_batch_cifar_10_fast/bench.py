@@ -1,0 +1,287 @@
+"""Where the time goes: the parts of a run, and a step against a plain one, measured in turn.
+
+    python -m large_batch_cifar_10_fast.bench [--json] [--repeats N] [options of train.py]
+
+The plain path is the same mathematics without any of our speed: contiguous NCHW, eager, the norm as its formula
+stands with autograd's gradient, the update parameter by parameter, and float32 unless --plain_precision says
+otherwise. Without CUDA it takes WORKERS=1, or a step would last half a minute. Works under torchrun too.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from .data import EVALUATION_BATCH
+from .distributed import Team, join_team, processes_here
+from .images import Images
+from .network import DTYPES, EPSILON, GhostNorm, Network, smoothed_cross_entropy
+from .optimizer import MOMENTUM, NesterovSGD
+from .settings import GROUP, Refusal, Settings, read_settings
+from .train import Model, Task, autocast, compiled, decide, evaluate, new_tally, on_gpu, prepare, take_step
+
+Figures = dict[str, list[float]]  # seconds of a part, one entry a repetition
+
+
+class PlainNorm(GhostNorm):
+    """Ghost norm as one would write it down; autograd keeps what it needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        groups = x.reshape(-1, GROUP, *x.shape[1:]).to(self.bias.dtype)
+        variance, mean = torch.var_mean(groups, dim=(1, 3, 4), keepdim=True, correction=0)
+        y = (groups - mean) / torch.sqrt(variance + EPSILON) + self.bias.view(-1, 1, 1)
+        return y.reshape(x.shape).to(x.dtype)
+
+
+def plain_network(settings: Settings, team: Team) -> Network:
+    network = Network(torch.zeros(27, 3, 3, 3), settings.width, seed=0).cast(settings.precision, team.device)
+    for norm in network.norms():
+        norm.__class__ = PlainNorm
+    return network.to(memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def plain_update(optimizer: NesterovSGD) -> None:
+    """The update of optimizer.py, one parameter and one operation at a time."""
+    optimizer.step_count += 1
+    rate = optimizer.rate(optimizer.step_count / optimizer.steps_per_epoch)
+    for weights, velocities, factor, decay in optimizer.groups:
+        for w, v in zip(weights, velocities, strict=True):
+            d = -rate * factor * (w.grad / optimizer.summed + decay * w)
+            v.copy_(MOMENTUM * v + d)
+            w.copy_(w + d + MOMENTUM * v)
+            w.grad = None
+
+
+def timed(team: Team, figures: list[float], work: Callable[[], object]) -> object:
+    team.wait()
+    start = time.perf_counter()
+    result = work()
+    team.wait()
+    figures.append(time.perf_counter() - start)
+    return result
+
+
+def step_in_parts(model: Model, batch: tuple[Tensor, Tensor], update: Callable[[], None], figures: Figures) -> None:
+    """Forward, backward, averaging (what it adds to backward) and update, each waited for."""
+    images, labels = batch
+    parts = {name: figures.setdefault(name, []) for name in ("forward", "backward", "averaging", "update")}
+
+    def forward() -> Tensor:
+        with autocast(model.settings, model.team):
+            return smoothed_cross_entropy(model.forward(images), labels).sum()
+
+    loss = timed(model.team, parts["forward"], forward)
+    both: list[float] = []
+    timed(model.team, both, loss.backward)
+    parts["averaging"].append(0.0)
+    if model.team.processes > 1:
+        with model.team.without_averaging(model.forward):
+            loss = forward()
+            timed(model.team, alone := [], loss.backward)
+        parts["averaging"][-1] = max(0.0, both[0] - alone[0])
+    parts["backward"].append(both[0] - parts["averaging"][-1])
+    timed(model.team, parts["update"], update)
+
+
+def measure_steps(model: Model, plain: Model, task: Task, repeats: int) -> tuple[Figures, Figures]:
+    """Steps of ours and of the plain path in turn, so that a drift of the machine's speed falls on both."""
+    ours, theirs = {"step": []}, {"step": []}
+    summed = len(model.team.workers)
+    steps = task.train.steps_per_epoch
+    optimizer = NesterovSGD(model.network, model.settings, steps, summed)
+    plain_optimizer = NesterovSGD(plain.network, plain.settings, steps, summed)
+    batches = next(task.train.epoch(seed=0, epoch=0))
+    whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+    plain_batch = (whole[0].to(DTYPES[plain.settings.precision]).contiguous(), whole[1])
+
+    def plain_step() -> None:
+        with autocast(plain.settings, plain.team):
+            logits = plain.forward(plain_batch[0])
+        smoothed_cross_entropy(logits, plain_batch[1]).sum().backward()
+        plain_update(plain_optimizer)
+
+    for repeat in range(repeats + 1):
+        if repeat == 1:  # what came before was the warm-up
+            ours, theirs = {"step": []}, {"step": []}
+        timed(model.team, ours["step"], lambda: take_step(model, optimizer, batches, new_tally(model.team)))
+        timed(model.team, theirs["step"], plain_step)
+        model.network.follow(0)
+        if model.settings.passes == 1:
+            step_in_parts(model, batches[0], optimizer.step, ours)
+        step_in_parts(plain, plain_batch, lambda: plain_update(plain_optimizer), theirs)
+    return ours, theirs
+
+
+def matrix_rate(precision: str, device: torch.device) -> float:
+    """This device's own floating-point operations a second in a large matrix product."""
+    size, dtype = (8192, DTYPES[precision]) if device.type == "cuda" else (2048, DTYPES[precision])
+    dtype = torch.bfloat16 if precision == "bf16" else dtype
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds[2:])
+
+
+def operations_of_a_step(network: Network, images: Tensor) -> int:
+    """Floating-point operations of forward and backward: backward takes twice what forward does."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(images[:GROUP])
+    return 3 * counter.get_total_flops() * len(images) // GROUP
+
+
+def seconds_since_start() -> float:
+    """How long ago this process began: the interpreter and its imports."""
+    try:
+        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+            ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
+            return float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return float("nan")
+
+
+def bench(settings: Settings, plain_precision: str, repeats: int, start_up: float) -> dict | None:
+    """All figures; None on all processes but the leading one."""
+    settings.check_processes(processes_here())
+    with join_team(settings) as team:
+        settings = decide(replace(settings, data="noise"), team, 50_000)
+        plain_settings = replace(settings, precision=plain_precision or "fp32", compile=False, passes=1)
+        network = Network(torch.zeros(27, 3, 3, 3), settings.width, seed=0).cast(settings.precision, team.device)
+        figures: Figures = {}
+        fused = timed(team, figures.setdefault("compilation", []), lambda: compiled(network, settings, team))
+        model = Model(network, team.average_gradients(fused), settings, team)
+        other = plain_network(plain_settings, team)
+        plain = Model(other, team.average_gradients(other), plain_settings, team)
+
+        noise = random_images(50_000, 10_000)
+        task = measure_set_up(noise, model, repeats, figures)
+        for seed in range(repeats):
+            timed(team, figures.setdefault("augmentation of an epoch", []), lambda s=seed: augment(task, s))
+        ours, theirs = measure_steps(model, plain, task, repeats)
+        # A CPU would take minutes over 10,000 test images: a chunk, scaled, tells the same.
+        chunk = len(task.test[0]) if on_gpu(team) else EVALUATION_BATCH // 4
+        test = task.test[0][:chunk], task.test[1][:chunk]
+        for _ in range(min(repeats, 3)):
+            timed(team, validation := [], lambda: evaluate(model, test))
+            figures.setdefault("validation", []).append(validation[0] * len(task.test[0]) / chunk)
+        if not team.leads:
+            return None
+        rate = matrix_rate(settings.precision, team.device)
+        images = next(task.train.epoch(0, 0))[0][0]
+        done = operations_of_a_step(network, images) * settings.passes * team.processes
+        step, count = statistics.median(ours["step"]), settings.batch_size * settings.workers
+        epoch = step * task.train.steps_per_epoch
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        peak = torch.cuda.max_memory_allocated() if on_gpu(team) else resident
+        return {
+            "conditions": {
+                "device": str(team.device), "processes": team.processes, "workers": settings.workers,
+                "batch": settings.batch_size, "width": settings.width, "precision": settings.precision,
+                "compiled": fused is not network, "plain precision": plain_settings.precision, "repeats": repeats,
+                "threads": torch.get_num_threads(), "torch": torch.__version__,
+            },
+            **{name: told(values) for name, values in {**figures, **ours}.items()},
+            "start-up": told([start_up]),
+            "plain": {name: told(values) for name, values in theirs.items()},
+            "step": {**told(ours["step"]), "ratio": ratio(theirs["step"], ours["step"])},
+            "images per second": count / step,
+            "TFLOP/s": done / step / 1e12,
+            "share of the matrix product's rate": done / step / rate / team.processes,
+            "augmentation, share of an epoch": statistics.median(figures["augmentation of an epoch"]) / epoch,
+            "peak memory per process, GiB": peak / 2**30,
+        }  # fmt: skip
+
+
+def random_images(train: int, test: int) -> Images:
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (train + test, 32, 32, 3), np.uint8)
+    labels = random.integers(0, 10, train + test)
+    return Images("noise", images[:train], labels[:train], images[train:], labels[train:])
+
+
+def measure_set_up(noise: Images, model: Model, repeats: int, figures: Figures) -> Task:
+    from .run_log import Clock
+
+    for _ in range(min(repeats, 3)):
+        clock = Clock(model.team.wait)
+        task = prepare(noise, model.settings, model.team, clock)
+        for part, seconds in clock.seconds.items():
+            figures.setdefault(part, []).append(seconds)
+    return task
+
+
+def augment(task: Task, seed: int) -> None:
+    for _ in task.train.epoch(seed, epoch=1):
+        pass
+
+
+def told(values: list[float]) -> dict[str, float]:
+    return {"seconds": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def ratio(plain: list[float], ours: list[float]) -> float:
+    """How many times faster ours is: the median over pairs measured one after the other."""
+    return statistics.median(p / o for p, o in zip(plain, ours, strict=True))
+
+
+def as_text(figures: dict) -> str:
+    lines = [", ".join(f"{name} {value}" for name, value in figures["conditions"].items()), ""]
+    lines.append(f"{'':28}{'seconds':>10}{'least':>10}{'most':>10}{'plain':>10}{'ratio':>8}")
+    for name, value in figures.items():
+        if not isinstance(value, dict) or "seconds" not in value:
+            continue
+        line = f"{name:28}{value['seconds']:10.4f}{value['least']:10.4f}{value['most']:10.4f}"
+        if name in figures["plain"]:
+            plain = figures["plain"][name]["seconds"]
+            times = value.get("ratio", plain / value["seconds"] if value["seconds"] else None)
+            line += f"{plain:10.4f}" + (f"{times:8.2f}" if times else f"{'-':>8}")
+        lines.append(line)
+    lines.append("")
+    lines += [f"{name:40}{value:12.4g}" for name, value in figures.items() if isinstance(value, float)]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    start_up = seconds_since_start()
+    parser = argparse.ArgumentParser(
+        prog="python -m large_batch_cifar_10_fast.bench", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the same for programs")
+    parser.add_argument("--repeats", type=int, default=5, help="measured repetitions of a step (default 5)")
+    parser.add_argument("--plain_precision", choices=list(DTYPES), default="", help="of the plain path (default fp32)")
+    options, others = parser.parse_known_args()
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        environment.setdefault("WORKERS", "1")
+    try:
+        if options.repeats < 1:
+            raise Refusal(f"--repeats {options.repeats} must be at least 1")
+        settings = read_settings(others, environment)
+        figures = bench(settings, options.plain_precision, options.repeats, start_up)
+    except Refusal as refusal:
+        print(f"bench: {refusal}", file=sys.stderr)
+        sys.exit(2)
+    if figures:
+        print(json.dumps(figures, indent=2) if options.json else as_text(figures))
+
+
+if __name__ == "__main__":
+    main()
