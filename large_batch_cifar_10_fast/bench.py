@@ -25,44 +25,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from .data import EVALUATION_BATCH
 from .distributed import Team, join_team, processes_here
 from .images import Images
-from .network import DTYPES, EPSILON, GhostNorm, Network, smoothed_cross_entropy
-from .optimizer import MOMENTUM, NesterovSGD
+from .network import DTYPES, Network, smoothed_cross_entropy
+from .optimizer import NesterovSGD
+from .plain import plain_network, plain_update
+from .run_log import Clock
 from .settings import GROUP, Refusal, Settings, read_settings
 from .train import Model, Task, autocast, compiled, decide, evaluate, new_tally, on_gpu, prepare, take_step
 
 Figures = dict[str, list[float]]  # seconds of a part, one entry a repetition
-
-
-class PlainNorm(GhostNorm):
-    """Ghost norm as one would write it down; autograd keeps what it needs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(x)
-        groups = x.reshape(-1, GROUP, *x.shape[1:]).to(self.bias.dtype)
-        variance, mean = torch.var_mean(groups, dim=(1, 3, 4), keepdim=True, correction=0)
-        y = (groups - mean) / torch.sqrt(variance + EPSILON) + self.bias.view(-1, 1, 1)
-        return y.reshape(x.shape).to(x.dtype)
-
-
-def plain_network(settings: Settings, team: Team) -> Network:
-    network = Network(torch.zeros(27, 3, 3, 3), settings.width, seed=0).cast(settings.precision, team.device)
-    for norm in network.norms():
-        norm.__class__ = PlainNorm
-    return network.to(memory_format=torch.contiguous_format)
-
-
-@torch.no_grad()
-def plain_update(optimizer: NesterovSGD) -> None:
-    """The update of optimizer.py, one parameter and one operation at a time."""
-    optimizer.step_count += 1
-    rate = optimizer.rate(optimizer.step_count / optimizer.steps_per_epoch)
-    for weights, velocities, factor, decay in optimizer.groups:
-        for w, v in zip(weights, velocities, strict=True):
-            d = -rate * factor * (w.grad / optimizer.summed + decay * w)
-            v.copy_(MOMENTUM * v + d)
-            w.copy_(w + d + MOMENTUM * v)
-            w.grad = None
 
 
 def timed(team: Team, figures: list[float], work: Callable[[], object]) -> object:
@@ -217,8 +187,6 @@ def random_images(train: int, test: int) -> Images:
 
 
 def measure_set_up(noise: Images, model: Model, repeats: int, figures: Figures) -> Task:
-    from .run_log import Clock
-
     for _ in range(min(repeats, 3)):
         clock = Clock(model.team.wait)
         task = prepare(noise, model.settings, model.team, clock)

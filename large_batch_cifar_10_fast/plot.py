@@ -150,7 +150,7 @@ def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> No
     plt.close(figure)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m large_batch_cifar_10_fast.plot", formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
@@ -158,7 +158,7 @@ def main() -> int:
     parser.add_argument("files", nargs="+", help="run logs, runs.tsv, timing_log.tsv or other DAWNBench tables")
     parser.add_argument("--out", default="timing.png", help="picture to write: .png, .svg or .pdf (timing.png)")
     parser.add_argument("--reference", default="published", help="campaign to set the first one over (published)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     out = Path(options.out)
     if out.suffix.lower() not in SUFFIXES:
         parser.error(f"--out {out} must end in {', '.join(SUFFIXES)}")

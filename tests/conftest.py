@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from large_batch_cifar_10_fast import train
+from large_batch_cifar_10_fast.campaign import read_request
 from large_batch_cifar_10_fast.synthetic import draw_shapes
 
 REPO = Path(__file__).resolve().parent.parent
@@ -40,6 +42,11 @@ def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: 
         ["bash", str(script), *map(str, arguments)], cwd=cwd, env=environment(**variables),
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
+
+
+def train_here(*arguments: object) -> None:
+    """One process, in this one: no interpreter to start, no torch to import. Results go to --out."""
+    train.main(read_request([*map(str, arguments)], {}))
 
 
 def children_of(pid: int) -> list[int]:

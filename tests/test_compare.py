@@ -11,7 +11,7 @@ import pytest
 from conftest import REPO
 from scipy import stats
 
-from large_batch_cifar_10_fast import compare
+from large_batch_cifar_10_fast import compare, inference
 from large_batch_cifar_10_fast.logs import Unreadable, read_log
 from large_batch_cifar_10_fast.tables import COLUMNS
 
@@ -45,15 +45,27 @@ def our_form(accuracies) -> str:
     return OUR_HEAD + "\n".join(lines) + "\n"
 
 
-def run_compare(*arguments, cwd=None) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "large_batch_cifar_10_fast.compare", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd or REPO, capture_output=True, text=True, timeout=60)
+@pytest.fixture
+def run_compare(capsys):
+    """Run the command; its exit status, STDOUT and STDERR."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        status = compare.main([*map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return run
 
 
-def conclusion(*arguments) -> tuple[dict, int]:
-    result = run_compare(*arguments, "--json")
-    assert result.stderr == ""
-    return json.loads(result.stdout), result.returncode
+@pytest.fixture
+def conclusion(run_compare):
+    """Run it with --json; what it told, and the exit status."""
+
+    def run(*arguments) -> tuple[dict, int]:
+        status, out, err = run_compare(*arguments, "--json")
+        assert err == ""
+        return json.loads(out), status
+
+    return run
 
 
 def test_the_published_form_is_read_back(tmp_path):
@@ -66,7 +78,7 @@ def test_the_published_form_is_read_back(tmp_path):
     assert (log.reached, log.lowest, log.median) == ((41, 41), 0.9374, 0.9419)
 
 
-def test_a_count_that_rounding_hides_is_bounded_not_guessed(tmp_path):
+def test_a_count_that_rounding_hides_is_bounded_not_guessed(tmp_path, conclusion):
     path = tmp_path / "log.txt"
     path.write_text(published_form(summary=""))
     surely, at_most = int((PUBLISHED["valid_acc"] > 0.9405).sum()), int((PUBLISHED["valid_acc"] > 0.9395).sum())
@@ -142,27 +154,30 @@ def test_every_published_entry_is_read():
         ("x\nTrain acc 0.9 loss 0.9, validation acc 0.9", "line 2: not a whole run line"),
     ],
 )
-def test_unreadable_logs_end_with_status_2_file_line_and_reason(tmp_path, content, message):
+def test_unreadable_logs_end_with_status_2_file_line_and_reason(tmp_path, content, message, run_compare):
     path = tmp_path / "some.tsv"
     path.write_text(content)
-    result = run_compare(path, "published")
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"compare: {path}, {message}")
-    assert result.stderr.count("\n") == 1
+    status, out, err = run_compare(path, "published")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"compare: {path}, {message}")
+    assert err.count("\n") == 1
 
 
-def test_a_missing_file_ends_with_status_2():
-    assert run_compare("absent.txt").returncode == 2
+def test_the_command_ends_with_its_status():
+    command = [sys.executable, "-m", "large_batch_cifar_10_fast.compare", "absent.txt"]
+    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "absent.txt: cannot be read" in result.stderr
 
 
-def test_published_against_itself_is_equivalent():
+def test_published_against_itself_is_equivalent(conclusion):
     told, status = conclusion("published", "published")
     assert (told["conclusions"]["accuracy"]["verdict"], told["conclusions"]["time"]["verdict"], status) == (
         "equivalent", "equivalent", 0,
     )  # fmt: skip
 
 
-def test_three_tenths_of_a_point_less_is_a_shortfall(tmp_path):
+def test_three_tenths_of_a_point_less_is_a_shortfall(tmp_path, conclusion):
     path = tmp_path / "log.txt"
     path.write_text(published_form(shift=0.003, summary=""))
     told, status = conclusion(path, "published")
@@ -171,7 +186,7 @@ def test_three_tenths_of_a_point_less_is_a_shortfall(tmp_path):
     assert (told["conclusions"]["accuracy"]["verdict"], status) == ("better", 0)
 
 
-def test_three_runs_tell_nothing_and_it_says_how_many_would(tmp_path):
+def test_three_runs_tell_nothing_and_it_says_how_many_would(tmp_path, conclusion, run_compare):
     path = tmp_path / "log.txt"
     path.write_text(published_form(PUBLISHED[:3], summary=""))
     told, status = conclusion(path, "published")
@@ -179,7 +194,7 @@ def test_three_runs_tell_nothing_and_it_says_how_many_would(tmp_path):
     assert (accuracy["verdict"], status) == ("open", 0)
     assert "too few runs to tell" in accuracy["text"]
     assert "runs on each side" in accuracy["text"]
-    text = run_compare(path, "published").stdout
+    _, text, _ = run_compare(path, "published")
     assert "has no summary: its campaign did not finish" in text
 
 
@@ -192,9 +207,9 @@ def test_welch_interval_is_the_textbooks():
     assert freedom == pytest.approx(24.99, abs=0.01)  # published with this example
     half = stats.t.ppf(0.975, freedom) * math.sqrt(va + vb)
     expected = a.mean() - b.mean() - half, a.mean() - b.mean() + half
-    assert compare.welch_interval(a, b) == pytest.approx(expected)
-    assert compare.welch_interval(a[:1], b) is None
-    assert compare.welch_interval(np.ones(3), np.ones(2)) == (0, 0)
+    assert inference.welch_interval(a, b) == pytest.approx(expected)
+    assert inference.welch_interval(a[:1], b) is None
+    assert inference.welch_interval(np.ones(3), np.ones(2)) == (0, 0)
 
 
 def test_two_one_sided_tests_are_scipys():
@@ -205,50 +220,50 @@ def test_two_one_sided_tests_are_scipys():
             stats.ttest_ind(a + 0.1, b, equal_var=False, alternative="greater").pvalue,
             stats.ttest_ind(a - 0.1, b, equal_var=False, alternative="less").pvalue,
         )
-        verdict = compare.judge(a, b, 0.1, "Accuracy", str, more_is_better=True).verdict
+        verdict = inference.judge(a, b, 0.1, "Accuracy", str, more_is_better=True).verdict
         assert (verdict == "equivalent") == (p < 0.05)
 
 
 def test_wilson_and_newcombe_are_the_textbooks():
     # Newcombe (1998), Statistics in Medicine 17: 81 of 263, and 56/70 against 48/80.
-    assert compare.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert compare.newcombe(56, 70, 48, 80) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+    assert inference.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert inference.newcombe(56, 70, 48, 80) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
 def test_resampled_interval_is_scipys_and_needs_five_runs():
     random = np.random.default_rng(1)
     a, b = random.normal(5, 1, 20), random.normal(4, 1, 30)
-    low, high = compare.resampled_interval(a, b, lambda x, y: x.mean() - y.mean())
-    w_low, w_high = compare.welch_interval(a, b)
+    low, high = inference.resampled_interval(a, b, lambda x, y: x.mean() - y.mean())
+    w_low, w_high = inference.welch_interval(a, b)
     assert (low, high) == pytest.approx((w_low, w_high), abs=0.08)
-    assert compare.resampled_interval(a[:4], b, lambda x, y: 0.0) is None
+    assert inference.resampled_interval(a[:4], b, lambda x, y: 0.0) is None
 
 
 def test_runs_needed_gives_the_power_it_promises():
-    needed = compare.runs_needed(spread=0.16, margin=0.10)
+    needed = inference.runs_needed(spread=0.16, margin=0.10)
     assert needed == 44  # 2 (0.16 (1.645 + 1.282) / 0.10)^2 = 43.9
     random = np.random.default_rng(2)
     hits = sum(
-        compare.judge(random.normal(0, 0.16, needed), random.normal(0, 0.16, needed), 0.1, "", str, True).verdict
+        inference.judge(random.normal(0, 0.16, needed), random.normal(0, 0.16, needed), 0.1, "", str, True).verdict
         == "equivalent"
         for _ in range(300)
     )
     assert 0.7 < hits / 300 < 0.9
 
 
-def test_other_conditions_are_pointed_out_above_the_table(tmp_path):
+def test_other_conditions_are_pointed_out_above_the_table(tmp_path, run_compare):
     path = tmp_path / "log.txt"
     path.write_text(our_form(0.9410 + 0.0002 * np.arange(20)).replace("H200", "A100"))
     other = tmp_path / "other.txt"
     other.write_text(our_form(0.9411 + 0.0002 * np.arange(20)).replace("0123456789ab", "ffff").replace("=18", "=20"))
-    text = run_compare(path, other).stdout
+    _, text, _ = run_compare(path, other)
     head, _, rest = text.partition("runs  ")
     for part in ("digest: 0123456789ab (mine), ffff", "device: 1 x NVIDIA A100", "epochs: 18 (mine), 20"):
         assert part in head
     assert "seconds median" in rest
 
 
-def test_slower_counts_only_on_the_same_hardware(tmp_path):
+def test_slower_counts_only_on_the_same_hardware(tmp_path, conclusion):
     slow, fast, other = (tmp_path / name for name in ("slow", "fast", "other"))
     fast.write_text(our_form(0.9410 + 0.0001 * np.arange(20)))
     slow.write_text(fast.read_text().replace("time 4.", "time 8."))
@@ -261,7 +276,7 @@ def test_slower_counts_only_on_the_same_hardware(tmp_path):
     assert conclusion(fast, slow)[1] == 0
 
 
-def test_diverged_runs_are_counted_and_their_loss_set_aside(tmp_path):
+def test_diverged_runs_are_counted_and_their_loss_set_aside(tmp_path, conclusion):
     path = tmp_path / "log.txt"
     lines = our_form([0.9410, 0.9412, 0.1000]).splitlines()
     lines[-1] = lines[-1].replace("loss 0.991", "loss nan")

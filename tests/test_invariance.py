@@ -1,12 +1,15 @@
 """The heart of the design: the result does not depend on how many processes compute the workers."""
 
+import socket
+import subprocess
+
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, launch
+from conftest import LAUNCHER, TINY, environment, launch
 
-# (processes, passes): every split of eight workers, and passes alone and together with processes
-SPLITS = [(2, 1), (4, 1), (8, 1), (1, 4), (2, 2)]
+# (processes, passes), against one process in one pass; the campaign tests run two processes
+SPLITS = [(2, 2), (4, 1), (8, 1)]
 
 
 def _train(npz, folder, processes, passes):
@@ -23,14 +26,18 @@ def alone(tiny_npz, tmp_path_factory):
     return _train(tiny_npz, tmp_path_factory.mktemp("alone"), 1, 1)
 
 
-@pytest.mark.parametrize(("processes", "passes"), SPLITS)
-def test_parameters_statistics_and_counts_do_not_depend_on_processes(tiny_npz, tmp_path, alone, processes, passes):
-    weights, row = _train(tiny_npz, tmp_path, processes, passes)
-    expected, expected_row = alone
+def _equal(weights, expected):
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         error = (weights[name] - tensor).norm() / tensor.norm()
         assert error < 1e-9, f"{name} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize(("processes", "passes"), SPLITS)
+def test_parameters_statistics_and_counts_do_not_depend_on_processes(tiny_npz, tmp_path, alone, processes, passes):
+    weights, row = _train(tiny_npz, tmp_path, processes, passes)
+    expected, expected_row = alone
+    _equal(weights, expected)
     assert row["processes"] == processes
     assert row["validation_count"] == expected_row["validation_count"]
     assert row["train_accuracy"] == expected_row["train_accuracy"]
@@ -40,3 +47,24 @@ def test_parameters_statistics_and_counts_do_not_depend_on_processes(tiny_npz, t
 def test_weights_have_moved_and_statistics_were_followed(alone):
     weights, _ = alone
     assert all(tensor.abs().max() > 0 for name, tensor in weights.items() if "bias" in name or "running_mean" in name)
+
+
+def test_two_machines_equal_one(tiny_npz, tmp_path, alone):
+    """The several-machine form, with two launchers that meet on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folders = [tmp_path / name for name in ("first", "second")]
+    command = ["bash", str(LAUNCHER), "--demo", *TINY, "--data", str(tiny_npz), "--precision", "fp64", "--save", "w.pt"]
+    machines = []
+    for rank, folder in enumerate(folders):
+        folder.mkdir()
+        variables = environment(NPROC=1, NNODES=2, NODE_RANK=rank, RDZV_ENDPOINT=f"127.0.0.1:{port}")
+        machines.append(
+            subprocess.Popen(command, cwd=folder, env=variables, text=True, stdout=-1, stderr=-1)  # -1: a pipe
+        )
+    told = [machine.communicate(timeout=100) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], told
+    assert "8 workers on 2 processes" in told[0][0]
+    assert told[1][0] == ""
+    assert not list(folders[1].iterdir()), "only the first machine writes"
+    _equal(torch.load(folders[0] / "w.pt", weights_only=True), alone[0])

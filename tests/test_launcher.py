@@ -36,9 +36,9 @@ def campaign_at_run_two(tiny_npz, tmp_path):
         env=environment(NPROC=2), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 60
-    while not (tmp_path / "runs.tsv").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(0.5)
+    runs = tmp_path / "runs.tsv"
+    while not (runs.exists() and runs.read_text().count("\n") > 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
     children = children_of(process.pid)
     workers = [pid for pid in children if "large_batch_cifar_10_fast.train" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(workers) == 2

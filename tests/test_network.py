@@ -121,6 +121,17 @@ def test_seed_alone_decides_the_weights():
     assert not torch.equal(weights(1), weights(2))
 
 
+def test_a_restarted_network_is_a_fresh_one():
+    filters = torch.randn(27, 3, 3, 3)
+    used = Network(FILTERS, 4, seed=3).cast("fp64", torch.device("cpu"))
+    used.follow(16)
+    used(torch.randn(16, 3, 32, 32, dtype=torch.float64)).sum().backward()
+    used.restart(filters, seed=4)
+    fresh = Network(filters, 4, seed=4).cast("fp64", torch.device("cpu"))
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(used.state_dict()[name], tensor), name
+
+
 def test_logits_are_divided_by_sixteen():
     network = Network(FILTERS, 4, seed=0).eval()
     images = torch.randn(2, 3, 32, 32)

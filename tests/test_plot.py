@@ -1,40 +1,27 @@
 """The picture: every format and suffix, and labels that do not cover each other."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-from conftest import REPO
 
 from large_batch_cifar_10_fast.logs import PUBLISHED
-from large_batch_cifar_10_fast.plot import ENTRIES, spread, stack
+from large_batch_cifar_10_fast.plot import ENTRIES, main, spread, stack
 
 CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"
 CAMPAIGN = PUBLISHED / "apple_8xv100_50_runs.tsv"
 MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 
 
-def run_plot(*arguments, cwd) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "large_batch_cifar_10_fast.plot", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=cwd, env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "MPLCONFIGDIR": str(cwd)},
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("suffix", MAGIC)
 def test_pictures_of_every_suffix_are_written(tmp_path, suffix):
     out = tmp_path / f"picture{suffix}"
-    result = run_plot(CURVE, CAMPAIGN, "--out", out, cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    assert main([str(CURVE), str(CAMPAIGN), "--out", str(out)]) == 0
     assert out.read_bytes().startswith(MAGIC[suffix])
 
 
 def test_every_line_is_named_at_the_line(tmp_path):
     slow = tmp_path / "slow.tsv"
     slow.write_text("epoch\thours\ttop1Accuracy\n1\t1\t60\n2\t2\t94.3\n")
-    assert run_plot(slow, "--out", "p.svg", cwd=tmp_path).returncode == 0
+    assert main([str(slow), "--out", str(tmp_path / "p.svg")]) == 0
     text = (tmp_path / "p.svg").read_text()
     for label in (*ENTRIES.values(), "mine", "94%"):
         assert f">{label}<" in text.replace("> ", ">"), label
@@ -53,16 +40,15 @@ def test_equal_values_are_stacked_and_distant_ones_are_not():
     assert stack(np.array([1.0, 1.0, 5.0, 1.0]), 0.5).tolist() == [0, 1, 0, -1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((CURVE, "--out", "p.jpg"), "must end in"),
-        (("absent.tsv",), "absent.tsv"),
-        ((CURVE, "--out", "no/p.png"), "no folder"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(tmp_path, arguments, message):
-    result = run_plot(*arguments, cwd=tmp_path)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert not list(tmp_path.glob("*.png"))
+def test_an_unreadable_log_is_refused(tmp_path, capsys):
+    assert main(["absent.tsv", "--out", str(tmp_path / "p.png")]) == 2
+    assert "absent.tsv" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("out", "message"), [("p.jpg", "must end in"), ("no/p.png", "no folder")])
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path, capsys, out, message):
+    with pytest.raises(SystemExit) as end:
+        main([str(CURVE), "--out", str(tmp_path / out)])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err

@@ -9,11 +9,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import REPO, TINY, environment, launch
+from conftest import REPO, TINY, environment, launch, train_here
 
+from large_batch_cifar_10_fast.distributed import Team
 from large_batch_cifar_10_fast.images import load_images
 from large_batch_cifar_10_fast.run_log import Clock
+from large_batch_cifar_10_fast.settings import Settings
 from large_batch_cifar_10_fast.tables import COLUMNS, write_timing_log, written_whole
+from large_batch_cifar_10_fast.train import explaining_memory
 
 RUN_LINE = re.compile(
     r"Train acc (\d\.\d{4}) loss (\d+\.\d{3}), validation acc (\d\.\d{4}) loss (\d+\.\d{3}) wall time (\d+\.\d{3})s"
@@ -80,26 +83,24 @@ def test_timing_log_is_dawnbenchs(campaign):
     assert table["top1Accuracy"].iloc[-1] == pytest.approx(100 * rows["validation_accuracy"][0], rel=1e-5)
 
 
-def test_a_run_of_a_campaign_equals_a_single_run_with_its_seed(campaign, tiny_npz, tmp_path):
-    folder, _ = campaign
-    assert launch("--demo", *TINY, "--data", tiny_npz, "--seed", 7, cwd=tmp_path, NPROC=2).returncode == 0
+def test_a_run_of_a_campaign_equals_a_single_run_with_its_seed(tiny_npz, tmp_path):
+    base = ["--demo", *TINY, "--data", tiny_npz]
+    train_here(*base, "--runs", 3, "--seed", 5, "--out", tmp_path / "three", "--save", tmp_path / "three.pt")
+    train_here(*base, "--seed", 7, "--out", tmp_path / "one", "--save", tmp_path / "one.pt")
     result = ["train_accuracy", "train_loss", "validation_count", "validation_loss"]
-    third = pd.read_csv(folder / "runs.tsv", sep="\t").iloc[2]
-    single = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
+    third = pd.read_csv(tmp_path / "three" / "runs.tsv", sep="\t").iloc[2]
+    single = pd.read_csv(tmp_path / "one" / "runs.tsv", sep="\t").iloc[0]
     assert third[result].tolist() == single[result].tolist()
+    weights, expected = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("three", "one"))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_one_process_trains_in_every_precision(tiny_npz, tmp_path, precision):
-    command = [
-        sys.executable, "-m", "large_batch_cifar_10_fast.train", "--demo", *TINY, "--data", str(tiny_npz),
-        "--precision", precision, "--save", "w.pt",
-    ]  # fmt: skip
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment(PYTHONPATH=REPO), capture_output=True, text=True, timeout=100
+def test_one_process_trains_in_every_precision(tiny_npz, tmp_path, capsys, precision):
+    train_here(
+        "--demo", *TINY, "--data", tiny_npz, "--precision", precision, "--out", tmp_path, "--save", tmp_path / "w.pt"
     )
-    assert result.returncode == 0, result.stderr
-    assert "8 workers on 1 process" in result.stdout
+    assert "8 workers on 1 process, CPU" in capsys.readouterr().out
     weights = torch.load(tmp_path / "w.pt", weights_only=True)
     assert weights["prep.0.weight"].dtype == (torch.float16 if precision == "fp16" else torch.float32)
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
@@ -107,14 +108,41 @@ def test_one_process_trains_in_every_precision(tiny_npz, tmp_path, precision):
     assert np.isfinite(row["train_loss"])
 
 
-def test_a_diverged_run_is_a_result_with_a_warning(tiny_npz, tmp_path):
-    result = launch("--demo", *TINY, "--data", tiny_npz, "--lr_scaler", "1e18", cwd=tmp_path, NPROC=1)
-    assert result.returncode == 0
-    assert result.stderr == "Warning: run 0 (seed 0) diverged: its loss is not finite\n"
-    assert "loss nan" in result.stdout
+def test_a_diverged_run_is_a_result_with_a_warning(tiny_npz, tmp_path, capsys):
+    train_here("--demo", *TINY, "--data", tiny_npz, "--lr_scaler", "1e18", "--out", tmp_path)
+    out, err = capsys.readouterr()
+    assert err == "Warning: run 0 (seed 0) diverged: its loss is not finite\n"
+    assert "loss nan" in out
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert np.isnan(row["train_loss"])
     assert row["validation_count"] >= 0
+
+
+def test_warm_up_leaves_no_trace(tiny_npz, tmp_path):
+    for folder, arguments in (("with", TINY), ("without", [a for a in TINY if a != "--no_warmup"])):
+        train_here("--demo", *arguments, "--data", tiny_npz, "--out", tmp_path / folder)
+    rows = [pd.read_csv(tmp_path / folder / "runs.tsv", sep="\t").iloc[0] for folder in ("with", "without")]
+    result = ["train_accuracy", "train_loss", "validation_count", "validation_loss"]
+    assert rows[0][result].tolist() == rows[1][result].tolist()
+
+
+def test_python_dash_m_runs_one_process(tiny_npz, tmp_path):
+    command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", "--demo", *TINY, "--data", str(tiny_npz)]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment(PYTHONPATH=REPO), capture_output=True, text=True, timeout=100
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "0 runs reached 0.94 out of 1" in result.stdout
+
+
+def test_memory_running_out_is_explained(capsys):
+    team = Team(0, 1, torch.device("cuda", 0), range(8), 8)
+    with pytest.raises(SystemExit) as end, explaining_memory(Settings(), team):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "8 workers x 256 images in 1 passes on cuda:0: raise --passes (at most 8)" in err
 
 
 def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):
