@@ -30,26 +30,31 @@ from .tables import written_whole
 def main(settings: Settings) -> None:
     check_request(settings, processes_here())
     with join_team(settings) as team, explaining_memory(settings, team):
-        images = load_images(settings.data)
-        settings = decide(settings, team, len(images.train_images))
-        log = RunLog(settings, team, images, finished_rows(settings))
-        if team.leads and not on_gpu(team) and settings.width >= 64:
-            hours = seconds_on_cpu(settings, len(images.train_images)) / 3600
-            warn(f"without a GPU this takes about {hours:.1f} hours; --demo is the same method in two minutes")
-        network = Network(torch.zeros(27, 3, 3, 3), settings.width, seed=0).cast(settings.precision, team.device)
-        forward = team.average_gradients(compiled(network, settings, team))
-        model = Model(network, forward, settings, team)
-        if not settings.no_warmup:
-            warm_up(model, test_images=len(images.test_images) if on_gpu(team) else team.processes)
+        train_campaign(settings, team)
 
-        clock = Clock(team.wait)
-        task = prepare(images, settings, team, clock)
-        log.set_up(clock, task.train.steps_per_epoch)
-        for run in log.runs_to_make():
-            train_once(run, model, task, clock.fork(), log)
-        log.summary()
-        if settings.save and team.leads:
-            save(network, settings)
+
+def train_campaign(settings: Settings, team: Team) -> None:
+    """All runs of a launch: what they share is made once, and only the first part of it is not timed."""
+    images = load_images(settings.data)
+    settings = decide(settings, team, len(images.train_images))
+    log = RunLog(settings, team, images, finished_rows(settings))
+    if team.leads and not on_gpu(team) and settings.width >= 64:
+        hours = seconds_on_cpu(settings, len(images.train_images)) / 3600
+        warn(f"without a GPU this takes about {hours:.1f} hours; --demo is the same method in two minutes")
+    network = Network(torch.zeros(27, 3, 3, 3), settings.width, seed=0).cast(settings.precision, team.device)
+    forward = team.average_gradients(compiled(network, settings, team))
+    model = Model(network, forward, settings, team)
+    if not settings.no_warmup:
+        warm_up(model, test_images=len(images.test_images) if on_gpu(team) else team.processes)
+
+    clock = Clock(team.wait)
+    task = prepare(images, settings, team, clock)
+    log.set_up(clock, task.train.steps_per_epoch)
+    for run in log.runs_to_make():
+        train_once(run, model, task, clock.fork(), log)
+    log.summary()
+    if settings.save and team.leads:
+        save(network, settings)
 
 
 @dataclass(frozen=True)
@@ -246,3 +251,8 @@ if __name__ == "__main__":
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"train_cifar_parallel.sh: {refusal}", file=sys.stderr)
         sys.exit(2)
+    # All is written and the team has parted. An ordinary exit would run PyTorch's static destructors beside its
+    # threads, which aborted 5 of 90 two-process launches after their last line ("terminate called without ...").
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
