@@ -17,7 +17,8 @@ GROUP = 16  # images in a ghost group, whatever the batch (method, section 3)
 REPO = Path(__file__).resolve().parent.parent
 
 DEMO = {
-    "data": "synthetic", "width": 8, "batch_size": 32, "epochs": 9, "lr_scaler": 1.0, "ema_ep": 1.0,
+    "data": "synthetic", "width": 8, "batch_size": 32, "epochs": 10, "ema_ep": 1.0,
+    "lr_scaler": 1.0, "lr_scaler_end_fraction": 0.02,
 }  # fmt: skip
 
 
