@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from .data import EVALUATION_BATCH
 from .distributed import Team, join_team, processes_here
-from .images import Images
+from .images import Images, random_images
 from .network import DTYPES, Network, smoothed_cross_entropy
 from .optimizer import NesterovSGD
 from .plain import plain_network, plain_update
@@ -177,13 +176,6 @@ def bench(settings: Settings, plain_precision: str, repeats: int, start_up: floa
             "augmentation, share of an epoch": statistics.median(figures["augmentation of an epoch"]) / epoch,
             "peak memory per process, GiB": peak / 2**30,
         }  # fmt: skip
-
-
-def random_images(train: int, test: int) -> Images:
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (train + test, 32, 32, 3), np.uint8)
-    labels = random.integers(0, 10, train + test)
-    return Images("noise", images[:train], labels[:train], images[train:], labels[train:])
 
 
 def measure_set_up(noise: Images, model: Model, repeats: int, figures: Figures) -> Task:

@@ -88,6 +88,14 @@ def load_images(data: str) -> Images:
     )
 
 
+def random_images(train: int, test: int) -> Images:
+    """Noise of the right shapes, to warm up and to measure on."""
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (train + test, 32, 32, 3), np.uint8)
+    labels = random.integers(0, 10, train + test)
+    return Images("noise", images[:train], labels[:train], images[train:], labels[train:])
+
+
 def _check_npz(path: Path) -> int:
     """Shapes and types from the headers, labels from their values; the images' bytes stay on disk."""
     if not path.is_file():

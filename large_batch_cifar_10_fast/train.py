@@ -11,14 +11,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .campaign import finished_rows, read_request
 from .data import Batch, Shards, evaluation_batches, normalise, upload_shards, upload_test
 from .distributed import Team, join_team, processes_here
-from .images import Images, load_images
+from .images import Images, load_images, random_images
 from .launch import check_request, count_cores
 from .network import DTYPES, Network, smoothed_cross_entropy, whitening_filters
 from .optimizer import NesterovSGD
@@ -160,11 +159,7 @@ def warm_up(model: Model, test_images: int) -> None:
     """Two steps and an evaluation on random data of the right shapes, so that the timed runs find kernels
     chosen, memory at hand and the processes connected. What it trains is thrown away."""
     settings, team = model.settings, model.team
-    random = np.random.default_rng(0)
-    count = 2 * settings.workers * settings.batch_size
-    images = random.integers(0, 256, (count + test_images, 32, 32, 3), np.uint8)
-    labels = random.integers(0, 10, count + test_images)
-    noise = Images("noise", images[:count], labels[:count], images[count:], labels[count:])
+    noise = random_images(2 * settings.workers * settings.batch_size, test_images)
     task = prepare(noise, settings, team, Clock(team.wait))
     optimizer = NesterovSGD(model.network, settings, task.train.steps_per_epoch, summed=len(team.workers))
     for batches in task.train.epoch(seed=0, epoch=0):
