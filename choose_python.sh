@@ -15,6 +15,15 @@ assert not wanted or have["torch"] == wanted[0]
 ' $needed 2>/dev/null
 }
 
+# Run a command that ends when this script is killed, where bash alone would leave it behind.
+attended() {
+    "$@" &
+    local child=$!
+    trap 'kill "$child" 2>/dev/null; exit 143' TERM INT HUP
+    wait "$child" || { local status=$?; trap - TERM INT HUP; return "$status"; }
+    trap - TERM INT HUP
+}
+
 make_venv() {
     if [ ! -x "$top/.venv/bin/python" ] || ! "$top/.venv/bin/python" -m pip --version >/dev/null 2>&1; then
         echo "Making $top/.venv: $1 lacks some of: $needed" >&2
@@ -23,7 +32,7 @@ make_venv() {
     else
         echo "Finishing $top/.venv" >&2
     fi
-    "$top/.venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
+    attended "$top/.venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
         || { echo "Installing requirements.txt into $top/.venv failed; start again to go on" >&2; exit 2; }
     cp "$top/requirements.txt" "$top/.venv/complete"
 }
