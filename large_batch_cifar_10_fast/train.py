@@ -1,7 +1,7 @@
 """CIFAR-10 to 94%: the whole story, from the command line to the summary.
 
-Start it with train_cifar_parallel.sh (all devices), or as `python -m large_batch_cifar_10_fast.train` (one
-process). The method is described in the README; the sections named in comments are those of its specification.
+Start it with train_cifar_parallel.sh (all devices), or as `python -m large_batch_cifar_10_fast.train` (one process).
+The method is docs/method.md; "section 6" in a comment is its section 6.
 """
 
 import contextlib
