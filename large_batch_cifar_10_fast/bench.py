@@ -96,8 +96,8 @@ def measure_steps(model: Model, plain: Model, task: Task, repeats: int) -> tuple
 
 def matrix_rate(precision: str, device: torch.device) -> float:
     """This device's own floating-point operations a second in a large matrix product."""
-    size, dtype = (8192, DTYPES[precision]) if device.type == "cuda" else (2048, DTYPES[precision])
-    dtype = torch.bfloat16 if precision == "bf16" else dtype
+    size = 8192 if device.type == "cuda" else 2048
+    dtype = torch.bfloat16 if precision == "bf16" else DTYPES[precision]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     seconds = []
     for _ in range(7):

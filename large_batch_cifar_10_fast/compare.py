@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from .inference import Conclusion, finite, judge, newcombe, resampled_interval, welch_interval, wilson
-from .logs import GOAL, Log, Unreadable, read_log
+from .logs import Log, Unreadable, read_log
 from .settings import REPO
+from .tables import GOAL
 
 DEFAULT = str(REPO / "run_log.txt")
 TIME_MARGIN = 0.05  # times within 5% count as equivalent

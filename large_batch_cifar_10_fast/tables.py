@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .settings import Refusal, Settings
 
+GOAL = 0.94  # the accuracy a run is to reach
 PARTS = ("upload", "preprocessing", "whitening", "training")  # of the time that counts (method, section 6)
 NOT_RESULT = ("out", "save", "runs", "data", "demo", "workers", "seed", "no_warmup", "no_compile", "resume")
 METHOD_COLUMNS = [name for name in Settings.__dataclass_fields__ if name not in NOT_RESULT]
