@@ -30,7 +30,9 @@ class NormaliseGroups(torch.autograd.Function):
         ctx.save_for_backward(x, mean, scale)
         ctx.mark_non_differentiable(mean, variance)
         y = torch.addcmul(bias.view(-1, 1, 1) - mean * scale, groups, scale)
-        return y.flatten(0, 1).to(x.dtype), mean, variance
+        # Flattened last, here and below: torch 2.11's compiler drops the gradient of an output whose last
+        # operation is a cast that changes nothing.
+        return y.to(x.dtype).flatten(0, 1), mean, variance
 
     @staticmethod
     def backward(ctx, gradient: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +45,7 @@ class NormaliseGroups(torch.autograd.Function):
         by_x = -scale * scale * along / count
         constant = -scale * total / count - by_x * mean
         result = torch.addcmul(torch.addcmul(constant, slope, scale), groups, by_x)
-        return result.flatten(0, 1).to(x.dtype), total.sum((0, 1, 3, 4))
+        return result.to(x.dtype).flatten(0, 1), total.sum((0, 1, 3, 4))
 
 
 class GhostNorm(nn.Module):
