@@ -44,7 +44,7 @@ def timed(team: Team, figures: list[float], work: Callable[[], object]) -> objec
 
 
 def step_in_parts(model: Model, batch: tuple[Tensor, Tensor], update: Callable[[], None], figures: Figures) -> None:
-    """Forward, backward, averaging (what it adds to backward) and update, each waited for."""
+    """Forward, backward, averaging and update, each waited for."""
     images, labels = batch
     parts = {name: figures.setdefault(name, []) for name in ("forward", "backward", "averaging", "update")}
 
@@ -53,25 +53,17 @@ def step_in_parts(model: Model, batch: tuple[Tensor, Tensor], update: Callable[[
             return smoothed_cross_entropy(model.forward(images), labels).sum()
 
     loss = timed(model.team, parts["forward"], forward)
-    both: list[float] = []
-    timed(model.team, both, loss.backward)
-    parts["averaging"].append(0.0)
-    if model.team.processes > 1:
-        with model.team.without_averaging(model.forward):
-            loss = forward()
-            timed(model.team, alone := [], loss.backward)
-        parts["averaging"][-1] = max(0.0, both[0] - alone[0])
-    parts["backward"].append(both[0] - parts["averaging"][-1])
+    timed(model.team, parts["backward"], loss.backward)
+    timed(model.team, parts["averaging"], lambda: model.team.sum_gradients(model.network))
     timed(model.team, parts["update"], update)
 
 
 def measure_steps(model: Model, plain: Model, task: Task, repeats: int) -> tuple[Figures, Figures]:
     """Steps of ours and of the plain path in turn, so that a drift of the machine's speed falls on both."""
     ours, theirs = {"step": []}, {"step": []}
-    summed = len(model.team.workers)
     steps = task.train.steps_per_epoch
-    optimizer = NesterovSGD(model.network, model.settings, steps, summed)
-    plain_optimizer = NesterovSGD(plain.network, plain.settings, steps, summed)
+    optimizer = NesterovSGD(model.network, model.settings, steps)
+    plain_optimizer = NesterovSGD(plain.network, plain.settings, steps)
     batches = next(task.train.epoch(seed=0, epoch=0))
     whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     plain_batch = (whole[0].to(DTYPES[plain.settings.precision]).contiguous(), whole[1])
@@ -80,6 +72,7 @@ def measure_steps(model: Model, plain: Model, task: Task, repeats: int) -> tuple
         with autocast(plain.settings, plain.team):
             logits = plain.forward(plain_batch[0])
         smoothed_cross_entropy(logits, plain_batch[1]).sum().backward()
+        plain.team.sum_gradients(plain.network)
         plain_update(plain_optimizer)
 
     for repeat in range(repeats + 1):
@@ -135,9 +128,9 @@ def bench(settings: Settings, plain_precision: str, repeats: int, start_up: floa
         network = Network(torch.zeros(27, 3, 3, 3), settings.width, seed=0).cast(settings.precision, team.device)
         figures: Figures = {}
         fused = timed(team, figures.setdefault("compilation", []), lambda: compiled(network, settings, team))
-        model = Model(network, team.average_gradients(fused), settings, team)
+        model = Model(network, fused, settings, team)
         other = plain_network(plain_settings, team)
-        plain = Model(other, team.average_gradients(other), plain_settings, team)
+        plain = Model(other, other, plain_settings, team)
 
         noise = random_images(50_000, 10_000)
         task = measure_set_up(noise, model, repeats, figures)

@@ -12,7 +12,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .settings import Settings
 
@@ -53,19 +52,21 @@ class Team:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def average_gradients(self, network: nn.Module) -> nn.Module:
-        """The network, its gradients from now on averaged over the processes while backward still runs."""
-        if self.processes == 1:
-            return network
-        devices = [self.device.index] if self.device.type == "cuda" else None
-        # Only the leading process's running statistics count, and only evaluation needs them (see `share`).
-        return DistributedDataParallel(
-            network, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+    def sum_gradients(self, network: nn.Module) -> None:
+        """Add up gradients over the processes, in place, all of one type in one message.
 
-    def without_averaging(self, network: nn.Module) -> contextlib.AbstractContextManager:
-        """Within it, what `average_gradients` returned adds up gradients on this process alone."""
-        return network.no_sync() if self.processes > 1 else contextlib.nullcontext()
+        A compiled backward hands over all gradients at its end, so nothing could be sent earlier; without
+        buckets and hooks around the network, what is sent and when stands in the training step.
+        """
+        if self.processes == 1:
+            return
+        gradients = [weight.grad for weight in network.parameters()]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            # A gradient has its weight's strides, which leave no gaps: as a line of numbers it needs no copy.
+            lines = [g.as_strided((g.numel(),), (1,)) for g in gradients if g.dtype == dtype]
+            message = torch.cat(lines)
+            dist.all_reduce(message)
+            torch._foreach_copy_(lines, message.split([len(line) for line in lines]))
 
 
 def processes_here() -> int:

@@ -32,15 +32,15 @@ class NesterovSGD:
 
     torch.optim.SGD multiplies the whole velocity by the current rate, which is another method as soon as
     the rate changes. Weights have lr = L / batch and wd = 5e-4 x lr_scaler x batch, the norms' biases 64
-    times that lr and a 64th of that wd. Gradients are sums over a worker's batch; `summed` says over how
-    many workers' batches they were summed without being averaged yet. (Dividing the loss instead would push
+    times that lr and a 64th of that wd. Gradients are sums over a worker's batch, averaged over the workers:
+    they arrive as sums over all workers' batches and are divided here. (Dividing the loss instead would push
     half-precision gradients towards zero.)
     """
 
-    def __init__(self, network: nn.Module, settings: Settings, steps_per_epoch: int, summed: int = 1) -> None:
+    def __init__(self, network: nn.Module, settings: Settings, steps_per_epoch: int) -> None:
         self.rate = learning_rate(settings)
         self.steps_per_epoch = steps_per_epoch
-        self.summed = summed
+        self.workers = settings.workers
         self.step_count = 0
         batch = settings.batch_size
         decay = WEIGHT_DECAY * settings.lr_scaler * batch
@@ -57,17 +57,17 @@ class NesterovSGD:
         self.step_count += 1
         rate = self.rate(self.step_count / self.steps_per_epoch)
         for weights, velocities, factor, decay in self.groups:
-            descend(weights, [p.grad for p in weights], velocities, rate * factor, decay, self.summed)
+            descend(weights, [p.grad for p in weights], velocities, rate * factor, decay, self.workers)
             for weight in weights:
                 weight.grad = None
 
 
 def descend(
     weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], velocities: Sequence[torch.Tensor],
-    lr: float, decay: float, summed: int,
+    lr: float, decay: float, workers: int,
 ) -> None:  # fmt: skip
     """One step of the formula above, in place, a few launches for all tensors together."""
-    change = torch._foreach_div(gradients, summed)
+    change = torch._foreach_div(gradients, workers)
     torch._foreach_add_(change, weights, alpha=decay)
     torch._foreach_mul_(change, -lr)
     torch._foreach_mul_(velocities, MOMENTUM)

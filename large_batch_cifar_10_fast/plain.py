@@ -35,7 +35,7 @@ def plain_update(optimizer: NesterovSGD) -> None:
     rate = optimizer.rate(optimizer.step_count / optimizer.steps_per_epoch)
     for weights, velocities, factor, decay in optimizer.groups:
         for w, v in zip(weights, velocities, strict=True):
-            d = -rate * factor * (w.grad / optimizer.summed + decay * w)
+            d = -rate * factor * (w.grad / optimizer.workers + decay * w)
             v.copy_(MOMENTUM * v + d)
             w.copy_(w + d + MOMENTUM * v)
             w.grad = None

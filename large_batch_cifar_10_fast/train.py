@@ -41,8 +41,7 @@ def train_campaign(settings: Settings, team: Team) -> None:
         hours = seconds_on_cpu(settings, len(images.train_images)) / 3600
         warn(f"without a GPU this takes about {hours:.1f} hours; --demo is the same method in two minutes")
     network = Network(torch.zeros(27, 3, 3, 3), settings.width, seed=0).cast(settings.precision, team.device)
-    forward = team.average_gradients(compiled(network, settings, team))
-    model = Model(network, forward, settings, team)
+    model = Model(network, compiled(network, settings, team), settings, team)
     if not settings.no_warmup:
         warm_up(model, test_images=len(images.test_images) if on_gpu(team) else team.processes)
 
@@ -58,8 +57,7 @@ def train_campaign(settings: Settings, team: Team) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """What all runs train, one after the other from fresh weights: `forward` is the network, averaging its
-    gradients over the processes, compiled if it is to be."""
+    """What all runs train, one after the other from fresh weights; `forward` is the network, compiled or not."""
 
     network: Network
     forward: nn.Module
@@ -99,7 +97,7 @@ def train_once(run: int, model: Model, task: Task, clock: Clock, log: RunLog) ->
     """One run from fresh weights; its seed alone decides them, every shuffle, crop and flip."""
     settings, team, seed = model.settings, model.team, model.settings.seed + run
     model.network.restart(task.filters, seed)
-    optimizer = NesterovSGD(model.network, settings, task.train.steps_per_epoch, summed=len(team.workers))
+    optimizer = NesterovSGD(model.network, settings, task.train.steps_per_epoch)
     for epoch in range(1, settings.epochs + 1):
         tally = new_tally(team)
         with clock.counting("training"):
@@ -111,16 +109,16 @@ def train_once(run: int, model: Model, task: Task, clock: Clock, log: RunLog) ->
 
 
 def take_step(model: Model, optimizer: NesterovSGD, batches: list[Batch], tally: Tensor) -> None:
-    """One update from one batch of every worker, in one pass or several; gradients are averaged in the last."""
+    """One update from one batch of every worker, in one pass or several."""
+    network, team = model.network, model.team
     for index, (images, labels) in enumerate(batches):
-        model.network.follow(model.settings.batch_size if model.team.leads and index == 0 else 0)
-        last = index == len(batches) - 1
-        with contextlib.nullcontext() if last else model.team.without_averaging(model.forward):
-            with autocast(model.settings, model.team):
-                logits = model.forward(images)
-            losses = smoothed_cross_entropy(logits, labels)
-            losses.sum().backward()
+        network.follow(model.settings.batch_size if team.leads and index == 0 else 0)
+        with autocast(model.settings, team):
+            logits = model.forward(images)
+        losses = smoothed_cross_entropy(logits, labels)
+        losses.sum().backward()
         count(tally, logits, labels, losses)
+    team.sum_gradients(network)
     optimizer.step()
 
 
@@ -161,7 +159,7 @@ def warm_up(model: Model, test_images: int) -> None:
     settings, team = model.settings, model.team
     noise = random_images(2 * settings.workers * settings.batch_size, test_images)
     task = prepare(noise, settings, team, Clock(team.wait))
-    optimizer = NesterovSGD(model.network, settings, task.train.steps_per_epoch, summed=len(team.workers))
+    optimizer = NesterovSGD(model.network, settings, task.train.steps_per_epoch)
     for batches in task.train.epoch(seed=0, epoch=0):
         take_step(model, optimizer, batches, new_tally(team))
     evaluate(model, task.test)

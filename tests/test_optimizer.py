@@ -29,7 +29,7 @@ def test_five_steps_follow_the_formula_in_float64():
         d = -lr * (gradient + 0.192 * w)
         v = 0.9 * v + d
         w = w + d + 0.9 * v
-        descend([weights], [torch.tensor(gradient) * 4], [velocity], lr, 0.192, summed=4)
+        descend([weights], [torch.tensor(gradient) * 4], [velocity], lr, 0.192, workers=4)
     np.testing.assert_allclose(weights.numpy(), w, rtol=1e-13)
 
 
@@ -42,7 +42,7 @@ def _both(rates) -> tuple[torch.Tensor, torch.Tensor]:
     sgd = torch.optim.SGD([theirs], lr=1.0, momentum=0.9, nesterov=True, weight_decay=0.1)
     for rate in rates:
         gradient = torch.tensor(random.normal(size=6))
-        descend([ours], [gradient], [velocity], rate, 0.1, summed=1)
+        descend([ours], [gradient], [velocity], rate, 0.1, workers=1)
         sgd.param_groups[0]["lr"] = rate
         theirs.grad = gradient.clone()
         sgd.step()
@@ -60,7 +60,7 @@ def test_weights_and_biases_get_their_own_rate_and_decay():
     with torch.no_grad():
         network.weight.fill_(1.0)
         network.bias.fill_(1.0)
-    optimizer = NesterovSGD(network, Settings(), steps_per_epoch=24)
+    optimizer = NesterovSGD(network, Settings(workers=1), steps_per_epoch=24)
     for parameter in network.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -52,8 +52,8 @@ def test_the_plain_path_of_the_bench_is_the_same_mathematics():
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-11, msg=name)
         parameter.grad = expected[name]
-    NesterovSGD(ours, settings, 5, summed=2).step()
-    plain_update(NesterovSGD(plain, settings, 5, summed=2))
+    NesterovSGD(ours, settings, 5).step()
+    plain_update(NesterovSGD(plain, settings, 5))
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
