@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from .compiling import compiled
 from .data import EVALUATION_BATCH
 from .distributed import Team, join_team, processes_here
 from .images import Images, random_images
-from .network import DTYPES, Network, smoothed_cross_entropy
+from .network import DTYPES, Network, autocast, smoothed_cross_entropy
 from .optimizer import NesterovSGD
 from .plain import plain_network, plain_update
 from .run_log import Clock
 from .settings import GROUP, Refusal, Settings, read_settings
-from .train import Model, Task, autocast, compiled, decide, evaluate, new_tally, on_gpu, prepare, take_step
+from .train import Model, Task, decide, evaluate, new_tally, on_gpu, prepare, take_step
 
 Figures = dict[str, list[float]]  # seconds of a part, one entry a repetition
 
@@ -49,7 +50,7 @@ def step_in_parts(model: Model, batch: tuple[Tensor, Tensor], update: Callable[[
     parts = {name: figures.setdefault(name, []) for name in ("forward", "backward", "averaging", "update")}
 
     def forward() -> Tensor:
-        with autocast(model.settings, model.team):
+        with autocast(model.settings.precision, model.team.device):
             return smoothed_cross_entropy(model.forward(images), labels).sum()
 
     loss = timed(model.team, parts["forward"], forward)
@@ -69,7 +70,7 @@ def measure_steps(model: Model, plain: Model, task: Task, repeats: int) -> tuple
     plain_batch = (whole[0].to(DTYPES[plain.settings.precision]).contiguous(), whole[1])
 
     def plain_step() -> None:
-        with autocast(plain.settings, plain.team):
+        with autocast(plain.settings.precision, plain.team.device):
             logits = plain.forward(plain_batch[0])
         smoothed_cross_entropy(logits, plain_batch[1]).sum().backward()
         plain.team.sum_gradients(plain.network)
@@ -129,11 +130,13 @@ def bench(settings: Settings, plain_precision: str, repeats: int, start_up: floa
         figures: Figures = {}
         fused = timed(team, figures.setdefault("compilation", []), lambda: compiled(network, settings, team))
         model = Model(network, fused, settings, team)
-        other = plain_network(plain_settings, team)
-        plain = Model(other, other, plain_settings, team)
-
         noise = random_images(50_000, 10_000)
         task = measure_set_up(noise, model, repeats, figures)
+        network.restart(task.filters, seed=0)
+        peak = peak_memory(model, task)
+        other = plain_network(plain_settings, team)
+        other.restart(task.filters, seed=0)
+        plain = Model(other, other, plain_settings, team)
         for seed in range(repeats):
             timed(team, figures.setdefault("augmentation of an epoch", []), lambda s=seed: augment(task, s))
         ours, theirs = measure_steps(model, plain, task, repeats)
@@ -150,8 +153,6 @@ def bench(settings: Settings, plain_precision: str, repeats: int, start_up: floa
         done = operations_of_a_step(network, images) * settings.passes * team.processes
         step, count = statistics.median(ours["step"]), settings.batch_size * settings.workers
         epoch = step * task.train.steps_per_epoch
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        peak = torch.cuda.max_memory_allocated() if on_gpu(team) else resident
         return {
             "conditions": {
                 "device": str(team.device), "processes": team.processes, "workers": settings.workers,
@@ -178,6 +179,17 @@ def measure_set_up(noise: Images, model: Model, repeats: int, figures: Figures) 
         for part, seconds in clock.seconds.items():
             figures.setdefault(part, []).append(seconds)
     return task
+
+
+def peak_memory(model: Model, task: Task) -> int:
+    """Bytes: on a GPU the most that a step of ours takes; else the most this process has had until after one."""
+    if on_gpu(model.team):
+        torch.cuda.reset_peak_memory_stats()
+    optimizer = NesterovSGD(model.network, model.settings, task.train.steps_per_epoch)
+    take_step(model, optimizer, next(task.train.epoch(seed=0, epoch=0)), new_tally(model.team))
+    if on_gpu(model.team):
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def augment(task: Task, seed: int) -> None:

@@ -14,6 +14,11 @@ LOGIT_SCALE = 1 / 16
 DTYPES = {"fp16": torch.float16, "bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 
 
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Within it, bf16 keeps float32 weights and computes in bfloat16; the other precisions are their weights'."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
 class NormaliseGroups(torch.autograd.Function):
     """Subtract each group's mean, divide by its deviation, add the bias; x is [B, C, H, W], bias [C].
 

@@ -5,7 +5,6 @@ The method is docs/method.md; "section 6" in a comment is its section 6.
 """
 
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -15,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from .campaign import finished_rows, read_request
+from .compiling import compiled
 from .data import Batch, Shards, evaluation_batches, normalise, upload_shards, upload_test
 from .distributed import Team, join_team, processes_here
 from .images import Images, load_images, random_images
 from .launch import check_request, count_cores
-from .network import DTYPES, Network, smoothed_cross_entropy, whitening_filters
+from .network import DTYPES, Network, autocast, smoothed_cross_entropy, whitening_filters
 from .optimizer import NesterovSGD
 from .run_log import Clock, RunLog, Score, warn
 from .settings import Refusal, Settings
@@ -113,7 +113,7 @@ def take_step(model: Model, optimizer: NesterovSGD, batches: list[Batch], tally:
     network, team = model.network, model.team
     for index, (images, labels) in enumerate(batches):
         network.follow(model.settings.batch_size if team.leads and index == 0 else 0)
-        with autocast(model.settings, team):
+        with autocast(model.settings.precision, team.device):
             logits = model.forward(images)
         losses = smoothed_cross_entropy(logits, labels)
         losses.sum().backward()
@@ -130,7 +130,7 @@ def evaluate(model: Model, test: Batch) -> Score:
     team.share(*(buffer for norm in network.norms() for buffer in norm.buffers()))
     tally = new_tally(team)
     for images, labels in evaluation_batches(*test):
-        with autocast(model.settings, team):
+        with autocast(model.settings.precision, team.device):
             logits = (network(images) + network(images.flip(3))) / 2
         count(tally, logits, labels, smoothed_cross_entropy(logits, labels))
     network.train()
@@ -165,35 +165,6 @@ def warm_up(model: Model, test_images: int) -> None:
     evaluate(model, task.test)
 
 
-def compiled(network: Network, settings: Settings, team: Team) -> nn.Module:
-    """The network in few passes over memory; or as it is, with a warning, where it cannot be compiled.
-
-    All graphs that training needs are made here, once per launch and before the clock starts.
-    """
-    if not settings.compile:
-        return network
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would remark on a missing GPU
-    fused = torch.compile(network, dynamic=False)
-    size = settings.batch_size * len(team.workers) // settings.passes
-    images = torch.zeros(size, 3, 32, 32, dtype=DTYPES[settings.precision], device=team.device)
-    followed = [settings.batch_size] * team.leads + [0] * (settings.passes > 1 or not team.leads)
-    try:
-        for count_of_images in followed:
-            network.follow(count_of_images)
-            with autocast(settings, team):
-                logits = fused(images.to(memory_format=torch.channels_last))
-            logits.sum().backward()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a compiler may say: training goes on without it
-        if team.leads:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            warn(f"not compiled ({reason[0]}): training goes on uncompiled; --no_compile says so without a try")
-        fused = network
-    network.zero_grad()
-    return fused
-
-
 def save(network: Network, settings: Settings) -> None:
     """The last run's weights and running statistics; read them with torch.load(FILE, weights_only=True)."""
     with written_whole(settings.save) as unfinished:
@@ -213,10 +184,6 @@ def explaining_memory(settings: Settings, team: Team) -> Iterator[None]:
         print(f"train_cifar_parallel.sh: {text} on {team.device}: raise --passes (at most {share}), or use more "
               "processes, fewer WORKERS or a smaller --batch_size", file=sys.stderr)  # fmt: skip
         sys.exit(2)
-
-
-def autocast(settings: Settings, team: Team) -> torch.autocast:
-    return torch.autocast(team.device.type, torch.bfloat16, enabled=settings.precision == "bf16")
 
 
 def on_gpu(team: Team) -> bool:

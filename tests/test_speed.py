@@ -8,12 +8,13 @@ import pytest
 import torch
 from conftest import REPO, TINY, environment
 
+from large_batch_cifar_10_fast.compiling import compiled
 from large_batch_cifar_10_fast.distributed import Team
 from large_batch_cifar_10_fast.network import Network, smoothed_cross_entropy
 from large_batch_cifar_10_fast.optimizer import NesterovSGD
 from large_batch_cifar_10_fast.plain import plain_network, plain_update
 from large_batch_cifar_10_fast.settings import Settings
-from large_batch_cifar_10_fast.train import compiled, decide
+from large_batch_cifar_10_fast.train import decide
 
 ALONE = Team(0, 1, torch.device("cpu"), range(2), 2)
 SMALL = Settings(workers=2, batch_size=16, width=4, precision="fp64", compile=True)
@@ -38,7 +39,7 @@ def test_the_compiled_network_has_the_same_gradients_and_statistics(recwarn):
     network = _network()
     fused = compiled(network, SMALL, ALONE)
     assert fused is not network, "no compiler here?"
-    network.restart(network.filters, seed=1)
+    network.restart(_network().filters, seed=1)
     ours, expected = _step(network, fused), _step(eager := _network(), eager)
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
@@ -56,6 +57,27 @@ def test_the_plain_path_of_the_bench_is_the_same_mathematics():
     plain_update(NesterovSGD(plain, settings, 5))
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
+    """As torch 2.11 did, without a word, for a norm whose last operation was a cast that changed nothing."""
+
+    class Forgetful(torch.nn.Module):
+        def __init__(self, network, **_):
+            super().__init__()
+            self.network = network
+
+        def forward(self, images):
+            x = self.network.prep(torch.nn.functional.conv2d(images, self.network.filters, padding=1)).detach()
+            return self.network.head(self.network.layer3(self.network.layer2(self.network.layer1(x)))) / 16 + 0 * sum(
+                weight.sum() for weight in self.network.prep.parameters()
+            )
+
+    monkeypatch.setattr(torch, "compile", Forgetful)
+    network = _network()
+    assert compiled(network, SMALL, ALONE) is network
+    assert "Warning: not compiled (the compiled gradient of prep.0.weight is 100% off)" in capsys.readouterr().err
+    assert all(weight.grad is None for weight in network.parameters())
 
 
 def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path):
