@@ -14,6 +14,14 @@ from large_batch_cifar_10_fast.synthetic import draw_shapes
 
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER = REPO / "train_cifar_parallel.sh"
+
+# The tests are of mathematics and behaviour, and mean the same on every machine: they run on the CPU. Those of
+# test_gpu.py start programs of their own, with GPU among their variables.
+COUNT = "from large_batch_cifar_10_fast.launch import count_gpus; print(count_gpus())"
+GPUS = int(subprocess.run([sys.executable, "-c", COUNT], cwd=REPO, capture_output=True, text=True, check=True).stdout)
+GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))}
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # Eight workers of 16 images, five steps an epoch: every part of the method in about a second.
 TINY = ["--batch_size", "16", "--width", "4", "--epochs", "2", "--ema_ep", "0.4", "--no_warmup"]
 

@@ -3,18 +3,22 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import REPO, TINY, environment
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from large_batch_cifar_10_fast.compiling import compiled
 from large_batch_cifar_10_fast.distributed import Team
+from large_batch_cifar_10_fast.images import random_images
 from large_batch_cifar_10_fast.network import Network, smoothed_cross_entropy
 from large_batch_cifar_10_fast.optimizer import NesterovSGD
 from large_batch_cifar_10_fast.plain import plain_network, plain_update
+from large_batch_cifar_10_fast.run_log import Clock
 from large_batch_cifar_10_fast.settings import Settings
-from large_batch_cifar_10_fast.train import decide
+from large_batch_cifar_10_fast.train import Model, decide, new_tally, prepare, take_step
 
 ALONE = Team(0, 1, torch.device("cpu"), range(2), 2)
 SMALL = Settings(workers=2, batch_size=16, width=4, precision="fp64", compile=True)
@@ -78,6 +82,50 @@ def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
     assert compiled(network, SMALL, ALONE) is network
     assert "Warning: not compiled (the compiled gradient of prep.0.weight is 100% off)" in capsys.readouterr().err
     assert all(weight.grad is None for weight in network.parameters())
+
+
+def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch):
+    """FakeTensorMode knows shapes and devices alone: what needs a value, or tensors of two devices, raises.
+
+    Backward would need a driver; zeros stand for its gradients.
+    """
+    gpu = torch.device("cuda", 0)
+
+    class Generator:
+        device = gpu
+
+        def __init__(self, device):
+            assert device == gpu
+
+        def manual_seed(self, seed):
+            pass
+
+    monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr(torch, "randperm", lambda n, generator, device: torch.arange(n, device=device))
+    settings, team = replace(SMALL, precision="fp32", passes=2), Team(0, 1, gpu, range(2), 2)
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        network = Network(torch.zeros(27, 3, 3, 3), 4, seed=0)
+        for module in network.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                setattr(module, name, torch.nn.Parameter(weight.to(gpu)))
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(gpu))
+        weights = list(network.parameters())
+        monkeypatch.setattr(
+            torch.Tensor,
+            "backward",
+            lambda _: [setattr(weight, "grad", torch.zeros_like(weight)) for weight in weights],
+        )
+        model = Model(network, network, settings, team)
+        task = prepare(random_images(96, 10), settings, team, Clock(lambda: None))
+        optimizer, tally, steps = NesterovSGD(network, settings, 3), new_tally(team), 0
+        for batches in task.train.epoch(seed=0, epoch=1):
+            take_step(model, optimizer, batches, tally)
+            steps += 1
+        with pytest.raises(DataDependentOutputException):
+            tally.tolist()
+    assert steps == 3
+    assert {tensor.device for tensor in (*weights, tally, *task.test)} == {gpu}
 
 
 def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path):

@@ -1,0 +1,90 @@
+"""What only a GPU can show. Skipped without one; every program here is started with the GPU that conftest.py hides."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import GPU, GPUS, REPO, TINY, environment, launch
+
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU here")
+
+TRAIN = "large_batch_cifar_10_fast.train"
+EPOCH_WITHOUT_WAITING = """
+import torch
+from large_batch_cifar_10_fast.compiling import compiled
+from large_batch_cifar_10_fast.distributed import join_team
+from large_batch_cifar_10_fast.images import random_images
+from large_batch_cifar_10_fast.network import Network
+from large_batch_cifar_10_fast.optimizer import NesterovSGD
+from large_batch_cifar_10_fast.run_log import Clock
+from large_batch_cifar_10_fast.settings import Settings
+from large_batch_cifar_10_fast.train import Model, new_tally, prepare, take_step, warm_up
+
+settings = Settings(precision="fp16", width=16, batch_size=64, compile=True)
+with join_team(settings) as team:
+    network = Network(torch.zeros(27, 3, 3, 3), 16, seed=0).cast("fp16", team.device)
+    model = Model(network, compiled(network, settings, team), settings, team)
+    assert model.forward is not network
+    warm_up(model, 100)
+    task = prepare(random_images(5000, 100), settings, team, Clock(team.wait))
+    optimizer, tally = NesterovSGD(network, settings, task.train.steps_per_epoch), new_tally(team)
+    torch.cuda.set_sync_debug_mode("error")
+    for batches in task.train.epoch(seed=0, epoch=1):
+        take_step(model, optimizer, batches, tally)
+"""
+LITTLE_MEMORY = f"""
+import sys, torch
+from large_batch_cifar_10_fast.campaign import read_request
+from {TRAIN} import main
+torch.cuda.set_per_process_memory_fraction(0.5 * 2**30 / torch.cuda.mem_get_info()[1])
+main(read_request(sys.argv[1:], {{}}))
+"""
+
+
+def _python(*arguments: object, folder) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=folder, env=environment(PYTHONPATH=REPO, **GPU),
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+def test_the_demo_passes_94_percent_compiled_in_half_precision(tmp_path):
+    result = launch("--demo", cwd=tmp_path, NPROC=1, **GPU)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "", "not compiled?"
+    assert "precision=fp16" in result.stdout
+    assert "compile=True" in result.stdout
+    assert result.stdout.endswith("1 runs reached 0.94 out of 1\n")
+
+
+def test_an_epoch_neither_waits_for_the_gpu_nor_copies_from_it(tmp_path):
+    result = _python("-c", EPOCH_WITHOUT_WAITING, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_two_processes_on_one_gpu_equal_one_over_nccl(tiny_npz, tmp_path):
+    """NCCL takes two ranks with the same GPU for a mistake unless they name different hosts."""
+    options = ["--demo", *TINY, "--data", tiny_npz, "--precision", "fp64", "--no_compile"]
+    alone = _python("-m", TRAIN, *options, "--save", "alone.pt", folder=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    own_host = 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$0" "$@"'
+    both = _python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--no-python",
+        "bash", "-c", own_host, sys.executable, "-m", TRAIN, *options, "--save", "both.pt", "--out", "both",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert both.returncode == 0, both.stderr
+    assert "8 workers on 2 processes" in both.stdout
+    expected = torch.load(tmp_path / "alone.pt", weights_only=True)
+    for name, tensor in torch.load(tmp_path / "both.pt", weights_only=True).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_too_little_memory_is_told_with_what_to_lower(tmp_path):
+    options = ("--data", "synthetic", "--epochs", "3", "--ema_ep", "1", "--no_compile")
+    result = _python("-c", LITTLE_MEMORY, *options, folder=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert (
+        "out of memory with 8 workers x 256 images in 1 passes on cuda:0: raise --passes (at most 8)" in result.stderr
+    )
