@@ -10,7 +10,6 @@ otherwise. Without CUDA it takes WORKERS=1, or a step would last half a minute. 
 import argparse
 import json
 import os
-import resource
 import statistics
 import sys
 import time
@@ -19,18 +18,18 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from .compiling import compiled
-from .data import EVALUATION_BATCH
+from .data import EVALUATION_BATCH, Batch
 from .distributed import Team, join_team, processes_here
 from .images import Images, random_images
 from .network import DTYPES, Network, autocast, smoothed_cross_entropy
 from .optimizer import NesterovSGD
 from .plain import plain_network, plain_update
 from .run_log import Clock
-from .settings import GROUP, Refusal, Settings, read_settings
+from .settings import Refusal, Settings, read_settings
 from .train import Model, Task, decide, evaluate, new_tally, on_gpu, prepare, take_step
+from .yardsticks import forget_peak_memory, matrix_rate, operations_of_a_step, peak_memory, seconds_since_start
 
 Figures = dict[str, list[float]]  # seconds of a part, one entry a repetition
 
@@ -44,7 +43,7 @@ def timed(team: Team, figures: list[float], work: Callable[[], object]) -> objec
     return result
 
 
-def step_in_parts(model: Model, batch: tuple[Tensor, Tensor], update: Callable[[], None], figures: Figures) -> None:
+def step_in_parts(model: Model, batch: Batch, update: Callable[[], None], figures: Figures) -> None:
     """Forward, backward, averaging and update, each waited for."""
     images, labels = batch
     parts = {name: figures.setdefault(name, []) for name in ("forward", "backward", "averaging", "update")}
@@ -59,13 +58,14 @@ def step_in_parts(model: Model, batch: tuple[Tensor, Tensor], update: Callable[[
     timed(model.team, parts["update"], update)
 
 
-def measure_steps(model: Model, plain: Model, task: Task, repeats: int) -> tuple[Figures, Figures]:
+def measure_steps(
+    model: Model, plain: Model, task: Task, batches: list[Batch], repeats: int
+) -> tuple[Figures, Figures]:
     """Steps of ours and of the plain path in turn, so that a drift of the machine's speed falls on both."""
     ours, theirs = {"step": []}, {"step": []}
     steps = task.train.steps_per_epoch
     optimizer = NesterovSGD(model.network, model.settings, steps)
     plain_optimizer = NesterovSGD(plain.network, plain.settings, steps)
-    batches = next(task.train.epoch(seed=0, epoch=0))
     whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     plain_batch = (whole[0].to(DTYPES[plain.settings.precision]).contiguous(), whole[1])
 
@@ -88,38 +88,6 @@ def measure_steps(model: Model, plain: Model, task: Task, repeats: int) -> tuple
     return ours, theirs
 
 
-def matrix_rate(precision: str, device: torch.device) -> float:
-    """This device's own floating-point operations a second in a large matrix product."""
-    size = 8192 if device.type == "cuda" else 2048
-    dtype = torch.bfloat16 if precision == "bf16" else DTYPES[precision]
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    seconds = []
-    for _ in range(7):
-        start = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds[2:])
-
-
-def operations_of_a_step(network: Network, images: Tensor) -> int:
-    """Floating-point operations of forward and backward: backward takes twice what forward does."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        network(images[:GROUP])
-    return 3 * counter.get_total_flops() * len(images) // GROUP
-
-
-def seconds_since_start() -> float:
-    """How long ago this process began: the interpreter and its imports."""
-    try:
-        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
-            ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
-            return float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
-    except OSError:
-        return float("nan")
-
-
 def bench(settings: Settings, plain_precision: str, repeats: int, start_up: float) -> dict | None:
     """All figures; None on all processes but the leading one."""
     settings.check_processes(processes_here())
@@ -133,13 +101,15 @@ def bench(settings: Settings, plain_precision: str, repeats: int, start_up: floa
         noise = random_images(50_000, 10_000)
         task = measure_set_up(noise, model, repeats, figures)
         network.restart(task.filters, seed=0)
-        peak = peak_memory(model, task)
+        forget_peak_memory(team.device)
+        batches = next(task.train.epoch(seed=0, epoch=0))
+        peak = measure_first_steps(model, task, batches, repeats, figures)
         other = plain_network(plain_settings, team)
         other.restart(task.filters, seed=0)
         plain = Model(other, other, plain_settings, team)
         for seed in range(repeats):
             timed(team, figures.setdefault("augmentation of an epoch", []), lambda s=seed: augment(task, s))
-        ours, theirs = measure_steps(model, plain, task, repeats)
+        ours, theirs = measure_steps(model, plain, task, batches, repeats)
         # A CPU would take minutes over 10,000 test images: a chunk, scaled, tells the same.
         chunk = len(task.test[0]) if on_gpu(team) else EVALUATION_BATCH // 4
         test = task.test[0][:chunk], task.test[1][:chunk]
@@ -149,8 +119,7 @@ def bench(settings: Settings, plain_precision: str, repeats: int, start_up: floa
         if not team.leads:
             return None
         rate = matrix_rate(settings.precision, team.device)
-        images = next(task.train.epoch(0, 0))[0][0]
-        done = operations_of_a_step(network, images) * settings.passes * team.processes
+        done = operations_of_a_step(network, batches[0][0]) * settings.passes * team.processes
         step, count = statistics.median(ours["step"]), settings.batch_size * settings.workers
         epoch = step * task.train.steps_per_epoch
         return {
@@ -181,15 +150,40 @@ def measure_set_up(noise: Images, model: Model, repeats: int, figures: Figures) 
     return task
 
 
-def peak_memory(model: Model, task: Task) -> int:
-    """Bytes: on a GPU the most that a step of ours takes; else the most this process has had until after one."""
-    if on_gpu(model.team):
-        torch.cuda.reset_peak_memory_stats()
-    optimizer = NesterovSGD(model.network, model.settings, task.train.steps_per_epoch)
-    take_step(model, optimizer, next(task.train.epoch(seed=0, epoch=0)), new_tally(model.team))
-    if on_gpu(model.team):
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+def measure_first_steps(model: Model, task: Task, batches: list[Batch], repeats: int, figures: Figures) -> int:
+    """The peak memory, in bytes, of a step of ours before anything of the plain path has run.
+
+    On a GPU also what launches cost: when the host has handed a step over, and how long the step takes as one
+    CUDA graph. Training uses none: first it has to show here that it pays.
+    """
+    team, optimizer = model.team, NesterovSGD(model.network, model.settings, task.train.steps_per_epoch)
+
+    def step() -> None:
+        take_step(model, optimizer, batches, tally)
+
+    tally = new_tally(team)
+    step()
+    team.wait()
+    peak = peak_memory(team.device)
+    if not on_gpu(team):
+        return peak
+    for _ in range(repeats):
+        team.wait()
+        start = time.perf_counter()
+        step()
+        figures.setdefault("launching of a step", []).append(time.perf_counter() - start)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    try:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()  # capturing wants one on a stream of its own first
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        for _ in range(repeats):
+            timed(team, figures.setdefault("step as one CUDA graph", []), graph.replay)
+    except RuntimeError as error:
+        print(f"bench: no CUDA graph of a step: {error}", file=sys.stderr)
+    return peak
 
 
 def augment(task: Task, seed: int) -> None:
