@@ -39,8 +39,9 @@ def compiled(network: Network, settings: Settings, team: Team) -> nn.Module:
         raise
     except Exception as error:  # whatever a compiler may say: training goes on without it
         if team.leads:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            warn(f"not compiled ({reason[0]}): training goes on uncompiled; --no_compile says so without a try")
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            broken = " (a compilation was broken off: delete this file)" * reason.endswith("file too short")
+            warn(f"not compiled ({reason}){broken}: training goes on uncompiled; --no_compile says so without a try")
         fused = network
     network.zero_grad()
     return fused

@@ -84,6 +84,18 @@ def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
     assert all(weight.grad is None for weight in network.parameters())
 
 
+def test_a_compilation_that_was_broken_off_names_the_file_to_delete(monkeypatch, capsys):
+    def refuse(images):
+        raise ImportError("/tmp/cache/main.so: file too short")  # seen after a kill in the middle of linking
+
+    monkeypatch.setattr(torch, "compile", lambda network, **_: refuse)
+    network = _network()
+    assert compiled(network, SMALL, ALONE) is network
+    assert "(/tmp/cache/main.so: file too short) (a compilation was broken off: delete this file)" in (
+        capsys.readouterr().err
+    )
+
+
 def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch):
     """FakeTensorMode knows shapes and devices alone: what needs a value, or tensors of two devices, raises.
 
