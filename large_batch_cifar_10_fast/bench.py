@@ -4,7 +4,7 @@
 
 The plain path is the same mathematics without any of our speed: contiguous NCHW, eager, the norm as its formula
 stands with autograd's gradient, the update parameter by parameter, and float32 unless --plain_precision says
-otherwise. Without CUDA it takes WORKERS=1, or a step would last half a minute. Works under torchrun too.
+otherwise. Without CUDA it takes one worker a process, or a step would last half a minute. Works under torchrun too.
 """
 
 import argparse
@@ -229,7 +229,7 @@ def main() -> None:
     options, others = parser.parse_known_args()
     environment = dict(os.environ)
     if not torch.cuda.is_available():
-        environment.setdefault("WORKERS", "1")
+        environment.setdefault("WORKERS", str(processes_here()))
     try:
         if options.repeats < 1:
             raise Refusal(f"--repeats {options.repeats} must be at least 1")
