@@ -3,8 +3,8 @@
     python -m large_batch_cifar_10_fast.bench [--json] [--repeats N] [options of train.py]
 
 The plain path is the same mathematics without any of our speed: contiguous NCHW, eager, the norm as its formula
-stands with autograd's gradient, the update parameter by parameter, and float32 unless --plain_precision says
-otherwise. Without CUDA it takes one worker a process, or a step would last half a minute. Works under torchrun too.
+stands, the update parameter by parameter, and float32 unless --plain_precision says otherwise. Without CUDA it
+takes one worker a process, or a step would last half a minute. Works under torchrun too.
 """
 
 import argparse
@@ -13,162 +13,172 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from .compiling import compiled
-from .data import EVALUATION_BATCH, Batch
-from .distributed import Team, join_team, processes_here
-from .images import Images, random_images
-from .network import DTYPES, Network, autocast, smoothed_cross_entropy
-from .optimizer import NesterovSGD
-from .plain import plain_network, plain_update
-from .run_log import Clock
-from .settings import Refusal, Settings, read_settings
-from .train import Model, Task, decide, evaluate, new_tally, on_gpu, prepare, take_step
-from .yardsticks import forget_peak_memory, matrix_rate, operations_of_a_step, peak_memory, seconds_since_start
+from .images.sources import Images, random_images
+from .measuring.baseline import PlainNesterov, plain_network
+from .measuring.roofline import matrix_rate, seconds_since_start
+from .recipes.recipe import Recipe
+from .request.checks import check_processes
+from .request.command_line import read_request
+from .request.settings import Refusal, Settings, refusals_end
+from .results.clock import Clock
+from .results.provenance import peak_memory
+from .train import Data, Learner, evaluate, make_learner, new_tally, prepare, take_step
+from .training.advice import settle
+from .training.networks import DTYPES, autocast, reset, training_flop
+from .training.norm import track_running_statistics
+from .training.optimizers import follow_schedules
+from .training.shards import EVALUATION_BATCH, Batch
+from .training.world import World, join_world, launched_world_size
 
 Figures = dict[str, list[float]]  # seconds of a part, one entry a repetition
 
 
-def timed(team: Team, figures: list[float], work: Callable[[], object]) -> object:
-    team.wait()
+def timed(world: World, figures: list[float], work: Callable[[], object]) -> object:
+    world.synchronize()
     start = time.perf_counter()
     result = work()
-    team.wait()
+    world.synchronize()
     figures.append(time.perf_counter() - start)
     return result
 
 
-def step_in_parts(model: Model, batch: Batch, update: Callable[[], None], figures: Figures) -> None:
+def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batch, figures: Figures) -> None:
     """Forward, backward, averaging and update, each waited for."""
-    images, labels = batch
+    (images, labels), world = batch, learner.world
     parts = {name: figures.setdefault(name, []) for name in ("forward", "backward", "averaging", "update")}
 
     def forward() -> Tensor:
-        with autocast(model.settings.precision, model.team.device):
-            return smoothed_cross_entropy(model.forward(images), labels).sum()
+        with autocast(learner.settings.precision, world.device):
+            return learner.recipe.loss(learner.forward(images), labels).sum()
 
-    loss = timed(model.team, parts["forward"], forward)
-    timed(model.team, parts["backward"], loss.backward)
-    timed(model.team, parts["averaging"], lambda: model.team.sum_gradients(model.network))
-    timed(model.team, parts["update"], update)
+    def update() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    loss = timed(world, parts["forward"], forward)
+    timed(world, parts["backward"], loss.backward)
+    timed(world, parts["averaging"], lambda: world.average_gradients(learner.network))
+    timed(world, parts["update"], update)
 
 
-def measure_steps(
-    model: Model, plain: Model, task: Task, batches: list[Batch], repeats: int
-) -> tuple[Figures, Figures]:
+def measure_steps(ours: Learner, plain: Learner, batches: list[Batch], repeats: int) -> tuple[Figures, Figures]:
     """Steps of ours and of the plain path in turn, so that a drift of the machine's speed falls on both."""
-    ours, theirs = {"step": []}, {"step": []}
-    steps = task.train.steps_per_epoch
-    optimizer = NesterovSGD(model.network, model.settings, steps)
-    plain_optimizer = NesterovSGD(plain.network, plain.settings, steps)
+    optimizers = ours.recipe.optimizers(ours.network)
+    plain_optimizers = [PlainNesterov(o.param_groups) for o in plain.recipe.optimizers(plain.network)]
+    follow_schedules([*optimizers, *plain_optimizers], epoch=1)
     whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     plain_batch = (whole[0].to(DTYPES[plain.settings.precision]).contiguous(), whole[1])
-
-    def plain_step() -> None:
-        with autocast(plain.settings.precision, plain.team.device):
-            logits = plain.forward(plain_batch[0])
-        smoothed_cross_entropy(logits, plain_batch[1]).sum().backward()
-        plain.team.sum_gradients(plain.network)
-        plain_update(plain_optimizer)
-
     for repeat in range(repeats + 1):
-        if repeat == 1:  # what came before was the warm-up
-            ours, theirs = {"step": []}, {"step": []}
-        timed(model.team, ours["step"], lambda: take_step(model, optimizer, batches, new_tally(model.team)))
-        timed(model.team, theirs["step"], plain_step)
-        model.network.follow(0)
-        if model.settings.passes == 1:
-            step_in_parts(model, batches[0], optimizer.step, ours)
-        step_in_parts(plain, plain_batch, lambda: plain_update(plain_optimizer), theirs)
-    return ours, theirs
+        if repeat <= 1:  # what came before was the warm-up
+            our_figures, plain_figures = {"step": []}, {"step": []}
+        for learner, opts, parts, figures in (
+            (ours, optimizers, batches, our_figures),
+            (plain, plain_optimizers, [plain_batch], plain_figures),
+        ):
+            tally = new_tally(learner.world)
+            timed(learner.world, figures["step"], lambda a=(learner, opts, parts, tally): take_step(*a))
+        track_running_statistics(ours.network, False)
+        if len(batches) == 1:
+            step_in_parts(ours, optimizers, batches[0], our_figures)
+        step_in_parts(plain, plain_optimizers, plain_batch, plain_figures)
+    return our_figures, plain_figures
 
 
-def bench(settings: Settings, plain_precision: str, repeats: int, start_up: float) -> dict | None:
-    """All figures; None on all processes but the leading one."""
-    settings.check_processes(processes_here())
-    with join_team(settings) as team:
-        settings = decide(replace(settings, data="noise"), team, 50_000)
-        plain_settings = replace(settings, precision=plain_precision or "fp32", compile=False, passes=1)
-        network = Network(torch.zeros(27, 3, 3, 3), settings.width, seed=0).cast(settings.precision, team.device)
+def bench(settings: Settings, recipe: Recipe, plain_precision: str, repeats: int, start_up: float) -> dict | None:
+    """All figures; None on all processes but the main one."""
+    check_processes(settings, recipe, launched_world_size())
+    with join_world(recipe.workers) as world:
+        settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
+        plain_settings = replace(settings, precision=plain_precision or "fp32", compile=False, micro_batches=1)
         figures: Figures = {}
-        fused = timed(team, figures.setdefault("compilation", []), lambda: compiled(network, settings, team))
-        model = Model(network, fused, settings, team)
-        noise = random_images(50_000, 10_000)
-        task = measure_set_up(noise, model, repeats, figures)
-        network.restart(task.filters, seed=0)
-        forget_peak_memory(team.device)
-        batches = next(task.train.epoch(seed=0, epoch=0))
-        peak = measure_first_steps(model, task, batches, repeats, figures)
-        other = plain_network(plain_settings, team)
-        other.restart(task.filters, seed=0)
-        plain = Model(other, other, plain_settings, team)
+        learner = timed(world, figures.setdefault("compilation", []), lambda: make_learner(settings, recipe, world))
+        data = measure_set_up(random_images(50_000, 10_000), learner, repeats, figures)
+        reset(learner.network, recipe, seed=0)
+        if world.on_gpu:
+            torch.cuda.reset_peak_memory_stats(world.device)
+        batches = next(data.train.epoch(seed=0, epoch=0))
+        peak = measure_first_steps(learner, batches, repeats, figures)
+        network = plain_network(recipe, plain_settings.precision, world)
+        recipe.whiten(network, data.train.images)
+        plain = Learner(network, network, recipe, plain_settings, world)
         for seed in range(repeats):
-            timed(team, figures.setdefault("augmentation of an epoch", []), lambda s=seed: augment(task, s))
-        ours, theirs = measure_steps(model, plain, task, batches, repeats)
+            part = figures.setdefault("augmentation of an epoch", [])
+            timed(world, part, lambda s=seed: [None for _ in data.train.epoch(s, epoch=1)])
+        ours, theirs = measure_steps(learner, plain, batches, repeats)
         # A CPU would take minutes over 10,000 test images: a chunk, scaled, tells the same.
-        chunk = len(task.test[0]) if on_gpu(team) else EVALUATION_BATCH // 4
-        test = task.test[0][:chunk], task.test[1][:chunk]
+        chunk = len(data.test[0]) if world.on_gpu else EVALUATION_BATCH // 4
+        test = data.test[0][:chunk], data.test[1][:chunk]
         for _ in range(min(repeats, 3)):
-            timed(team, validation := [], lambda: evaluate(model, test))
-            figures.setdefault("validation", []).append(validation[0] * len(task.test[0]) / chunk)
-        if not team.leads:
+            timed(world, validation := [], lambda: evaluate(learner, test))
+            figures.setdefault("validation", []).append(validation[0] * len(data.test[0]) / chunk)
+        if not world.is_main:
             return None
-        rate = matrix_rate(settings.precision, team.device)
-        done = operations_of_a_step(network, batches[0][0]) * settings.passes * team.processes
-        step, count = statistics.median(ours["step"]), settings.batch_size * settings.workers
-        epoch = step * task.train.steps_per_epoch
+        step, count = statistics.median(ours["step"]), recipe.batch_size * recipe.workers
+        rate, done = matrix_rate(settings.precision, world.device), training_flop(recipe) * count
+        epoch = step * data.train.steps_per_epoch
         return {
             "conditions": {
-                "device": str(team.device), "processes": team.processes, "workers": settings.workers,
-                "batch": settings.batch_size, "width": settings.width, "precision": settings.precision,
-                "compiled": fused is not network, "plain precision": plain_settings.precision, "repeats": repeats,
-                "threads": torch.get_num_threads(), "torch": torch.__version__,
+                "recipe": recipe.name,
+                "device": str(world.device),
+                "processes": world.world_size,
+                "workers": recipe.workers,
+                "batch": recipe.batch_size,
+                "width": getattr(recipe, "width", "-"),
+                "precision": settings.precision,
+                "compiled": learner.forward is not learner.network,
+                "plain precision": plain_settings.precision,
+                "repeats": repeats,
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
             },
-            **{name: told(values) for name, values in {**figures, **ours}.items()},
-            "start-up": told([start_up]),
-            "plain": {name: told(values) for name, values in theirs.items()},
-            "step": {**told(ours["step"]), "ratio": ratio(theirs["step"], ours["step"])},
+            **{name: summary(values) for name, values in {**figures, **ours}.items()},
+            "start-up": summary([start_up]),
+            "plain": {name: summary(values) for name, values in theirs.items()},
+            "step": {**summary(ours["step"]), "ratio": ratio(theirs["step"], ours["step"])},
             "images per second": count / step,
             "TFLOP/s": done / step / 1e12,
-            "share of the matrix product's rate": done / step / rate / team.processes,
+            "utilization, of the matrix product's rate": done / step / rate / world.world_size,
             "augmentation, share of an epoch": statistics.median(figures["augmentation of an epoch"]) / epoch,
             "peak memory per process, GiB": peak / 2**30,
-        }  # fmt: skip
+        }
 
 
-def measure_set_up(noise: Images, model: Model, repeats: int, figures: Figures) -> Task:
+def measure_set_up(noise: Images, learner: Learner, repeats: int, figures: Figures) -> Data:
     for _ in range(min(repeats, 3)):
-        clock = Clock(model.team.wait)
-        task = prepare(noise, model.settings, model.team, clock)
+        clock = Clock(learner.world.synchronize)
+        data = prepare(noise, learner, clock)
         for part, seconds in clock.seconds.items():
             figures.setdefault(part, []).append(seconds)
-    return task
+    return data
 
 
-def measure_first_steps(model: Model, task: Task, batches: list[Batch], repeats: int, figures: Figures) -> int:
+def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, figures: Figures) -> int:
     """The peak memory, in bytes, of a step of ours before anything of the plain path has run.
 
     On a GPU also what launches cost: when the host has handed a step over, and how long the step takes as one
     CUDA graph. Training uses none: first it has to show here that it pays.
     """
-    team, optimizer = model.team, NesterovSGD(model.network, model.settings, task.train.steps_per_epoch)
+    world, optimizers = learner.world, learner.recipe.optimizers(learner.network)
+    tally = new_tally(world)
 
     def step() -> None:
-        take_step(model, optimizer, batches, tally)
+        take_step(learner, optimizers, batches, tally)
 
-    tally = new_tally(team)
     step()
-    team.wait()
-    peak = peak_memory(team.device)
-    if not on_gpu(team):
+    world.synchronize()
+    peak = peak_memory(world.device)
+    if not world.on_gpu:
         return peak
     for _ in range(repeats):
-        team.wait()
+        world.synchronize()
         start = time.perf_counter()
         step()
         figures.setdefault("launching of a step", []).append(time.perf_counter() - start)
@@ -180,18 +190,13 @@ def measure_first_steps(model: Model, task: Task, batches: list[Batch], repeats:
         with torch.cuda.graph(graph, stream=stream):
             step()
         for _ in range(repeats):
-            timed(team, figures.setdefault("step as one CUDA graph", []), graph.replay)
+            timed(world, figures.setdefault("step as one CUDA graph", []), graph.replay)
     except RuntimeError as error:
         print(f"bench: no CUDA graph of a step: {error}", file=sys.stderr)
     return peak
 
 
-def augment(task: Task, seed: int) -> None:
-    for _ in task.train.epoch(seed, epoch=1):
-        pass
-
-
-def told(values: list[float]) -> dict[str, float]:
+def summary(values: list[float]) -> dict[str, float]:
     return {"seconds": statistics.median(values), "least": min(values), "most": max(values)}
 
 
@@ -213,31 +218,29 @@ def as_text(figures: dict) -> str:
             line += f"{plain:10.4f}" + (f"{times:8.2f}" if times else f"{'-':>8}")
         lines.append(line)
     lines.append("")
-    lines += [f"{name:40}{value:12.4g}" for name, value in figures.items() if isinstance(value, float)]
+    lines += [f"{name:42}{value:12.4g}" for name, value in figures.items() if isinstance(value, float)]
     return "\n".join(lines)
 
 
 def main() -> None:
     start_up = seconds_since_start()
     parser = argparse.ArgumentParser(
-        prog="python -m large_batch_cifar_10_fast.bench", description=__doc__, allow_abbrev=False,
+        prog="python -m large_batch_cifar_10_fast.bench",
+        description=__doc__,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print the same for programs")
     parser.add_argument("--repeats", type=int, default=5, help="measured repetitions of a step (default 5)")
     parser.add_argument("--plain_precision", choices=list(DTYPES), default="", help="of the plain path (default fp32)")
     options, others = parser.parse_known_args()
     environment = dict(os.environ)
     if not torch.cuda.is_available():
-        environment.setdefault("WORKERS", str(processes_here()))
-    try:
+        environment.setdefault("WORKERS", str(launched_world_size()))
+    with refusals_end("bench"):
         if options.repeats < 1:
             raise Refusal(f"--repeats {options.repeats} must be at least 1")
-        settings = read_settings(others, environment)
-        figures = bench(settings, options.plain_precision, options.repeats, start_up)
-    except Refusal as refusal:
-        print(f"bench: {refusal}", file=sys.stderr)
-        sys.exit(2)
+        figures = bench(*read_request(others, environment), options.plain_precision, options.repeats, start_up)
     if figures:
         print(json.dumps(figures, indent=2) if options.json else as_text(figures))
 

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from .inference import Conclusion, finite, judge, newcombe, resampled_interval, welch_interval, wilson
-from .logs import Log, Unreadable, read_log
-from .settings import REPO
-from .tables import GOAL
+from .request.settings import REPO, refusals_end
+from .results.logs import Log, read_log
+from .results.stats import Conclusion, finite, judge, judge_goal, newcombe, resampled_interval, welch_interval, wilson
+from .results.tables import GOAL
 
 DEFAULT = str(REPO / "run_log.txt")
 TIME_MARGIN = 0.05  # times within 5% count as equivalent
@@ -43,11 +43,12 @@ def table(mine: Log, reference: Log) -> list[Row]:
     counts = mine.reached[0], len(mine.accuracy), reference.reached[0], len(reference.accuracy)
     rows.append(
         Row(
-            "reached 94%", *(_reached(log) for log in (mine, reference)),
+            "reached 94%",
+            *(_reached(log) for log in (mine, reference)),
             100 * (counts[0] / counts[1] - counts[2] / counts[3]) if known else None,
             tuple(100 * bound for bound in newcombe(*counts)) if known else None,
         )
-    )  # fmt: skip
+    )
     a, b = 100 * finite(mine.accuracy), 100 * finite(reference.accuracy)
     rows.append(_row("accuracy mean, %", a, b, np.mean, welch_interval(a, b)))
     exact = [(100 * log.median, 100 * log.lowest) for log in (mine, reference)]
@@ -56,8 +57,8 @@ def table(mine: Log, reference: Log) -> list[Row]:
     rows.append(_figures("accuracy median, %", *medians, resampled_interval(a, b, _difference_of(np.median))))
     rows.append(_figures("accuracy lowest, %", *lowest))
     if min(len(a), len(b)) > 1:
-        spread = resampled_interval(a, b, _difference_of(_deviation))
-        rows.append(_figures("accuracy standard deviation, points", _deviation(a), _deviation(b), spread))
+        spread = resampled_interval(a, b, _difference_of(_std))
+        rows.append(_figures("accuracy standard deviation, points", _std(a), _std(b), spread))
     a, b = finite(mine.loss), finite(reference.loss)
     rows.append(_row("loss mean", a, b, np.mean, welch_interval(a, b)))
     a, b = finite(mine.seconds), finite(reference.seconds)
@@ -69,7 +70,7 @@ def table(mine: Log, reference: Log) -> list[Row]:
     return rows
 
 
-def _deviation(values: np.ndarray) -> float:
+def _std(values: np.ndarray) -> float:
     return float(np.std(values, ddof=1))
 
 
@@ -100,17 +101,26 @@ def _reached(log: Log) -> str:
 
 
 def conclude(mine: Log, reference: Log, margin: float) -> dict[str, Conclusion]:
-    """What may be said of accuracy (margin in points) and of time (margin as a share)."""
+    """What may be said of accuracy (margin in points), of time (margin as a share), and of mine against the goal."""
     accuracy = judge(
-        100 * finite(mine.accuracy), 100 * finite(reference.accuracy), margin, "Accuracy",
-        lambda x: f"{x:+.3f} points", more_is_better=True,
-    )  # fmt: skip
+        100 * finite(mine.accuracy),
+        100 * finite(reference.accuracy),
+        margin,
+        "Accuracy",
+        lambda x: f"{x:+.3f} points",
+        more_is_better=True,
+    )
     # Times are compared as ratios, so through their logarithms.
     time = judge(
-        np.log(finite(mine.seconds)), np.log(finite(reference.seconds)), math.log1p(TIME_MARGIN), "Time",
-        lambda x: f"{100 * math.expm1(x):+.1f}%", more_is_better=False,
-    )  # fmt: skip
-    return {"accuracy": accuracy, "time": time}
+        np.log(finite(mine.seconds)),
+        np.log(finite(reference.seconds)),
+        math.log1p(TIME_MARGIN),
+        "Time",
+        lambda x: f"{100 * math.expm1(x):+.1f}%",
+        more_is_better=False,
+    )
+    goal = judge_goal(100 * finite(mine.accuracy), 100 * GOAL)
+    return {"accuracy": accuracy, "time": time, "goal": goal}
 
 
 def differing_conditions(mine: Log, reference: Log) -> list[str]:
@@ -164,9 +174,10 @@ def as_text(notes: list[str], rows: list[Row], conclusions: dict[str, Conclusion
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m large_batch_cifar_10_fast.compare", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m large_batch_cifar_10_fast.compare",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
-    )  # fmt: skip
+    )
     parser.add_argument("mine", help="a run log, runs.tsv, timing_log.tsv or other DAWNBench table, or `published`")
     parser.add_argument("reference", nargs="?", default=DEFAULT, help="the same (default: run_log.txt)")
     parser.add_argument("--margin", type=float, default=0.10, help="points that count as equivalent (0.10)")
@@ -175,20 +186,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.margin > 0:
         parser.error(f"--margin {options.margin} must be greater than 0")
-    try:
+    with refusals_end("compare"):
         mine, reference = read_log(options.mine, options.campaign), read_log(options.reference)
-    except Unreadable as problem:
-        print(f"compare: {problem}", file=sys.stderr)
-        return 2
     notes, rows = differing_conditions(mine, reference), table(mine, reference)
     conclusions = conclude(mine, reference, options.margin)
     result = status(mine, reference, conclusions)
     if options.json:
         told = {
-            "mine": mine.name, "reference": reference.name, "goal": GOAL, "margin": options.margin, "notes": notes,
+            "mine": mine.name,
+            "reference": reference.name,
+            "goal": GOAL,
+            "margin": options.margin,
+            "notes": notes,
             "rows": [asdict(row) for row in rows],
-            "conclusions": {name: asdict(conclusion) for name, conclusion in conclusions.items()}, "status": result,
-        }  # fmt: skip
+            "conclusions": {name: asdict(conclusion) for name, conclusion in conclusions.items()},
+            "status": result,
+        }
         print(json.dumps(told, indent=2))
     else:
         print(as_text(notes, rows, conclusions))

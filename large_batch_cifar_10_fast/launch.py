@@ -1,49 +1,27 @@
-"""From a request to torchrun: check all that can be checked, then become `python -m torch.distributed.run`.
+"""From a request to torchrun: check all that can be checked, then be `torchrun` for the processes that train."""
 
-Nothing here imports torch, so a refusal takes a fifth of a second and a start no longer than it must.
-"""
-
-import ctypes
 import os
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from .campaign import check_resumable, read_request
-from .images import count_training_images
-from .settings import Refusal, Settings, count_from
-from .tables import Journal, check_out
+import torch
+from torch.distributed import run as torchrun
+
+from .recipes.recipe import Recipe
+from .request.checks import check_request
+from .request.command_line import read_request
+from .request.settings import Refusal, count_from, refusals_end
+from .results.tables import Journal
+from .training.advice import count_cores
 
 
-def check_request(settings: Settings, processes: int) -> None:
-    """Raise Refusal for what cannot be trained: images (fetched here if need be), outputs."""
-    settings.check_processes(processes)
-    check_out(settings)
-    settings.check_images(count_training_images(settings.data))
-    check_resumable(settings, processes)
-
-
-def count_gpus() -> int:
-    """CUDA's own count, which heeds CUDA_VISIBLE_DEVICES; 0 without a driver."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    working = cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
-    return count.value if working else 0
-
-
-def count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def plan_processes(settings: Settings, environment: Mapping[str, str], gpus: int, cores: int) -> int:
+def plan_processes(recipe: Recipe, environment: Mapping[str, str], gpus: int, cores: int) -> int:
     """NPROC, or the most processes on this machine that divide the workers, one per GPU or core."""
     machines = count_from(environment, "NNODES", 1)
     places = gpus or cores
-    fitting = [n for n in range(1, places + 1) if settings.workers % (n * machines) == 0]
+    fitting = [n for n in range(1, places + 1) if recipe.workers % (n * machines) == 0]
     processes = count_from(environment, "NPROC", max(fitting, default=1))
     if gpus and processes > gpus:
         raise Refusal(f"NPROC={processes} is more than this machine's {gpus} GPUs: use at most {gpus}")
@@ -55,8 +33,8 @@ def torchrun_arguments(environment: Mapping[str, str], processes: int) -> list[s
     machines = count_from(environment, "NNODES", 1)
     if machines == 1:
         meeting = os.path.join(tempfile.mkdtemp(prefix="large_batch_"), "rendezvous")
-        where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={meeting}",
-                 "--rdzv-id=large_batch", "--local-addr=127.0.0.1"]  # fmt: skip
+        where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={meeting}"]
+        where += ["--rdzv-id=large_batch", "--local-addr=127.0.0.1"]
     else:
         endpoint, rank = environment.get("RDZV_ENDPOINT", ""), environment.get("NODE_RANK", "")
         if not rank.isdigit() or int(rank) >= machines:
@@ -64,29 +42,31 @@ def torchrun_arguments(environment: Mapping[str, str], processes: int) -> list[s
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdigit():
             raise Refusal(f"RDZV_ENDPOINT={endpoint} must be host:port of the first machine with NNODES={machines}")
-        where = ["--rdzv-backend=static", f"--nnodes={machines}", f"--node-rank={rank}",
-                 f"--rdzv-endpoint={endpoint}", f"--master-addr={host}", f"--master-port={port}"]  # fmt: skip
+        where = ["--rdzv-backend=static", f"--nnodes={machines}", f"--node-rank={rank}"]
+        where += [f"--rdzv-endpoint={endpoint}", f"--master-addr={host}", f"--master-port={port}"]
     return [*where, f"--nproc-per-node={processes}", "-m", "large_batch_cifar_10_fast.train"]
 
 
+def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """What torchrun is told, and the variables it is to run with; raises Refusal."""
+    settings, recipe = read_request(arguments, environment)
+    machines, gpus, cores = count_from(environment, "NNODES", 1), torch.cuda.device_count(), count_cores()
+    processes = plan_processes(recipe, environment, gpus, cores)
+    check_request(settings, recipe, processes * machines)
+    runs = Path(settings.out) / "runs.tsv"
+    if runs.exists():
+        Journal(runs).close()  # only one campaign at a time may write it
+    variables = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(max(1, cores // processes)))}
+    if machines == 1:
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would listen on all interfaces
+    return [*torchrun_arguments(environment, processes), *arguments], variables
+
+
 def main() -> None:
-    arguments, environment = sys.argv[1:], dict(os.environ)
-    try:
-        settings = read_request(arguments, environment)
-        gpus, cores = count_gpus(), count_cores()
-        processes = plan_processes(settings, environment, gpus, cores)
-        check_request(settings, processes * count_from(environment, "NNODES", 1))
-        runs = Path(settings.out) / "runs.tsv"
-        if runs.exists():
-            Journal(runs).close()  # only one campaign at a time may write it
-        torchrun = torchrun_arguments(environment, processes)
-    except Refusal as refusal:
-        print(f"train_cifar_parallel.sh: {refusal}", file=sys.stderr)
-        sys.exit(2)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    if count_from(environment, "NNODES", 1) == 1:
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would listen on all interfaces
-    os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *torchrun, *arguments], environment)
+    with refusals_end("train_cifar_parallel.sh"):
+        arguments, variables = prepare_launch(sys.argv[1:], os.environ)
+    os.environ.update(variables)
+    torchrun.main(arguments)
 
 
 if __name__ == "__main__":

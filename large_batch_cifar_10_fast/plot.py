@@ -8,14 +8,14 @@ behind. Below, where a log holds several runs, one mark a run: mine over the ref
 
 import argparse
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from .logs import PUBLISHED, Log, Unreadable, read_log
-from .tables import GOAL
+from .request.settings import refusals_end
+from .results.logs import PUBLISHED, Log, read_log
+from .results.tables import GOAL
 
 ENTRIES = {  # DAWNBench's files, and what to call them in a picture
     "apple_resnet9_8v100_pytorch": "Apple, 8 V100",
@@ -95,10 +95,20 @@ def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
         color, weight = (INK, "bold") if own else ("0.35", "normal")
         above = axes.get_xaxis_transform()
         axes.annotate(
-            label, xy=(x, np.clip(y, bottom, top)), xycoords="data", xytext=(10**place, 1.05), textcoords=above,
-            rotation=90, ha="center", va="bottom", fontsize=6, color=color, weight=weight, annotation_clip=False,
+            label,
+            xy=(x, np.clip(y, bottom, top)),
+            xycoords="data",
+            xytext=(10**place, 1.05),
+            textcoords=above,
+            rotation=90,
+            ha="center",
+            va="bottom",
+            fontsize=6,
+            color=color,
+            weight=weight,
+            annotation_clip=False,
             arrowprops={"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 0},
-        )  # fmt: skip
+        )
 
 
 def draw_marks(axes, mine: np.ndarray, reference: np.ndarray, names: tuple[str, str], log_axis: bool) -> None:
@@ -127,12 +137,25 @@ def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> No
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     campaigns = [log for log in logs if len(log.accuracy) > 1]
-    plt.rcParams.update({"font.size": 7, "axes.linewidth": 0.5, "svg.fonttype": "none", "axes.spines.right": False,
-                         "axes.spines.top": False, "xtick.major.width": 0.5, "ytick.major.width": 0.5})  # fmt: skip
+    plt.rcParams.update(
+        {
+            "font.size": 7,
+            "axes.linewidth": 0.5,
+            "svg.fonttype": "none",
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "xtick.major.width": 0.5,
+            "ytick.major.width": 0.5,
+        }
+    )
     figure, axes = plt.subplots(
-        3 if campaigns else 1, 1, figsize=(WIDTH, 4.9 if campaigns else 3.0), layout="constrained",
-        height_ratios=[2.4, 1, 1] if campaigns else None, squeeze=False,
-    )  # fmt: skip
+        3 if campaigns else 1,
+        1,
+        figsize=(WIDTH, 4.9 if campaigns else 3.0),
+        layout="constrained",
+        height_ratios=[2.4, 1, 1] if campaigns else None,
+        squeeze=False,
+    )
     draw_curves(axes[0, 0], logs, labels)
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     axes[0, 0].xaxis.set_major_formatter(plain)
@@ -151,11 +174,12 @@ def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> No
     plt.close(figure)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m large_batch_cifar_10_fast.plot", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m large_batch_cifar_10_fast.plot",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
-    )  # fmt: skip
+    )
     parser.add_argument("files", nargs="+", help="run logs, runs.tsv, timing_log.tsv or other DAWNBench tables")
     parser.add_argument("--out", default="timing.png", help="picture to write: .png, .svg or .pdf (timing.png)")
     parser.add_argument("--reference", default="published", help="campaign to set the first one over (published)")
@@ -165,15 +189,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--out {out} must end in {', '.join(SUFFIXES)}")
     if not out.absolute().parent.is_dir():
         parser.error(f"--out {out}: there is no folder {out.absolute().parent}")
-    try:
+    with refusals_end("plot"):
         logs, reference = [read_log(name) for name in options.files], read_log(options.reference)
-    except Unreadable as problem:
-        print(f"plot: {problem}", file=sys.stderr)
-        return 2
     labels = ["mine"] if len(logs) == 1 else [Path(log.name).name for log in logs]
     picture(logs, labels, reference, out)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,145 +1,155 @@
 """CIFAR-10 to 94%: the whole story, from the command line to the summary.
 
 Start it with train_cifar_parallel.sh (all devices), or as `python -m large_batch_cifar_10_fast.train` (one process).
-The method is docs/method.md; "section 6" in a comment is its section 6.
+What is trained, and how, is a recipe (recipes/); "section 6" in a comment is that of docs/method.md.
 """
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from .campaign import finished_rows, read_request
-from .compiling import compiled
-from .data import Batch, Shards, evaluation_batches, normalise, upload_shards, upload_test
-from .distributed import Team, join_team, processes_here
-from .images import Images, load_images, random_images
-from .launch import check_request, count_cores
-from .network import DTYPES, Network, autocast, smoothed_cross_entropy, whitening_filters
-from .optimizer import NesterovSGD
-from .run_log import Clock, RunLog, Score, warn
-from .settings import Refusal, Settings
-from .tables import written_whole
+from .images.sources import Images, load_images, random_images
+from .recipes.recipe import Recipe
+from .request.checks import check_request
+from .request.command_line import read_request
+from .request.settings import Settings, refusals_end
+from .results.clock import Clock
+from .results.run_log import RunLog, Score
+from .results.tables import finished_rows, written_whole
+from .training.advice import explaining_memory, leave, settle
+from .training.compiling import compiled
+from .training.networks import DTYPES, autocast, cast, frozen_weights, make_network, reset
+from .training.norm import norms_of, track_running_statistics
+from .training.optimizers import follow_schedules
+from .training.shards import Batch, Shards, evaluation_batches, normalise, upload_shards, upload_test
+from .training.world import World, join_world, launched_world_size
 
 
-def main(settings: Settings) -> None:
-    check_request(settings, processes_here())
-    with join_team(settings) as team, explaining_memory(settings, team):
-        train_campaign(settings, team)
+def main(settings: Settings, recipe: Recipe) -> None:
+    check_request(settings, recipe, launched_world_size())
+    with join_world(recipe.workers) as world, explaining_memory(settings, recipe, world):
+        train_campaign(settings, recipe, world)
 
 
-def train_campaign(settings: Settings, team: Team) -> None:
+def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     """All runs of a launch: what they share is made once, and only the first part of it is not timed."""
     images = load_images(settings.data)
-    settings = decide(settings, team, len(images.train_images))
-    log = RunLog(settings, team, images, finished_rows(settings))
-    if team.leads and not on_gpu(team) and settings.width >= 64:
-        hours = seconds_on_cpu(settings, len(images.train_images)) / 3600
-        warn(f"without a GPU this takes about {hours:.1f} hours; --demo is the same method in two minutes")
-    network = Network(torch.zeros(27, 3, 3, 3), settings.width, seed=0).cast(settings.precision, team.device)
-    model = Model(network, compiled(network, settings, team), settings, team)
+    settings = settle(settings, recipe, world, len(images.train_images))
+    log = RunLog(settings, recipe, world, images, finished_rows(settings))
+    learner = make_learner(settings, recipe, world)
     if not settings.no_warmup:
-        warm_up(model, test_images=len(images.test_images) if on_gpu(team) else team.processes)
+        warm_up(learner, test_images=len(images.test_images) if world.on_gpu else world.world_size)
 
-    clock = Clock(team.wait)
-    task = prepare(images, settings, team, clock)
-    log.set_up(clock, task.train.steps_per_epoch)
+    clock = Clock(world.synchronize)
+    data = prepare(images, learner, clock)
+    log.set_up(clock, data.train.steps_per_epoch)
     for run in log.runs_to_make():
-        train_once(run, model, task, clock.fork(), log)
+        train_once(run, learner, data, clock.fork(), log)
     log.summary()
-    if settings.save and team.leads:
-        save(network, settings)
+    if settings.save and world.is_main:
+        save(learner.network, settings.save)
 
 
 @dataclass(frozen=True)
-class Model:
-    """What all runs train, one after the other from fresh weights; `forward` is the network, compiled or not."""
+class Learner:
+    """What all runs train, one after the other from fresh weights, and with what; `forward` is the network, compiled
+    or not."""
 
-    network: Network
+    network: nn.Module
     forward: nn.Module
+    recipe: Recipe
     settings: Settings
-    team: Team
+    world: World
+
+
+def make_learner(settings: Settings, recipe: Recipe, world: World) -> Learner:
+    network = cast(make_network(recipe, settings.seed), settings.precision, world.device)
+    return Learner(network, compiled(network, recipe, settings, world), recipe, settings, world)
 
 
 @dataclass(frozen=True)
-class Task:
-    """What all runs share, on the device: this process's training shards, its test images, the whitening."""
+class Data:
+    """What all runs share, on the device: this process's training shards and its part of the test images."""
 
     train: Shards
     test: Batch
-    filters: Tensor
 
 
-def prepare(images: Images, settings: Settings, team: Team, clock: Clock) -> Task:
+def prepare(images: Images, learner: Learner, clock: Clock) -> Data:
     """Upload, normalise, find the whitening filters: all of it counts as training time (section 6)."""
+    world = learner.world
     with clock.counting("upload"):
-        train = upload_shards(images, team.workers, team.total_workers, settings.batch_size, settings.passes,
-                              team.device)  # fmt: skip
-        test_images, test_labels = upload_test(images, team.rank, team.processes, team.device)
+        train = upload_shards(images, learner.recipe, world, learner.settings.micro_batches)
+        test_images, test_labels = upload_test(images, world)
     with clock.counting("preprocessing"):
-        dtype = DTYPES[settings.precision]
+        dtype = DTYPES[learner.settings.precision]
         train = replace(train, images=normalise(train.images, dtype))
         test = normalise(test_images, dtype), test_labels
     with clock.counting("whitening"):
-        if team.leads:
-            filters = whitening_filters(train.images[train.rows_of(0)])
-        else:
-            filters = train.images.new_empty(27, 3, 3, 3)
-        team.share(filters)
-    return Task(train, test, filters)
+        if world.is_main:
+            learner.recipe.whiten(learner.network, train.images[train.rows_of(0)])
+        world.broadcast(*frozen_weights(learner.network).values())
+    return Data(train, test)
 
 
-def train_once(run: int, model: Model, task: Task, clock: Clock, log: RunLog) -> None:
+def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog) -> None:
     """One run from fresh weights; its seed alone decides them, every shuffle, crop and flip."""
-    settings, team, seed = model.settings, model.team, model.settings.seed + run
-    model.network.restart(task.filters, seed)
-    optimizer = NesterovSGD(model.network, settings, task.train.steps_per_epoch)
-    for epoch in range(1, settings.epochs + 1):
-        tally = new_tally(team)
+    recipe, world, seed = learner.recipe, learner.world, learner.settings.seed + run
+    reset(learner.network, recipe, seed)
+    optimizers, steps = recipe.optimizers(learner.network), data.train.steps_per_epoch
+    for epoch in range(1, recipe.epochs + 1):
+        tally = new_tally(world)
         with clock.counting("training"):
-            for batches in log.watch(task.train.epoch(seed, epoch), run, epoch):
-                take_step(model, optimizer, batches, tally)
-        validation = evaluate(model, task.test)
+            batches = log.progress(data.train.epoch(seed, epoch), run, epoch)
+            for step, micro_batches in enumerate(batches, (epoch - 1) * steps + 1):
+                follow_schedules(optimizers, step / steps)
+                take_step(learner, optimizers, micro_batches, tally)
+        with clock.counting("validation"):  # a part that is told, but not counted (section 6)
+            validation = evaluate(learner, data.test)
         log.epoch(clock, validation)
-    log.run(run, clock, read_tally(tally, team), validation)
+    log.run(run, clock, read_tally(tally, world), validation)
 
 
-def take_step(model: Model, optimizer: NesterovSGD, batches: list[Batch], tally: Tensor) -> None:
-    """One update from one batch of every worker, in one pass or several."""
-    network, team = model.network, model.team
-    for index, (images, labels) in enumerate(batches):
-        network.follow(model.settings.batch_size if team.leads and index == 0 else 0)
-        with autocast(model.settings.precision, team.device):
-            logits = model.forward(images)
-        losses = smoothed_cross_entropy(logits, labels)
-        losses.sum().backward()
+def take_step(learner: Learner, optimizers: Sequence[Optimizer], micro_batches: list[Batch], tally: Tensor) -> None:
+    """One update from one batch of every worker, in one forward and backward pass or several."""
+    network, recipe, world = learner.network, learner.recipe, learner.world
+    for index, (images, labels) in enumerate(micro_batches):
+        track_running_statistics(network, world.is_main and index == 0)  # worker 0's alone
+        with autocast(learner.settings.precision, world.device):
+            logits = learner.forward(images)
+        losses = recipe.loss(logits, labels)
+        total = losses.sum() if recipe.reduction == "sum" else losses.sum() / recipe.batch_size
+        total.backward()
         count(tally, logits, labels, losses)
-    team.sum_gradients(network)
-    optimizer.step()
+    world.average_gradients(network)  # over the workers; the mean is taken here and nowhere else
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @torch.no_grad()
-def evaluate(model: Model, test: Batch) -> Score:
-    """All test images once, shared by the processes: logits averaged over each image and its mirror image."""
-    network, team = model.network, model.team
+def evaluate(learner: Learner, test: Batch) -> Score:
+    """All test images once, shared by the processes: logits averaged over the recipe's views of each image."""
+    network, recipe, world = learner.network, learner.recipe, learner.world
     network.eval()
-    team.share(*(buffer for norm in network.norms() for buffer in norm.buffers()))
-    tally = new_tally(team)
+    world.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
+    tally = new_tally(world)
     for images, labels in evaluation_batches(*test):
-        with autocast(model.settings.precision, team.device):
-            logits = (network(images) + network(images.flip(3))) / 2
-        count(tally, logits, labels, smoothed_cross_entropy(logits, labels))
+        with autocast(learner.settings.precision, world.device):
+            logits = sum(network(view(images)) for view in recipe.views) / len(recipe.views)
+        count(tally, logits, labels, recipe.loss(logits, labels))
     network.train()
-    return read_tally(tally, team)
+    return read_tally(tally, world)
 
 
-def new_tally(team: Team) -> Tensor:
+def new_tally(world: World) -> Tensor:
     """Images right, images seen, and their losses added up (float64 [3]), on the device: nothing waits for it."""
-    return torch.zeros(3, dtype=torch.float64, device=team.device)
+    return torch.zeros(3, dtype=torch.float64, device=world.device)
 
 
 @torch.no_grad()
@@ -148,71 +158,29 @@ def count(tally: Tensor, logits: Tensor, labels: Tensor, losses: Tensor) -> None
     tally += torch.stack([right, torch.full_like(right, len(labels)), losses.sum()])
 
 
-def read_tally(tally: Tensor, team: Team) -> Score:
-    correct, images, loss = team.sum(tally).tolist()
+def read_tally(tally: Tensor, world: World) -> Score:
+    correct, images, loss = world.all_reduce(tally).tolist()
     return Score(int(correct), int(images), loss / images)
 
 
-def warm_up(model: Model, test_images: int) -> None:
+def warm_up(learner: Learner, test_images: int) -> None:
     """Two steps and an evaluation on random data of the right shapes, so that the timed runs find kernels
     chosen, memory at hand and the processes connected. What it trains is thrown away."""
-    settings, team = model.settings, model.team
-    noise = random_images(2 * settings.workers * settings.batch_size, test_images)
-    task = prepare(noise, settings, team, Clock(team.wait))
-    optimizer = NesterovSGD(model.network, settings, task.train.steps_per_epoch)
-    for batches in task.train.epoch(seed=0, epoch=0):
-        take_step(model, optimizer, batches, new_tally(team))
-    evaluate(model, task.test)
+    recipe, world = learner.recipe, learner.world
+    noise = random_images(2 * recipe.workers * recipe.batch_size, test_images)
+    data, optimizers = prepare(noise, learner, Clock(world.synchronize)), recipe.optimizers(learner.network)
+    for micro_batches in data.train.epoch(seed=0, epoch=0):
+        take_step(learner, optimizers, micro_batches, new_tally(world))
+    evaluate(learner, data.test)
 
 
-def save(network: Network, settings: Settings) -> None:
+def save(network: nn.Module, path: str) -> None:
     """The last run's weights and running statistics; read them with torch.load(FILE, weights_only=True)."""
-    with written_whole(settings.save) as unfinished:
+    with written_whole(path) as unfinished:
         torch.save({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}, unfinished)
 
 
-@contextlib.contextmanager
-def explaining_memory(settings: Settings, team: Team) -> Iterator[None]:
-    """Say, where memory runs out, what takes it and what to lower."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
-            raise
-        share = len(team.workers)
-        text = f"out of memory with {share} workers x {settings.batch_size} images in {settings.passes} passes"
-        print(f"train_cifar_parallel.sh: {text} on {team.device}: raise --passes (at most {share}), or use more "
-              "processes, fewer WORKERS or a smaller --batch_size", file=sys.stderr)  # fmt: skip
-        sys.exit(2)
-
-
-def on_gpu(team: Team) -> bool:
-    return team.device.type == "cuda"
-
-
-def seconds_on_cpu(settings: Settings, train_images: int) -> float:
-    """About how long plain float32 takes: a core was seen to train 30 images a second at full width."""
-    work = settings.runs * settings.epochs * train_images * (settings.width / 64) ** 2
-    return work / (30 * count_cores())
-
-
-def decide(settings: Settings, team: Team, train_images: int) -> Settings:
-    """Settle what depends on the device: precision, and whether compiling pays."""
-    pays = on_gpu(team) or seconds_on_cpu(settings, train_images) > 600
-    use_compiler = settings.compile or (pays and not settings.no_compile)
-    precision = settings.precision or ("fp16" if on_gpu(team) else "fp32")
-    return replace(settings, precision=precision, compile=use_compiler, no_compile=not use_compiler)
-
-
 if __name__ == "__main__":
-    try:
-        main(read_request(sys.argv[1:], os.environ))
-    except Refusal as refusal:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"train_cifar_parallel.sh: {refusal}", file=sys.stderr)
-        sys.exit(2)
-    # All is written and the team has parted. An ordinary exit would run PyTorch's static destructors beside its
-    # threads, which aborted 5 of 90 two-process launches after their last line ("terminate called without ...").
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    with refusals_end("train_cifar_parallel.sh"):
+        main(*read_request(sys.argv[1:], os.environ))
+    leave()

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 
 from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.campaign import read_request
-from large_batch_cifar_10_fast.synthetic import draw_shapes
+from large_batch_cifar_10_fast.images.synthetic import draw_shapes
+from large_batch_cifar_10_fast.request.command_line import read_request
 
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER = REPO / "train_cifar_parallel.sh"
 
 # The tests are of mathematics and behaviour, and mean the same on every machine: they run on the CPU. Those of
 # test_gpu.py start programs of their own, with GPU among their variables.
-COUNT = "from large_batch_cifar_10_fast.launch import count_gpus; print(count_gpus())"
+COUNT = "import torch; print(torch.cuda.device_count())"
 GPUS = int(subprocess.run([sys.executable, "-c", COUNT], cwd=REPO, capture_output=True, text=True, check=True).stdout)
 GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))}
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-# Eight workers of 16 images, five steps an epoch: every part of the method in about a second.
-TINY = ["--batch_size", "16", "--width", "4", "--epochs", "2", "--ema_ep", "0.4", "--no_warmup"]
+# Eight workers of 16 images in two ghost groups, five steps an epoch: every part of the method in about a second.
+TINY = ["--batch_size", "16", "--ghost_batch", "8", "--width", "4", "--epochs", "2", "--ema_ep", "0.4", "--no_warmup"]
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +33,9 @@ def tiny_npz(tmp_path_factory) -> Path:
 
 
 def write_npz(path: Path, train_images, train_labels, test_images, test_labels) -> Path:
-    np.savez(path, train_images=train_images, train_labels=train_labels,
-             test_images=test_images, test_labels=test_labels)  # fmt: skip
+    np.savez(
+        path, train_images=train_images, train_labels=train_labels, test_images=test_images, test_labels=test_labels
+    )
     return path
 
 
@@ -47,14 +48,18 @@ def environment(**variables: object) -> dict[str, str]:
 def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:
     """Start the launcher in `cwd` and wait for its end."""
     return subprocess.run(
-        ["bash", str(script), *map(str, arguments)], cwd=cwd, env=environment(**variables),
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        ["bash", str(script), *map(str, arguments)],
+        cwd=cwd,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
 
 
 def train_here(*arguments: object) -> None:
     """One process, in this one: no interpreter to start, no torch to import. Results go to --out."""
-    train.main(read_request([*map(str, arguments)], {}))
+    train.main(*read_request([*map(str, arguments)], {}))
 
 
 def children_of(pid: int) -> list[int]:

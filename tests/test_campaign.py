@@ -10,11 +10,12 @@ import pandas as pd
 import pytest
 from conftest import LAUNCHER, TINY, children_of, environment, launch
 
-from large_batch_cifar_10_fast.settings import Refusal
-from large_batch_cifar_10_fast.tables import COLUMNS, PARTS, Journal, read_rows
+from large_batch_cifar_10_fast.request.settings import Refusal
+from large_batch_cifar_10_fast.results.clock import PARTS
+from large_batch_cifar_10_fast.results.tables import COLUMNS, Journal, read_rows
 
 RUNS = 10
-TIMES = [*PARTS, "seconds", "goal_seconds"]
+TIMES = [*PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory"]
 
 
 def _arguments(npz, *more):
@@ -33,9 +34,14 @@ def _until(folder: Path, rows: int, process: subprocess.Popen) -> None:
 
 def _start(folder: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        ["bash", str(LAUNCHER), *arguments], cwd=folder, env=environment(NPROC=2), text=True, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        ["bash", str(LAUNCHER), *arguments],
+        cwd=folder,
+        env=environment(NPROC=2),
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
 
 
 @pytest.fixture(scope="module")

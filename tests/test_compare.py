@@ -11,8 +11,9 @@ import pytest
 from conftest import REPO
 
 from large_batch_cifar_10_fast import compare
-from large_batch_cifar_10_fast.logs import Unreadable, read_log
-from large_batch_cifar_10_fast.tables import COLUMNS
+from large_batch_cifar_10_fast.request.settings import Refusal
+from large_batch_cifar_10_fast.results.logs import read_log
+from large_batch_cifar_10_fast.results.tables import COLUMNS
 
 PUBLISHED = pd.read_csv(REPO / "published" / "apple_8xv100_50_runs.tsv", sep="\t")
 SUMMARY = (REPO / "published" / "apple_8xv100_summary.txt").read_text()
@@ -32,7 +33,8 @@ def published_form(rows: pd.DataFrame = PUBLISHED, shift: float = 0.0, summary: 
 OUR_HEAD = """# large_batch_cifar_10_fast 0.1.0, commit 0, code 0, 2026-11-21T00:00:00Z
 # 8 workers on 1 process, 1 x NVIDIA H200
 # data CIFAR-10: 50000 training and 10000 test images, SHA-256 0123456789ab
-# settings lr_scaler=1.5 epochs=18 precision=fp16 width=64
+# recipe apple2019 lr_scaler=1.5 epochs=18 width=64
+# settings runs=1 precision=fp16 out=.
 """
 
 
@@ -49,7 +51,10 @@ def run_compare(capsys):
     """Run the command; its exit status, STDOUT and STDERR."""
 
     def run(*arguments) -> tuple[int, str, str]:
-        status = compare.main([*map(str, arguments)])
+        try:
+            status = compare.main([*map(str, arguments)])
+        except SystemExit as end:
+            status = end.code
         return status, *capsys.readouterr()
 
     return run
@@ -104,10 +109,20 @@ def _runs_table(path, **columns):
     base = dict.fromkeys(COLUMNS, "1")
     rows = [
         {**base, "campaign": "a", "validation_count": "9300", "validation_images": "10000", "goal_seconds": ""},
-        *({**base, "campaign": "b", "runs": "3", "run": str(i), "seconds": str(5 + i), "goal_seconds": goal,
-           "validation_count": str(9399 + i), "validation_images": "10000"}
-          for i, goal in enumerate(("", "4.5", "4.7"))),
-    ]  # fmt: skip
+        *(
+            {
+                **base,
+                "campaign": "b",
+                "runs": "3",
+                "run": str(i),
+                "seconds": str(5 + i),
+                "goal_seconds": goal,
+                "validation_count": str(9399 + i),
+                "validation_images": "10000",
+            }
+            for i, goal in enumerate(("", "4.5", "4.7"))
+        ),
+    ]
     table = pd.DataFrame(rows, columns=COLUMNS).assign(**columns)
     table.to_csv(path, sep="\t", index=False)
     return str(path)
@@ -120,7 +135,7 @@ def test_runs_table_is_read_by_campaign(tmp_path):
     assert (last.reached, last.notes) == ((2, 2), ())
     np.testing.assert_equal(last.goal_seconds, [math.nan, 4.5, 4.7])
     assert read_log(path, "a").accuracy.tolist() == [0.93]
-    with pytest.raises(Unreadable, match="no campaign c, only a, b"):
+    with pytest.raises(Refusal, match="no campaign c, only a, b"):
         read_log(path, "c")
     unfinished = read_log(_runs_table(tmp_path / "runs.tsv", runs="5"))
     assert "3 of the campaign's 5 runs" in unfinished.notes[0]
@@ -172,8 +187,10 @@ def test_the_command_ends_with_its_status():
 def test_published_against_itself_is_equivalent(conclusion):
     told, status = conclusion("published", "published")
     assert (told["conclusions"]["accuracy"]["verdict"], told["conclusions"]["time"]["verdict"], status) == (
-        "equivalent", "equivalent", 0,
-    )  # fmt: skip
+        "equivalent",
+        "equivalent",
+        0,
+    )
 
 
 def test_three_tenths_of_a_point_less_is_a_shortfall(tmp_path, conclusion):
@@ -216,8 +233,10 @@ def test_slower_counts_only_on_the_same_hardware(tmp_path, conclusion):
     other.write_text(slow.read_text().replace("H200", "A100"))
     told, status = conclusion(slow, fast)
     assert (told["conclusions"]["accuracy"]["verdict"], told["conclusions"]["time"]["verdict"], status) == (
-        "equivalent", "worse", 1,
-    )  # fmt: skip
+        "equivalent",
+        "worse",
+        1,
+    )
     assert conclusion(other, fast)[1] == 0
     assert conclusion(fast, slow)[1] == 0
 

@@ -12,41 +12,44 @@ pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU here")
 TRAIN = "large_batch_cifar_10_fast.train"
 EPOCH_WITHOUT_WAITING = """
 import torch
-from large_batch_cifar_10_fast.compiling import compiled
-from large_batch_cifar_10_fast.distributed import join_team
-from large_batch_cifar_10_fast.images import random_images
-from large_batch_cifar_10_fast.network import Network
-from large_batch_cifar_10_fast.optimizer import NesterovSGD
-from large_batch_cifar_10_fast.run_log import Clock
-from large_batch_cifar_10_fast.settings import Settings
-from large_batch_cifar_10_fast.train import Model, new_tally, prepare, take_step, warm_up
+from large_batch_cifar_10_fast.images.sources import random_images
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.request.settings import Settings
+from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.train import make_learner, new_tally, prepare, take_step, warm_up
+from large_batch_cifar_10_fast.training.optimizers import follow_schedules
+from large_batch_cifar_10_fast.training.world import join_world
 
-settings = Settings(precision="fp16", width=16, batch_size=64, compile=True)
-with join_team(settings) as team:
-    network = Network(torch.zeros(27, 3, 3, 3), 16, seed=0).cast("fp16", team.device)
-    model = Model(network, compiled(network, settings, team), settings, team)
-    assert model.forward is not network
-    warm_up(model, 100)
-    task = prepare(random_images(5000, 100), settings, team, Clock(team.wait))
-    optimizer, tally = NesterovSGD(network, settings, task.train.steps_per_epoch), new_tally(team)
+recipe = Apple2019(width=16, batch_size=64)
+with join_world(recipe.workers) as world:
+    learner = make_learner(Settings(precision="fp16", compile=True), recipe, world)
+    assert learner.forward is not learner.network
+    warm_up(learner, 100)
+    data = prepare(random_images(5000, 100), learner, Clock(world.synchronize))
+    optimizers, tally = recipe.optimizers(learner.network), new_tally(world)
     torch.cuda.set_sync_debug_mode("error")
-    for batches in task.train.epoch(seed=0, epoch=1):
-        take_step(model, optimizer, batches, tally)
+    for step, micro_batches in enumerate(data.train.epoch(seed=0, epoch=1), 1):
+        follow_schedules(optimizers, step / 9)
+        take_step(learner, optimizers, micro_batches, tally)
 """
 LITTLE_MEMORY = f"""
 import sys, torch
-from large_batch_cifar_10_fast.campaign import read_request
+from large_batch_cifar_10_fast.request.command_line import read_request
 from {TRAIN} import main
 torch.cuda.set_per_process_memory_fraction(0.5 * 2**30 / torch.cuda.mem_get_info()[1])
-main(read_request(sys.argv[1:], {{}}))
+main(*read_request(sys.argv[1:], {{}}))
 """
 
 
 def _python(*arguments: object, folder) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=folder, env=environment(PYTHONPATH=REPO, **GPU),
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=environment(PYTHONPATH=REPO, **GPU),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
 
 
 def test_the_demo_passes_94_percent_compiled_in_half_precision(tmp_path):
@@ -70,10 +73,25 @@ def test_two_processes_on_one_gpu_equal_one_over_nccl(tiny_npz, tmp_path):
     assert alone.returncode == 0, alone.stderr
     own_host = 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$0" "$@"'
     both = _python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--no-python",
-        "bash", "-c", own_host, sys.executable, "-m", TRAIN, *options, "--save", "both.pt", "--out", "both",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "--no-python",
+        "bash",
+        "-c",
+        own_host,
+        sys.executable,
+        "-m",
+        TRAIN,
+        *options,
+        "--save",
+        "both.pt",
+        "--out",
+        "both",
         folder=tmp_path,
-    )  # fmt: skip
+    )
     assert both.returncode == 0, both.stderr
     assert "8 workers on 2 processes" in both.stdout
     expected = torch.load(tmp_path / "alone.pt", weights_only=True)
@@ -86,5 +104,6 @@ def test_too_little_memory_is_told_with_what_to_lower(tmp_path):
     result = _python("-c", LITTLE_MEMORY, *options, folder=tmp_path)
     assert result.returncode == 2, result.stderr
     assert (
-        "out of memory with 8 workers x 256 images in 1 passes on cuda:0: raise --passes (at most 8)" in result.stderr
+        "out of memory with 8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches (at most 8)"
+        in result.stderr
     )

@@ -11,10 +11,10 @@ import pytest
 from conftest import write_npz
 from torchvision.datasets import CIFAR10
 
-from large_batch_cifar_10_fast import images as module
-from large_batch_cifar_10_fast.images import Images, count_training_images, fetch_cifar10, load_images
-from large_batch_cifar_10_fast.settings import Refusal
-from large_batch_cifar_10_fast.synthetic import draw_shapes
+from large_batch_cifar_10_fast.images import sources as module
+from large_batch_cifar_10_fast.images.sources import Images, count_training_images, fetch_cifar10, load_images
+from large_batch_cifar_10_fast.images.synthetic import draw_shapes
+from large_batch_cifar_10_fast.request.settings import Refusal
 
 
 def _pictures(count: int, labels=None):
@@ -29,8 +29,9 @@ def test_npz_is_read_as_it_is(tmp_path):
     assert count_training_images(str(path)) == 30
     loaded = load_images(str(path))
     assert loaded.name == "some.npz"
-    for got, expected in zip((loaded.train_images, loaded.train_labels, loaded.test_images, loaded.test_labels),
-                             (*train, *test), strict=True):  # fmt: skip
+    for got, expected in zip(
+        (loaded.train_images, loaded.train_labels, loaded.test_images, loaded.test_labels), (*train, *test), strict=True
+    ):
         np.testing.assert_array_equal(got, expected)
     flat = b"".join(part.astype(np.uint8).tobytes() for part in (*train, *test))
     assert loaded.digest() == hashlib.sha256(flat).hexdigest()[:12]

@@ -8,22 +8,23 @@ import pytest
 import torch
 from conftest import LAUNCHER, TINY, environment, launch
 
-# (processes, passes), against one process in one pass; the campaign tests run two processes
+from large_batch_cifar_10_fast.recipes import RECIPES
+
+# (processes, micro-batches), against one process in one; the campaign tests run two processes
 SPLITS = [(2, 2), (4, 1), (8, 1)]
+SMALL = {"apple2019": ["--demo", *TINY]}  # each recipe, small enough for a test
 
 
-def _train(npz, folder, processes, passes):
-    result = launch(
-        "--demo", *TINY, "--data", npz, "--precision", "fp64", "--passes", passes, "--save", folder / "weights.pt",
-        cwd=folder, NPROC=processes,
-    )  # fmt: skip
+def _train(recipe, npz, folder, processes, micro_batches):
+    options = ["--data", npz, "--precision", "fp64", "--micro_batches", micro_batches, "--save", folder / "weights.pt"]
+    result = launch("--recipe", recipe, *SMALL[recipe], *options, cwd=folder, NPROC=processes)
     assert result.returncode == 0, result.stderr
     return torch.load(folder / "weights.pt", weights_only=True), pd.read_csv(folder / "runs.tsv", sep="\t").iloc[0]
 
 
-@pytest.fixture(scope="module")
-def alone(tiny_npz, tmp_path_factory):
-    return _train(tiny_npz, tmp_path_factory.mktemp("alone"), 1, 1)
+@pytest.fixture(scope="module", params=RECIPES)
+def alone(request, tiny_npz, tmp_path_factory):
+    return request.param, *_train(request.param, tiny_npz, tmp_path_factory.mktemp("alone"), 1, 1)
 
 
 def _equal(weights, expected):
@@ -33,10 +34,12 @@ def _equal(weights, expected):
         assert error < 1e-9, f"{name} differs by {error:.1e}"
 
 
-@pytest.mark.parametrize(("processes", "passes"), SPLITS)
-def test_parameters_statistics_and_counts_do_not_depend_on_processes(tiny_npz, tmp_path, alone, processes, passes):
-    weights, row = _train(tiny_npz, tmp_path, processes, passes)
-    expected, expected_row = alone
+@pytest.mark.parametrize(("processes", "micro_batches"), SPLITS)
+def test_parameters_statistics_and_counts_do_not_depend_on_processes(
+    tiny_npz, tmp_path, alone, processes, micro_batches
+):
+    recipe, expected, expected_row = alone
+    weights, row = _train(recipe, tiny_npz, tmp_path, processes, micro_batches)
     _equal(weights, expected)
     assert row["processes"] == processes
     assert row["validation_count"] == expected_row["validation_count"]
@@ -45,7 +48,7 @@ def test_parameters_statistics_and_counts_do_not_depend_on_processes(tiny_npz, t
 
 
 def test_weights_have_moved_and_statistics_were_followed(alone):
-    weights, _ = alone
+    _, weights, _ = alone
     assert all(tensor.abs().max() > 0 for name, tensor in weights.items() if "bias" in name or "running_mean" in name)
 
 
@@ -54,7 +57,9 @@ def test_two_machines_equal_one(tiny_npz, tmp_path, alone):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     folders = [tmp_path / name for name in ("first", "second")]
-    command = ["bash", str(LAUNCHER), "--demo", *TINY, "--data", str(tiny_npz), "--precision", "fp64", "--save", "w.pt"]
+    recipe, expected, _ = alone
+    command = ["bash", str(LAUNCHER), "--recipe", recipe, *SMALL[recipe], "--data", str(tiny_npz)]
+    command += ["--precision", "fp64", "--save", "w.pt"]
     machines = []
     for rank, folder in enumerate(folders):
         folder.mkdir()
@@ -67,4 +72,4 @@ def test_two_machines_equal_one(tiny_npz, tmp_path, alone):
     assert "8 workers on 2 processes" in told[0][0]
     assert told[1][0] == ""
     assert not list(folders[1].iterdir()), "only the first machine writes"
-    _equal(torch.load(folders[0] / "w.pt", weights_only=True), alone[0])
+    _equal(torch.load(folders[0] / "w.pt", weights_only=True), expected)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from large_batch_cifar_10_fast.logs import PUBLISHED
 from large_batch_cifar_10_fast.plot import ENTRIES, main, spread, stack
+from large_batch_cifar_10_fast.results.logs import PUBLISHED
 
 CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"
 CAMPAIGN = PUBLISHED / "apple_8xv100_50_runs.tsv"
@@ -14,14 +14,14 @@ MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 @pytest.mark.parametrize("suffix", MAGIC)
 def test_pictures_of_every_suffix_are_written(tmp_path, suffix):
     out = tmp_path / f"picture{suffix}"
-    assert main([str(CURVE), str(CAMPAIGN), "--out", str(out)]) == 0
+    main([str(CURVE), str(CAMPAIGN), "--out", str(out)])
     assert out.read_bytes().startswith(MAGIC[suffix])
 
 
 def test_every_line_is_named_at_the_line(tmp_path):
     slow = tmp_path / "slow.tsv"
     slow.write_text("epoch\thours\ttop1Accuracy\n1\t1\t60\n2\t2\t94.3\n")
-    assert main([str(slow), "--out", str(tmp_path / "p.svg")]) == 0
+    main([str(slow), "--out", str(tmp_path / "p.svg")])
     text = (tmp_path / "p.svg").read_text()
     for label in (*ENTRIES.values(), "mine", "94%"):
         assert f">{label}<" in text.replace("> ", ">"), label
@@ -41,7 +41,9 @@ def test_equal_values_are_stacked_and_distant_ones_are_not():
 
 
 def test_an_unreadable_log_is_refused(tmp_path, capsys):
-    assert main(["absent.tsv", "--out", str(tmp_path / "p.png")]) == 2
+    with pytest.raises(SystemExit) as end:
+        main(["absent.tsv", "--out", str(tmp_path / "p.png")])
+    assert end.value.code == 2
     assert "absent.tsv" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import train_here, write_npz
 
-from large_batch_cifar_10_fast.data import DEVIATION, MEAN, normalise
-from large_batch_cifar_10_fast.images import load_images
-from large_batch_cifar_10_fast.network import whitening_filters
+from large_batch_cifar_10_fast.images.sources import load_images
+from large_batch_cifar_10_fast.training.shards import MEAN, STD, normalise
+from large_batch_cifar_10_fast.training.whitening import whitening_filters
 
 pytestmark = pytest.mark.skipif("CIFAR10_NPZ" not in os.environ, reason="CIFAR10_NPZ names no images")
 
@@ -23,7 +23,7 @@ def cifar10():
 def test_the_constants_are_the_images_own(cifar10):
     pixels = cifar10.train_images[::7].reshape(-1, 3).astype(np.float64)
     np.testing.assert_allclose(pixels.mean(0), MEAN, rtol=0.01)
-    np.testing.assert_allclose(pixels.std(0), DEVIATION, rtol=0.01)
+    np.testing.assert_allclose(pixels.std(0), STD, rtol=0.01)
     assert np.bincount(cifar10.train_labels).tolist() == [5000] * 10
     assert np.bincount(cifar10.test_labels).tolist() == [1000] * 10
 
@@ -39,9 +39,12 @@ def test_whitening_brings_forth_weak_directions_as_strong_as_the_floor_allows(ci
 
 def test_a_small_network_learns_from_real_images(cifar10, tmp_path):
     npz = write_npz(
-        tmp_path / "some.npz", cifar10.train_images[:6144], cifar10.train_labels[:6144],
-        cifar10.test_images[:1000], cifar10.test_labels[:1000],
-    )  # fmt: skip
+        tmp_path / "some.npz",
+        cifar10.train_images[:6144],
+        cifar10.train_labels[:6144],
+        cifar10.test_images[:1000],
+        cifar10.test_labels[:1000],
+    )
     train_here("--demo", "--data", npz, "--epochs", 4, "--no_warmup", "--out", tmp_path)
     accuracy = pd.read_csv(tmp_path / "runs.tsv", sep="\t")["validation_accuracy"][0]
     assert accuracy > 0.3, "chance is 0.1"

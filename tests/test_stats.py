@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from large_batch_cifar_10_fast import inference
+from large_batch_cifar_10_fast.results import stats as ours
 
 
 def test_welch_interval_is_the_textbooks():
@@ -18,9 +18,9 @@ def test_welch_interval_is_the_textbooks():
     assert freedom == pytest.approx(24.99, abs=0.01)  # published with this example
     half = stats.t.ppf(0.975, freedom) * math.sqrt(va + vb)
     expected = a.mean() - b.mean() - half, a.mean() - b.mean() + half
-    assert inference.welch_interval(a, b) == pytest.approx(expected)
-    assert inference.welch_interval(a[:1], b) is None
-    assert inference.welch_interval(np.ones(3), np.ones(2)) == (0, 0)
+    assert ours.welch_interval(a, b) == pytest.approx(expected)
+    assert ours.welch_interval(a[:1], b) is None
+    assert ours.welch_interval(np.ones(3), np.ones(2)) == (0, 0)
 
 
 def test_two_one_sided_tests_are_scipys():
@@ -31,31 +31,31 @@ def test_two_one_sided_tests_are_scipys():
             stats.ttest_ind(a + 0.1, b, equal_var=False, alternative="greater").pvalue,
             stats.ttest_ind(a - 0.1, b, equal_var=False, alternative="less").pvalue,
         )
-        verdict = inference.judge(a, b, 0.1, "Accuracy", str, more_is_better=True).verdict
+        verdict = ours.judge(a, b, 0.1, "Accuracy", str, more_is_better=True).verdict
         assert (verdict == "equivalent") == (p < 0.05)
 
 
 def test_wilson_and_newcombe_are_the_textbooks():
     # Newcombe (1998), Statistics in Medicine 17: 81 of 263, and 56/70 against 48/80.
-    assert inference.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert inference.newcombe(56, 70, 48, 80) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+    assert ours.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert ours.newcombe(56, 70, 48, 80) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
 def test_resampled_interval_is_scipys_and_needs_five_runs():
     random = np.random.default_rng(1)
     a, b = random.normal(5, 1, 20), random.normal(4, 1, 30)
-    low, high = inference.resampled_interval(a, b, lambda x, y: x.mean() - y.mean())
-    w_low, w_high = inference.welch_interval(a, b)
+    low, high = ours.resampled_interval(a, b, lambda x, y: x.mean() - y.mean())
+    w_low, w_high = ours.welch_interval(a, b)
     assert (low, high) == pytest.approx((w_low, w_high), abs=0.08)
-    assert inference.resampled_interval(a[:4], b, lambda x, y: 0.0) is None
+    assert ours.resampled_interval(a[:4], b, lambda x, y: 0.0) is None
 
 
 def test_runs_needed_gives_the_power_it_promises():
-    needed = inference.runs_needed(spread=0.16, margin=0.10)
+    needed = ours.runs_needed(spread=0.16, margin=0.10)
     assert needed == 44  # 2 (0.16 (1.645 + 1.282) / 0.10)^2 = 43.9
     random = np.random.default_rng(2)
     hits = sum(
-        inference.judge(random.normal(0, 0.16, needed), random.normal(0, 0.16, needed), 0.1, "", str, True).verdict
+        ours.judge(random.normal(0, 0.16, needed), random.normal(0, 0.16, needed), 0.1, "", str, True).verdict
         == "equivalent"
         for _ in range(300)
     )

@@ -1,47 +1,59 @@
-"""The tables a campaign leaves behind, runs.tsv and timing_log.tsv: how they are checked and written.
-
-Torch is not imported here, so that a folder that cannot be written is refused before anything has started.
-"""
+"""The tables a campaign leaves behind, runs.tsv and timing_log.tsv: how they are read, mended and written."""
 
 import contextlib
 import csv
 import fcntl
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .settings import Refusal, Settings
+from ..request.settings import Refusal, Settings
+from .clock import PARTS
 
 GOAL = 0.94  # the accuracy a run is to reach
-PARTS = ("upload", "preprocessing", "whitening", "training")  # of the time that counts (method, section 6)
-NOT_RESULT = ("out", "save", "runs", "data", "demo", "workers", "seed", "no_warmup", "no_compile", "resume")
-METHOD_COLUMNS = [name for name in Settings.__dataclass_fields__ if name not in NOT_RESULT]
+CONDITIONS = ("precision", "micro_batches", "compile", "no_warmup")  # settings that may show in a result
 COLUMNS = [
-    "campaign", "started", "run", "runs", "seed", "workers", "processes", "device", "data", "images", "digest",
-    "version", "commit", "code", "torch", "no_warmup", *METHOD_COLUMNS,
-    "train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images", "validation_loss",
-    *PARTS, "seconds", "goal_epoch", "goal_seconds",
-]  # fmt: skip
+    *["campaign", "started", "run", "runs", "seed", "recipe", "options", "workers", "processes"],
+    *CONDITIONS,
+    *["device", "driver", "clocks", "data", "images", "digest", "version", "commit", "code", "torch"],
+    *[
+        "train_accuracy",
+        "train_loss",
+        "validation_accuracy",
+        "validation_count",
+        "validation_images",
+        "validation_loss",
+    ],
+    *PARTS,
+    *["seconds", "last_validation", "goal_epoch", "goal_seconds", "peak_memory"],
+]
 Row = dict[str, str]
 
 
-def check_out(settings: Settings) -> None:
-    """Refuse an `--out` or `--save` that cannot be written, and a runs.tsv of other columns."""
-    out, save = Path(settings.out), Path(settings.save)
-    for option, folder in (("--out", out), *([("--save", save.parent)] if settings.save else [])):
-        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise Refusal(f"{option} {folder} cannot be written: {existing} is no folder that you may write to")
-    if settings.save and save.is_dir():
-        raise Refusal(f"--save {save} is a folder: name a file")
-    for name in ("runs.tsv", "timing_log.tsv"):
-        path = out / name
-        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            raise Refusal(f"{path} cannot be written: move it or choose another --out")
-    runs = out / "runs.tsv"
-    if runs.exists():
-        read_rows(runs)
+def reached_goal(row: Mapping[str, object]) -> bool:
+    """Counted in images: no rounded figure decides."""
+    return int(row["validation_count"]) >= GOAL * int(row["validation_images"])
+
+
+def finished_rows(settings: Settings) -> list[Row]:
+    """With --resume, the rows of the last campaign in --out; otherwise none."""
+    path = Path(settings.out) / "runs.tsv"
+    if not settings.resume or not path.exists():
+        return []
+    rows = read_rows(path)
+    return [row for row in rows if row["campaign"] == rows[-1]["campaign"]]
+
+
+def changes(row: Row, **now: object) -> list[str]:
+    """What a row tells otherwise than it is now, in words."""
+    return [f"{name} ({row[name]} then, {value} now)" for name, value in now.items() if row[name] != str(value)]
+
+
+def refuse_other(row: Row, differing: list[str]) -> None:
+    """Raise Refusal if anything differs from the campaign that a row belongs to."""
+    if differing:
+        raise Refusal(f"--resume: campaign {row['campaign']} had other {', '.join(differing)}: start without --resume")
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -5,19 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from large_batch_cifar_10_fast.data import (
-    MOST_OPTIONS,
-    crop_and_flip,
-    deal_epoch,
-    deal_evenly,
-    normalise,
-    upload_shards,
-    upload_test,
-)  # fmt: skip
-from large_batch_cifar_10_fast.distributed import workers_of
-from large_batch_cifar_10_fast.images import Images
+from large_batch_cifar_10_fast.images.sources import Images
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.training.augmentation import MOST_OPTIONS, deal_evenly, mirrored
+from large_batch_cifar_10_fast.training.shards import deal_epoch, normalise, upload_shards, upload_test
+from large_batch_cifar_10_fast.training.world import World, workers_of
 
 CPU = torch.device("cpu")
+CROP_AND_FLIP = Apple2019.augmentation
 
 
 def _numbered(count: int) -> Images:
@@ -32,15 +27,16 @@ def _number(image: torch.Tensor) -> torch.Tensor:
     return image[:, 0, 0, 0].long() * 256 + image[:, 1, 0, 0].long()
 
 
-def _shards(count=643, workers=range(8), total=8, batch=16, passes=1):
-    return upload_shards(_numbered(count), workers, total, batch, passes, CPU)
+def _shards(rank=0, processes=1, micro_batches=1):
+    world = World(rank, processes, CPU, workers_of(rank, processes, 8), 8)
+    return upload_shards(_numbered(643), Apple2019(batch_size=16), world, micro_batches)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
 def test_shards_are_strided_disjoint_and_complete(processes):
     seen = {}
     for rank in range(processes):
-        shards = _shards(workers=workers_of(rank, processes, 8))
+        shards = _shards(rank, processes)
         for worker in shards.workers:
             images = shards.images[shards.rows_of(worker)].permute(0, 3, 1, 2)
             seen[worker] = _number(images).tolist()
@@ -62,7 +58,7 @@ def test_an_epoch_never_leaves_the_shards_and_shows_no_image_twice():
 
 def test_epochs_seeds_and_workers_differ():
     def order(seed, worker, epoch):
-        return deal_epoch(torch.arange(100), seed, worker, epoch)[0].tolist()
+        return deal_epoch(torch.arange(100), CROP_AND_FLIP, seed, worker, epoch)[0].tolist()
 
     orders = [order(*key) for key in ((0, 0, 1), (0, 0, 2), (0, 1, 1), (1, 0, 1))]
     assert all(sorted(one) == list(range(100)) for one in orders)
@@ -70,13 +66,10 @@ def test_epochs_seeds_and_workers_differ():
     assert order(0, 0, 1) == orders[0]
 
 
-@pytest.mark.parametrize(("processes", "passes"), [(2, 1), (4, 1), (8, 1), (1, 2), (1, 8), (2, 4)])
-def test_batches_do_not_depend_on_processes_or_passes(processes, passes):
+@pytest.mark.parametrize(("processes", "micro_batches"), [(2, 1), (4, 1), (8, 1), (1, 2), (1, 8), (2, 4)])
+def test_batches_do_not_depend_on_processes_or_micro_batches(processes, micro_batches):
     whole = [batch for [batch] in _shards().epoch(seed=5, epoch=3)]
-    parts = [
-        list(_shards(workers=workers_of(rank, processes, 8), passes=passes).epoch(seed=5, epoch=3))
-        for rank in range(processes)
-    ]
+    parts = [list(_shards(rank, processes, micro_batches).epoch(seed=5, epoch=3)) for rank in range(processes)]
     for step, (images, labels) in enumerate(whole):
         pieces = [piece for part in parts for piece in part[step]]
         assert torch.equal(torch.cat([piece[0] for piece in pieces]), images)
@@ -84,7 +77,7 @@ def test_batches_do_not_depend_on_processes_or_passes(processes, passes):
 
 
 def test_crops_and_flips_are_balanced_exactly():
-    _, offsets, flips = deal_epoch(torch.arange(6250), seed=0, worker=0, epoch=1)
+    _, offsets, flips = deal_epoch(torch.arange(6250), CROP_AND_FLIP, seed=0, worker=0, epoch=1)
     counts = torch.bincount(offsets, minlength=81)
     assert len(counts) == 81
     assert sorted(counts.tolist()) == [77] * 68 + [78] * 13  # 6250 = 81 x 77 + 13
@@ -92,7 +85,7 @@ def test_crops_and_flips_are_balanced_exactly():
 
 
 def test_crops_and_flips_are_dealt_independently_of_the_order():
-    rows, offsets, flips = deal_epoch(torch.arange(81 * 200), seed=1, worker=0, epoch=1)
+    rows, offsets, flips = deal_epoch(torch.arange(81 * 200), CROP_AND_FLIP, seed=1, worker=0, epoch=1)
     for a, b in ((rows, offsets), (rows, flips), (offsets, flips)):
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
 
@@ -115,7 +108,7 @@ def test_one_gather_is_reflection_padding_then_crop_then_flip():
         y, x = divmod(int(offset), 9)
         crop = padded[row, :, y : y + 32, x : x + 32]
         expected.append(crop.flip(2) if flip else crop)
-    got = crop_and_flip(images, rows, offsets, flips)
+    got = CROP_AND_FLIP(images, rows, offsets, flips)
     assert torch.equal(got, torch.stack(expected))
     assert got.is_contiguous(memory_format=torch.channels_last)
 
@@ -128,5 +121,11 @@ def test_normalising_is_the_methods():
 
 
 def test_the_test_images_are_shared_out_once_each():
-    shares = [upload_test(_numbered(20), rank, 4, CPU)[0].permute(0, 3, 1, 2) for rank in range(4)]
+    worlds = [World(rank, 4, CPU, workers_of(rank, 4, 8), 8) for rank in range(4)]
+    shares = [upload_test(_numbered(20), world)[0].permute(0, 3, 1, 2) for world in worlds]
     assert sorted(torch.cat([_number(share) for share in shares]).tolist()) == list(range(11))
+
+
+def test_the_mirror_image_has_left_and_right_exchanged():
+    image = torch.arange(12.0).view(1, 1, 3, 4)
+    assert mirrored(image)[0, 0].tolist() == [[3, 2, 1, 0], [7, 6, 5, 4], [11, 10, 9, 8]]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .settings import Refusal
+from ..request.settings import Refusal
 from .synthetic import TRAIN_COUNT, draw_shapes
 
 ARCHIVE = "cifar-10-python.tar.gz"
@@ -182,7 +182,7 @@ def _find_archive(folder: Path) -> Path:
         print(f"{archive} is not the original (its MD5 is not {ARCHIVE_MD5}): fetching it", file=sys.stderr)
     own = os.environ.get("CIFAR10_URL")
     failures = []
-    patience = socket.getdefaulttimeout()
+    timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(STALLED)
     try:
         for url in ([own] if own else []) + list(MIRRORS):
@@ -196,7 +196,7 @@ def _find_archive(folder: Path) -> Path:
             except (OSError, RuntimeError, ValueError, http.client.HTTPException) as error:
                 failures.append(f"{url} ({error})")
     finally:
-        socket.setdefaulttimeout(patience)
+        socket.setdefaulttimeout(timeout)
         shutil.rmtree(unfinished, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.rmdir()  # if it was made for nothing

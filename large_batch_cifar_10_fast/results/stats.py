@@ -10,6 +10,7 @@ from scipy import stats
 
 FEW = 5  # runs below which resampling says nothing
 RESAMPLES = 5000
+SIGNIFICANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,29 @@ def runs_needed(spread: float, margin: float) -> int:
     """Runs on each side for two one-sided 5% tests to find equal means equivalent in 80 of 100 cases."""
     quantiles = stats.norm.ppf(0.95) + stats.norm.ppf(0.90)
     return max(2, math.ceil(2 * (spread * quantiles / margin) ** 2))
+
+
+def judge_goal(accuracy: np.ndarray, goal: float) -> Conclusion:
+    """Is the mean at or above the goal (percent)? One-sided t-test; by the field's convention p < 0.01 shows it.
+
+    Where it is not shown, how many runs like these would show it in 80 of 100 cases.
+    """
+    if len(accuracy) < 2:
+        return Conclusion("open", f"Mean at or above {goal:g}%: one run does not tell.")
+    mean, std = accuracy.mean(), accuracy.std(ddof=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # runs that are all alike
+        p = float(stats.ttest_1samp(accuracy, goal, alternative="greater").pvalue)
+    said = f"mean {mean:.3f}%, std {std:.3f}, {len(accuracy)} runs, one-sided t-test p = {p:.2g}"
+    if p < SIGNIFICANCE:
+        return Conclusion("shown", f"Mean at or above {goal:g}%: shown; {said}.")
+    if mean <= goal:
+        return Conclusion(
+            "open", f"Mean at or above {goal:g}%: not shown; {said}; no number of such runs would show it."
+        )
+    quantiles = stats.norm.ppf(1 - SIGNIFICANCE) + stats.norm.ppf(0.80)
+    runs = max(len(accuracy) + 1, math.ceil((std * quantiles / (mean - goal)) ** 2))
+    return Conclusion("open", f"Mean at or above {goal:g}%: not shown; {said}; it would take about {runs} runs.")
 
 
 def judge(

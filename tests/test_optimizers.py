@@ -4,20 +4,20 @@ import numpy as np
 import pytest
 import torch
 
-from large_batch_cifar_10_fast.optimizer import NesterovSGD, descend, learning_rate
-from large_batch_cifar_10_fast.settings import Settings
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.training.optimizers import PiecewiseLinear, follow_schedules, nesterov_update
 
 
 @pytest.mark.parametrize(
     ("step", "rate"), [(1, 0.0173611), (86, 1.493056), (87, 1.497278), (384, 0.15), (400, 0.15), (432, 0.15)]
 )
 def test_schedule_gives_the_published_rates(step, rate):
-    assert learning_rate(Settings())(step / 24) == pytest.approx(rate, rel=1e-6)
+    assert Apple2019().rate()(step / 24) == pytest.approx(rate, rel=1e-6)
 
 
 def test_schedule_peaks_at_the_warmups_end():
-    assert learning_rate(Settings())(3.6) == pytest.approx(1.5)
-    assert learning_rate(Settings(lr_scaler=2.0, epochs=10, warmup_fraction=4, ema_ep=1))(2.5) == pytest.approx(2.0)
+    assert Apple2019().rate()(3.6) == pytest.approx(1.5)
+    assert Apple2019(lr_scaler=2.0, epochs=10, warmup_fraction=4, ema_ep=1).rate()(2.5) == pytest.approx(2.0)
 
 
 def test_five_steps_follow_the_formula_in_float64():
@@ -29,7 +29,7 @@ def test_five_steps_follow_the_formula_in_float64():
         d = -lr * (gradient + 0.192 * w)
         v = 0.9 * v + d
         w = w + d + 0.9 * v
-        descend([weights], [torch.tensor(gradient) * 4], [velocity], lr, 0.192, workers=4)
+        nesterov_update([weights], [torch.tensor(gradient)], [velocity], lr, 0.192, 0.9)
     np.testing.assert_allclose(weights.numpy(), w, rtol=1e-13)
 
 
@@ -42,7 +42,7 @@ def _both(rates) -> tuple[torch.Tensor, torch.Tensor]:
     sgd = torch.optim.SGD([theirs], lr=1.0, momentum=0.9, nesterov=True, weight_decay=0.1)
     for rate in rates:
         gradient = torch.tensor(random.normal(size=6))
-        descend([ours], [gradient], [velocity], rate, 0.1, workers=1)
+        nesterov_update([ours], [gradient], [velocity], rate, 0.1, 0.9)
         sgd.param_groups[0]["lr"] = rate
         theirs.grad = gradient.clone()
         sgd.step()
@@ -60,13 +60,26 @@ def test_weights_and_biases_get_their_own_rate_and_decay():
     with torch.no_grad():
         network.weight.fill_(1.0)
         network.bias.fill_(1.0)
-    optimizer = NesterovSGD(network, Settings(workers=1), steps_per_epoch=24)
+    [optimizer] = Apple2019().optimizers(network)
+    follow_schedules([optimizer], 1 / 24)  # the first step is number 1
     for parameter in network.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    rate = 1.5 * (1 / 24) / 3.6  # the first step is number 1
+    rate = 1.5 * (1 / 24) / 3.6
     # From rest, w moves by 1.9 d, d = -lr (grad + wd w).
     weight, bias = 1 - 1.9 * rate / 256 * 1.192, 1 - 1.9 * 64 * rate / 256 * 1.003
     torch.testing.assert_close(network.weight.detach(), torch.full((3, 2), weight), rtol=1e-6, atol=0)
     torch.testing.assert_close(network.bias.detach(), torch.full((3,), bias), rtol=1e-6, atol=0)
-    assert all(p.grad is None for p in network.parameters())
+
+
+def test_rate_and_momentum_both_move_in_torchs_own_optimizers():
+    rise, fall = PiecewiseLinear((0, 2), (0, 0.4)), PiecewiseLinear((0, 2), (0.95, 0.85))
+    weight = torch.nn.Parameter(torch.ones(2))
+    groups = [{"params": [weight], "schedules": {"lr": rise * 0.5, "momentum": fall}}]
+    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, nesterov=True)
+    follow_schedules([optimizer], 1.5)
+    [group] = optimizer.param_groups
+    assert (group["lr"], group["momentum"]) == (pytest.approx(0.15), pytest.approx(0.875))
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([1 - 0.15 * 1.875] * 2)

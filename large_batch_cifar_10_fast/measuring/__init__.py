@@ -1,0 +1,1 @@
+"""What the bench holds its figures against."""

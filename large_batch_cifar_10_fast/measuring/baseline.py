@@ -1,0 +1,46 @@
+"""The same mathematics without any of our speed, for the bench to compare with and the tests to agree with."""
+
+import torch
+from torch import Tensor, nn
+
+from ..recipes.recipe import Recipe
+from ..training.networks import cast, make_network
+from ..training.norm import GhostBatchNorm, norms_of
+from ..training.world import World
+
+
+class PlainNorm(GhostBatchNorm):
+    """Ghost batch norm as one would write it down."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        groups = x.reshape(-1, self.ghost_batch, *x.shape[1:]).to(self.bias.dtype)
+        variance, mean = torch.var_mean(groups, dim=(1, 3, 4), keepdim=True, correction=0)
+        x_hat = (groups - mean) / torch.sqrt(variance + self.eps)
+        if self.weight is not None:
+            x_hat = x_hat * self.weight.view(-1, 1, 1)
+        return (x_hat + self.bias.view(-1, 1, 1)).reshape(x.shape).to(x.dtype)
+
+
+def plain_network(recipe: Recipe, precision: str, world: World) -> nn.Module:
+    network = cast(make_network(recipe, seed=0), precision, world.device)
+    for norm in norms_of(network):
+        norm.__class__ = PlainNorm
+    return network.to(memory_format=torch.contiguous_format)
+
+
+class PlainNesterov(torch.optim.Optimizer):
+    """The update of NesterovSGD, one parameter and one operation at a time."""
+
+    def __init__(self, groups: list[dict]) -> None:
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for w in group["params"]:
+                v = self.state[w].setdefault("velocity", torch.zeros_like(w))
+                d = -group["lr"] * (w.grad + group["weight_decay"] * w)
+                v.copy_(group["momentum"] * v + d)
+                w.copy_(w + d + group["momentum"] * v)

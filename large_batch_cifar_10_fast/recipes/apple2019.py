@@ -1,0 +1,165 @@
+"""Apple, December 2019: eight workers of 256 images, 94% in about 8 seconds on eight V100s (docs/method.md).
+
+| epochs | batch | rate | momentum | decay | loss | augmentation | test views | weights averaged |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| 18 | 8 x 256 | 0, 1.5, 0.15 at epochs 0, 3.6, 16 | Nesterov 0.9 | 5e-4 x 1.5 x 256 | smoothed by 0.2, summed |
+pad 4, crop, flip, both balanced | image and mirror image | no |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..request.settings import Refusal, option, refuse_unless_finite, refuse_unless_positive, spelled
+from ..training.augmentation import CropAndFlip, deal_evenly, mirrored, unchanged
+from ..training.norm import GhostBatchNorm
+from ..training.optimizers import NesterovSGD, PiecewiseLinear
+from ..training.whitening import whitening_filters
+
+GROUPS = 16  # ghost groups in a worker's batch, whatever the batch
+WEIGHT_DECAY = 5e-4  # per image of a batch and per unit of the peak rate
+BIAS_FACTOR = 64  # biases learn this much faster, with as much less decay
+SGD_MOMENTUM = 0.9
+LABEL_SMOOTHING = 0.2
+LOGIT_SCALE = 1 / 16
+CELU_ALPHA = 0.3
+
+DEMO = {
+    "width": 8,
+    "batch_size": 32,
+    "ghost_batch": 16,
+    "epochs": 10,
+    "ema_ep": 1.0,
+    "lr_scaler": 1.0,
+    "lr_scaler_end_fraction": 0.02,
+}
+
+
+@dataclass(frozen=True)
+class Apple2019:
+    """The published options with their names and defaults (method, section 4), then ours."""
+
+    lr_scaler: float = option(1.5, "peak of the learning rate; weight decay grows with it")
+    lr_scaler_end_fraction: float = option(0.1, "final learning rate, as a fraction of the peak")
+    epochs: int = option(18, "epochs of a run")
+    warmup_fraction: float = option(5.0, "the rate peaks at epochs / warmup_fraction")
+    ema_ep: float = option(2.0, "epochs at the end with a constant rate")
+    batch_size: int = option(256, "images a worker takes each step")
+    width: int = option(64, "channels of the first block; the others scale with it")
+    ghost_batch: int = option(0, f"images a norm takes together; 0: a {GROUPS}th of the batch")
+    eval_stats: str = option(
+        "first",
+        "whose running statistics evaluation uses: the first ghost group's, as published, or the average of all",
+        choices=("first", "average"),
+    )
+    workers: int = option(8, "replicas, each with its own shard", environment="WORKERS")
+
+    name: ClassVar = "apple2019"
+    augmentation: ClassVar = CropAndFlip(padding=4, deal=deal_evenly)
+    reduction: ClassVar = "sum"
+    views: ClassVar = (unchanged, mirrored)
+
+    def __post_init__(self) -> None:
+        refuse_unless_positive(self, "epochs", "width", "batch_size", "workers", "lr_scaler")
+        refuse_unless_finite(self, "lr_scaler", "lr_scaler_end_fraction", "ema_ep", "warmup_fraction", "ghost_batch")
+        if not self.ghost_batch:
+            if self.batch_size % GROUPS:
+                raise Refusal(
+                    f"{spelled(self, 'batch_size')} is not divisible into {GROUPS} ghost groups: "
+                    f"use {max(GROUPS, self.batch_size // GROUPS * GROUPS)}, or choose --ghost_batch"
+                )
+            object.__setattr__(self, "ghost_batch", self.batch_size // GROUPS)
+        if self.batch_size % self.ghost_batch:
+            raise Refusal(
+                f"{spelled(self, 'ghost_batch')} does not divide --batch_size {self.batch_size}: use one that does"
+            )
+        if self.warmup_fraction < 1:
+            raise Refusal(f"{spelled(self, 'warmup_fraction')} must be at least 1: the peak lies inside the run")
+        peak, end = self.epochs / self.warmup_fraction, self.epochs - self.ema_ep
+        if peak > end:
+            raise Refusal(
+                f"{spelled(self, 'ema_ep')} leaves no time to come down from the peak at epoch {peak:g} of "
+                f"{self.epochs}: use at most {self.epochs - peak:g}"
+            )
+
+    def network(self) -> "Network":
+        groups = self.batch_size // self.ghost_batch if self.eval_stats == "average" else 1
+        return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.ghost_batch, affine=False, groups=groups))
+
+    def whiten(self, network: "Network", images: Tensor) -> None:
+        network.whitening.weight.copy_(whitening_filters(images))
+
+    def rate(self) -> PiecewiseLinear:
+        """L: up from 0 to the peak, down, then constant, which does for the weights what an average would."""
+        peak, end = self.lr_scaler, self.lr_scaler * self.lr_scaler_end_fraction
+        knots = (0, self.epochs / self.warmup_fraction, self.epochs - self.ema_ep)
+        return PiecewiseLinear(knots, (0, peak, end))
+
+    def optimizers(self, network: nn.Module) -> list[Optimizer]:
+        """The loss is a sum over the batch, so the rate is divided by it. (Dividing the loss instead would push
+        half-precision gradients towards zero.)"""
+        rate, decay = self.rate() * (1 / self.batch_size), WEIGHT_DECAY * self.lr_scaler * self.batch_size
+        trained = [weight for weight in network.parameters() if weight.requires_grad]
+        weights, biases = [w for w in trained if w.ndim > 1], [w for w in trained if w.ndim == 1]
+        groups = [
+            {"params": weights, "schedules": {"lr": rate}, "weight_decay": decay},
+            {"params": biases, "schedules": {"lr": rate * BIAS_FACTOR}, "weight_decay": decay / BIAS_FACTOR},
+        ]
+        return [NesterovSGD(groups, SGD_MOMENTUM)]
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """0.8 x cross-entropy + 0.2 x mean over classes of -log p, in float32 at least.
+
+        Softened targets keep the network from growing ever surer of its training images.
+        """
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=LABEL_SMOOTHING)
+
+
+class Network(nn.Module):
+    """Images [B, 3, 32, 32] to logits [B, 10]; 6,570,880 trained parameters at width 64 (method, section 3)."""
+
+    def __init__(self, width: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.prep = nn.Sequential(convolution(27, width, size=1), *normed(width, norm))
+        self.layer1 = nn.Sequential(halving(width, 2 * width, norm), Residual(2 * width, norm))
+        self.layer2 = halving(2 * width, 4 * width, norm)
+        self.layer3 = nn.Sequential(halving(4 * width, 8 * width, norm), Residual(8 * width, norm))
+        self.head = nn.Sequential(nn.MaxPool2d(4), nn.Flatten(), nn.Linear(8 * width, 10, bias=False))
+        self.whitening = convolution(3, 27).requires_grad_(False)  # made last: no other initial weight depends on it
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.prep(self.whitening(images))
+        return self.head(self.layer3(self.layer2(self.layer1(x)))) * LOGIT_SCALE
+
+
+class Residual(nn.Module):
+    """x + f(f(x)), two blocks f of their own weights; no activation after the sum."""
+
+    def __init__(self, channels: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        block = [convolution(channels, channels), *normed(channels, norm)]
+        again = [convolution(channels, channels), *normed(channels, norm)]
+        self.branch = nn.Sequential(*block, *again)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+def halving(channels_in: int, channels_out: int, norm: Callable[[int], nn.Module]) -> nn.Sequential:
+    """Convolution, pooling, norm: pooling comes before the norm, which then has a quarter to do."""
+    return nn.Sequential(convolution(channels_in, channels_out), nn.MaxPool2d(2), *normed(channels_out, norm))
+
+
+def convolution(channels_in: int, channels_out: int, size: int = 3) -> nn.Conv2d:
+    return nn.Conv2d(channels_in, channels_out, size, padding=size // 2, bias=False)
+
+
+def normed(channels: int, norm: Callable[[int], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    return norm(channels), nn.CELU(CELU_ALPHA)

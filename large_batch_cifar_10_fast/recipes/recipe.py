@@ -1,0 +1,46 @@
+"""What training asks of a recipe: everything that decides the weights, and nothing about where or how it runs."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+
+
+class Augmentation(Protocol):
+    """Choices are dealt once an epoch for a whole shard; a batch is then made of its images and their choices."""
+
+    def choose(self, count: int, generator: Generator) -> Sequence[Tensor]: ...
+
+    def __call__(self, images: Tensor, rows: Tensor, *choices: Tensor) -> Tensor: ...
+
+
+class Recipe(Protocol):
+    """A frozen dataclass, whose fields are its options on the command line; write one beside apple2019.py.
+
+    Weights are averaged by an optimizer that does it, last in the list of `optimizers`; no recipe does so far.
+    """
+
+    name: str
+    workers: int  # replicas, each with its own shard of the training images
+    batch_size: int  # images a worker takes each step
+    epochs: int
+    augmentation: Augmentation
+    reduction: Literal["sum", "mean"]  # of the loss over a worker's batch; over the workers it is always the mean
+    views: Sequence[Callable[[Tensor], Tensor]]  # of a test image; their logits are averaged
+
+    def network(self) -> nn.Module:
+        """Images [B, 3, 32, 32] to logits [B, 10], initialised; its norms are GhostBatchNorm."""
+        ...
+
+    def whiten(self, network: nn.Module, images: Tensor) -> None:
+        """Set the network's frozen weights from worker 0's images [n, 32, 32, 3], normalised and unpadded."""
+        ...
+
+    def optimizers(self, network: nn.Module) -> Sequence[Optimizer]:
+        """Each parameter group has `schedules`: what moves in it (lr, momentum), as functions of the time in epochs."""
+        ...
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Losses [B], of logits [B, 10] and labels int64 [B]."""
+        ...

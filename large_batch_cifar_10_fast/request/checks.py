@@ -1,0 +1,56 @@
+"""Whatever can be refused before training is refused here: processes, images, outputs, a campaign to go on with."""
+
+import os
+from pathlib import Path
+
+from ..images.sources import count_training_images, load_images
+from ..recipes.recipe import Recipe
+from ..results.tables import changes, finished_rows, read_rows, refuse_other
+from .settings import Refusal, Settings, spelled
+
+
+def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
+    """Raise Refusal for what cannot be trained; CIFAR-10 is fetched here if need be."""
+    check_processes(settings, recipe, world_size)
+    check_out(settings)
+    check_images(recipe, count_training_images(settings.data))
+    for row in finished_rows(settings)[-1:]:
+        refuse_other(row, changes(row, processes=world_size, digest=load_images(settings.data).digest()))
+
+
+def check_processes(settings: Settings, recipe: Recipe, world_size: int) -> None:
+    """Refuse a number of processes, or of micro-batches, that would split a worker."""
+    if recipe.workers % world_size:
+        fitting = " or ".join(str(p) for p in range(1, recipe.workers + 1) if recipe.workers % p == 0)
+        spread = f"WORKERS={recipe.workers} cannot be spread over NPROC={world_size} processes"
+        raise Refusal(f"{spread}: use {fitting}")
+    if (recipe.workers // world_size) % settings.micro_batches:
+        here = f"the {recipe.workers // world_size} workers of a process"
+        raise Refusal(f"{spelled(settings, 'micro_batches')} does not divide {here}")
+
+
+def check_images(recipe: Recipe, train_count: int) -> None:
+    """Refuse a training set of which a worker's shard does not fill one batch."""
+    needed = recipe.workers * recipe.batch_size
+    if needed > train_count:
+        raise Refusal(
+            f"WORKERS={recipe.workers} x --batch_size {recipe.batch_size} = {needed} images a step, more than "
+            f"the training set's {train_count}: use a smaller batch, fewer workers or more images"
+        )
+
+
+def check_out(settings: Settings) -> None:
+    """Refuse an `--out` or `--save` that cannot be written, and a runs.tsv of other columns."""
+    out, save = Path(settings.out), Path(settings.save)
+    for option, folder in (("--out", out), *([("--save", save.parent)] if settings.save else [])):
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise Refusal(f"{option} {folder} cannot be written: {existing} is no folder that you may write to")
+    if settings.save and save.is_dir():
+        raise Refusal(f"--save {save} is a folder: name a file")
+    for name in ("runs.tsv", "timing_log.tsv"):
+        path = out / name
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise Refusal(f"{path} cannot be written: move it or choose another --out")
+    if (out / "runs.tsv").exists():
+        read_rows(out / "runs.tsv")

@@ -1,0 +1,133 @@
+"""From a command line and its environment to settings and a recipe; with --resume, to those of a campaign."""
+
+import argparse
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from importlib.metadata import version
+from typing import get_type_hints
+
+from .. import __version__
+from ..recipes import DEFAULT, RECIPES
+from ..recipes.apple2019 import DEMO
+from ..recipes.recipe import Recipe
+from ..results.lines import from_pairs
+from ..results.provenance import code_digest
+from ..results.tables import CONDITIONS, Row, changes, finished_rows, refuse_other
+from .settings import Refusal, Settings, count_from
+
+PRESET = {"data": "synthetic", **DEMO}
+
+
+def read_request(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Settings, Recipe]:
+    """The settings and the recipe asked for; with --resume those of the last unfinished campaign in --out.
+
+    Raises Refusal for what they cannot be; if there is no such campaign; if what is given anew, or the code,
+    differs from the campaign's.
+    """
+    name = _recipe_asked_for(arguments)
+    kind = RECIPES[name or DEFAULT]
+    asked = vars(_parser(kind).parse_args(arguments)) | _variables(kind, environment)
+    asked.pop("recipe", None)
+    if asked.get("demo"):
+        if kind is not RECIPES[DEFAULT]:
+            raise Refusal(f"--demo is {DEFAULT}, small, not {kind.name}: leave out one of them")
+        asked = PRESET | asked
+    settings, recipe = _made_of(Settings, asked), _made_of(kind, asked)
+    return _resumed(settings, name, asked) if settings.resume else (settings, recipe)
+
+
+def _made_of(kind: type, values: Mapping[str, object]):
+    return kind(**{entry.name: values[entry.name] for entry in fields(kind) if entry.name in values})
+
+
+def _recipe_asked_for(arguments: Sequence[str]) -> str | None:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", choices=RECIPES)
+    return parser.parse_known_args(arguments)[0].recipe
+
+
+def _variables(kind: type, environment: Mapping[str, str]) -> dict[str, int]:
+    """WORKERS, for a recipe that leaves the number of workers open."""
+    if not environment.get("WORKERS"):
+        return {}
+    workers = count_from(environment, "WORKERS", 1)
+    if "workers" not in {entry.name for entry in fields(kind)}:
+        raise Refusal(f"WORKERS={workers} cannot be set: recipe {kind.name} has {kind.workers}; unset it")
+    return {"workers": workers}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise Refusal(f"{message}; --help lists the options")
+
+    def parse_args(self, arguments: Sequence[str]) -> argparse.Namespace:
+        known, unknown = self.parse_known_args(arguments)
+        if unknown:
+            self.error(f"{self.description.split(':')[0]} has no option {unknown[0]}")
+        return known
+
+
+def _parser(kind: type) -> _Parser:
+    """All options of a recipe and of the settings; those left out leave no trace, so that what was asked shows."""
+    parser = _Parser(
+        prog="train_cifar_parallel.sh",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description=f"recipe {kind.name}: {kind.__doc__.splitlines()[0]}",
+        epilog="From the environment: WORKERS (default 8), NPROC (processes on this machine; default: as many "
+        "as fit), PYTHON (interpreter), CIFAR10_URL (a mirror of your own), and for several machines NNODES, "
+        "NODE_RANK, RDZV_ENDPOINT=host:port.",
+    )
+    parser.add_argument("--recipe", choices=RECIPES, help=f"what is trained, and how (default {DEFAULT})")
+    for title, owner in ((f"the recipe {kind.name}", kind), ("settings", Settings)):
+        group, kinds = parser.add_argument_group(title), get_type_hints(owner)
+        for entry in fields(owner):
+            if "environment" not in entry.metadata:
+                _add_option(group, entry, kinds[entry.name])
+    text = f"large_batch_cifar_10_fast {__version__} (Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=text)
+    return parser
+
+
+def _add_option(group, entry, kind: type) -> None:
+    names = [f"--{name}" for name in (entry.name, entry.metadata.get("also")) if name]
+    text = entry.metadata["help"].replace("%", "%%")
+    if kind is bool:
+        group.add_argument(*names, action="store_true", help=text)
+        return
+    choices = entry.metadata.get("choices")
+    shown = f"{text} (default {'none' if entry.default == '' else entry.default})"
+    metavar = None if choices else kind.__name__.upper()
+    group.add_argument(*names, type=kind, choices=choices, help=shown, metavar=metavar)
+
+
+def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) -> tuple[Settings, Recipe]:
+    """The campaign's own settings and recipe, unless something given anew contradicts them."""
+    rows = finished_rows(settings)
+    if not rows:
+        raise Refusal(f"--resume: there is no campaign in {settings.out}: start one without --resume")
+    row = rows[-1]
+    if len(rows) >= int(row["runs"]):
+        told = f"the last campaign in {settings.out}, {row['campaign']}, has all its {row['runs']} runs"
+        raise Refusal(f"--resume: {told}")
+    if row["recipe"] not in RECIPES:
+        raise Refusal(f"--resume: this version has no recipe {row['recipe']}: start without --resume")
+    kind = RECIPES[row["recipe"]]
+    recipe = _made_of(kind, _typed(kind, from_pairs(row["options"])))
+    kept = _typed(Settings, {name: row[name] for name in ("runs", *CONDITIONS)})
+    kept |= {"seed": int(row["seed"]) - int(row["run"]), "no_compile": not kept["compile"]}
+    campaign = kept | asdict(recipe)
+    differing = changes({"recipe": kind.name}, recipe=name or kind.name)
+    differing += [
+        f"{key} ({campaign[key]} then, {value} now)"
+        for key, value in asked.items()
+        if key in campaign and value != campaign[key]
+    ]
+    refuse_other(row, differing + changes(row, code=code_digest(), torch=version("torch")))
+    return replace(settings, **kept, data=asked.get("data", row["data"])), recipe
+
+
+def _typed(kind: type, texts: Row) -> dict[str, object]:
+    kinds = get_type_hints(kind)
+    return {name: text == "True" if kinds[name] is bool else kinds[name](text) for name, text in texts.items()}

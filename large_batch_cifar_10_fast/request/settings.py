@@ -1,0 +1,94 @@
+"""What does not decide the weights: where and how a campaign runs. And how options are declared and refused."""
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+PACKAGE = Path(__file__).resolve().parents[1]
+REPO = PACKAGE.parent
+DATA = REPO / "data" if (REPO / "run_tests.sh").exists() else Path("data")  # installed, there is no repository
+
+
+class Refusal(Exception):  # noqa: N818 (an answer to the user, not a fault of the program)
+    """A request that cannot be met. Its text is one line: what is wrong, and what to do."""
+
+
+@contextlib.contextmanager
+def refusals_end(command: str) -> Iterator[None]:
+    """Answer a refusal with one line on STDERR, from one process of a machine, and status 2."""
+    try:
+        yield
+    except Refusal as refusal:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{command}: {refusal}", file=sys.stderr)
+        sys.exit(2)
+
+
+def warn(text: str) -> None:
+    """A line on STDERR, clear of the progress bar."""
+    with tqdm.external_write_mode():
+        print(f"Warning: {text}", file=sys.stderr, flush=True)
+
+
+def option(default, text: str, **more):
+    """A dataclass field that is an option of the command line, or with `environment` a variable."""
+    return field(default=default, metadata={"help": text, **more})
+
+
+def spelled(value: object, name: str) -> str:
+    """An option as the user wrote it: `--epochs 0`, `WORKERS=0`."""
+    variable = value.__dataclass_fields__[name].metadata.get("environment")
+    return f"{variable}={getattr(value, name)}" if variable else f"--{name} {getattr(value, name)}"
+
+
+def refuse_unless_positive(value: object, *names: str) -> None:
+    for name in names:
+        if not getattr(value, name) > 0:
+            raise Refusal(f"{spelled(value, name)} must be greater than 0")
+
+
+def refuse_unless_finite(value: object, *names: str) -> None:
+    for name in names:
+        if not (math.isfinite(getattr(value, name)) and getattr(value, name) >= 0):
+            raise Refusal(f"{spelled(value, name)} must be a finite number, not below 0")
+
+
+def count_from(environment: Mapping[str, str], name: str, default: int) -> int:
+    """A whole number from an environment variable; raises Refusal if it is none or not positive."""
+    text = environment.get(name) or str(default)
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise Refusal(f"{name}={text} is not a number of at least 1")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Device, processes, precision, compilation, folders, campaign: the same for every recipe."""
+
+    runs: int = option(1, "runs, each with fresh weights; run i uses seed + i")
+    seed: int = option(0, "seed of the first run")
+    data: str = option(str(DATA), "folder with CIFAR-10 (fetched if missing), FILE.npz, or synthetic")
+    out: str = option(".", "folder for timing_log.tsv and runs.tsv")
+    precision: str = option("", "fp16 with CUDA, else fp32, unless given", choices=("fp16", "bf16", "fp32", "fp64"))
+    micro_batches: int = option(
+        1, "forward and backward passes a step is split into: more need less memory", also="passes"
+    )
+    compile: bool = option(False, "compile the training step (default with CUDA, and for runs of ten minutes on a CPU)")
+    no_compile: bool = option(False, "do not compile")
+    no_warmup: bool = option(False, "skip the untimed warm-up, so that the first run pays for it")
+    save: str = option("", "file for the last run's weights and running statistics")
+    resume: bool = option(False, "go on with the last unfinished campaign in --out, with its settings")
+    demo: bool = option(False, "the default recipe, small, on synthetic images")
+
+    def __post_init__(self) -> None:
+        refuse_unless_positive(self, "runs", "micro_batches")
+        if self.compile and self.no_compile:
+            raise Refusal("--compile and --no_compile were both given: choose one")
+        if not 0 <= self.seed < 2**62:
+            raise Refusal(f"{spelled(self, 'seed')} must lie in 0 to 2**62 - 1")

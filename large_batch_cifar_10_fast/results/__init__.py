@@ -1,0 +1,1 @@
+"""What campaigns leave behind: writing it, reading it, and what may be concluded from it."""

@@ -1,0 +1,76 @@
+"""On what a campaign was made: code, versions, devices."""
+
+import contextlib
+import hashlib
+import os
+import platform
+import resource
+import subprocess
+
+import torch
+
+from ..request.settings import PACKAGE, REPO
+from ..training.world import World
+
+
+def code_digest() -> str:
+    """The first 12 hexadecimal digits of the SHA-256 over every source file of this package, committed or not."""
+    total = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        total.update(str(path.relative_to(PACKAGE)).encode())
+        total.update(path.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def commit() -> str:
+    """The commit of this code, with -dirty if it was changed since; "unknown" outside a git checkout."""
+    return _said_by("git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
+
+
+def software() -> dict[str, str]:
+    """Versions of the interpreter and of torch with what it was built for."""
+    nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if torch.cuda.is_available() else ""
+    cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(cuda),
+        "cudnn": str(cudnn),
+        "nccl": nccl,
+    }
+
+
+def device_name(world: World) -> str:
+    if world.on_gpu:
+        return f"{world.world_size} x {torch.cuda.get_device_name(world.device)}"
+    name = platform.machine()
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        line = next(line for line in file if line.startswith("model name"))
+        name = line.split(":")[1].strip()
+    return f"CPU {name}, {world.world_size} x {torch.get_num_threads()} threads"
+
+
+def driver_and_clocks(world: World) -> dict[str, str]:
+    """Of the main process's GPU, as nvidia-smi tells them; empty without one."""
+    told = ""
+    if world.on_gpu:
+        index = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+        query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+        told = _said_by("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
+    driver, _, clocks = told.partition(", ")
+    if clocks:
+        clocks = "SM {} (at most {}), memory {}, power limit {}".format(*clocks.split(", "))
+    return {"driver": driver, "clocks": clocks}
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this process has had, of the GPU's memory if it has one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _said_by(*command: str) -> str:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return ""

@@ -1,0 +1,174 @@
+"""What a campaign says: the lines on STDOUT, the progress on a terminal, and what goes into its two tables."""
+
+import math
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from .. import __version__
+from ..images.sources import Images
+from ..recipes.recipe import Recipe
+from ..request.settings import Settings, warn
+from ..training.world import World
+from . import lines
+from .clock import PARTS, Clock
+from .provenance import code_digest, commit, device_name, driver_and_clocks, peak_memory, software
+from .tables import CONDITIONS, GOAL, Journal, Row, changes, reached_goal, refuse_other, write_timing_log
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Score:
+    """How many of so many images were right, and their mean loss."""
+
+    correct: int
+    images: int
+    loss: float
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.images
+
+
+class RunLog:
+    """Prints and writes for the whole world; on all processes but the main one it does nothing."""
+
+    def __init__(self, settings: Settings, recipe: Recipe, world: World, images: Images, finished: list[Row]) -> None:
+        """`finished` are the rows of the campaign that is resumed, if one is. Raises Refusal."""
+        self.settings, self.recipe, self.world = settings, recipe, world
+        self.rows = {int(row["run"]): row for row in finished}
+        self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
+        if not world.is_main:
+            return
+        now = datetime.now(timezone.utc)
+        self.facts = {
+            "campaign": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}",
+            "started": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+            "runs": settings.runs,
+            "recipe": recipe.name,
+            "options": lines.as_pairs(asdict(recipe)),
+            "workers": recipe.workers,
+            "processes": world.world_size,
+            **{name: getattr(settings, name) for name in CONDITIONS},
+            "device": device_name(world),
+            **driver_and_clocks(world),
+            "data": os.path.abspath(settings.data) if os.path.exists(settings.data) else settings.data,
+            "images": images.name,
+            "digest": images.digest(),
+            "version": __version__,
+            "commit": commit(),
+            "code": code_digest(),
+            "torch": version("torch"),
+        }
+        if finished:
+            refuse_other(finished[0], changes(finished[0], device=self.facts["device"]))
+            self.facts |= {name: finished[0][name] for name in ("campaign", "started")}
+        Path(settings.out).mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(Path(settings.out) / "runs.tsv")
+        self._journal.mend()
+        self._head(images)
+
+    def _head(self, images: Images) -> None:
+        facts = self.facts
+        self._print(lines.HEAD, **facts)
+        self._print(lines.SOFTWARE, **software())
+        self._print(lines.WORLD, **facts, plural="es" * (self.world.world_size > 1))
+        if facts["driver"]:
+            self._print(lines.GPU, **facts)
+        self._print(lines.DATA, **facts, train=len(images.train_images), test=len(images.test_images))
+        self._print(lines.RECIPE, **facts)
+        self._print(lines.SETTINGS, settings=lines.as_pairs(asdict(self.settings)))
+        self._print(lines.CAMPAIGN, **facts, made=len(self.rows))
+
+    def runs_to_make(self) -> list[int]:
+        """The runs of the campaign that are not finished yet."""
+        return [run for run in range(self.settings.runs) if run not in self.rows]
+
+    def set_up(self, clock: Clock, steps_per_epoch: int) -> None:
+        """The published lines about what all runs share; from here on the steps go by on a terminal."""
+        steps = self.recipe.epochs * steps_per_epoch
+        self._bar = tqdm(
+            total=self.settings.runs * steps,
+            initial=len(self.rows) * steps,
+            unit="step",
+            file=sys.stderr,
+            disable=None if self.world.is_main else True,
+        )
+        self._print(lines.UPLOAD, **clock.seconds)
+        self._print(lines.WHITENING, **clock.seconds)
+        for run in sorted(self.rows):
+            self._print_run(self.rows[run])
+
+    def progress(self, steps: Iterable[Item], run: int, epoch: int) -> Iterator[Item]:
+        """The same steps, shown going by."""
+        reached = f"{sum(map(reached_goal, self.rows.values()))} of {len(self.rows)} runs over 94%"
+        self._bar.set_description(f"run {run + 1} epoch {epoch}, {reached}", refresh=False)
+        for step in steps:
+            yield step
+            self._bar.update()
+
+    def epoch(self, clock: Clock, validation: Score) -> None:
+        self.epochs.append((clock.total, validation.accuracy))
+
+    def run(self, run: int, clock: Clock, train: Score, validation: Score) -> None:
+        """A finished run: its row, its line, and for the first its epochs and the parts of its time."""
+        epochs, self.epochs = self.epochs, []
+        if not self.world.is_main:
+            return
+        goal = [(i, seconds) for i, (seconds, accuracy) in enumerate(epochs, 1) if accuracy >= GOAL]
+        goal_epoch, goal_seconds = goal[0] if goal else ("", "")
+        row = self.rows[run] = {
+            **self.facts,
+            "run": run,
+            "seed": self.settings.seed + run,
+            "train_accuracy": train.accuracy,
+            "train_loss": train.loss,
+            "validation_accuracy": validation.accuracy,
+            "validation_count": validation.correct,
+            "validation_images": validation.images,
+            "validation_loss": validation.loss,
+            **{part: clock.seconds[part] for part in PARTS},
+            "seconds": clock.total,
+            "last_validation": clock.last["validation"],
+            "goal_epoch": goal_epoch,
+            "goal_seconds": goal_seconds,
+            "peak_memory": peak_memory(self.world.device),
+        }
+        if run == 0:
+            write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
+        self._journal.append(row)
+        self._print_run(row)
+        if run == 0:
+            self._print(lines.TIMES, **row)
+            self._print(lines.ASIDE, **row, gib=row["peak_memory"] / 2**30)
+        if not math.isfinite(train.loss) or not math.isfinite(validation.loss):
+            warn(f"run {run} (seed {self.settings.seed + run}) diverged: its loss is not finite")
+
+    def summary(self) -> None:
+        """The three lines that close the published log, over the whole seconds of each run."""
+        self._bar.close()
+        if not self.world.is_main:
+            return
+        seconds = [float(row["seconds"]) for row in self.rows.values()]
+        accuracies = [float(row["validation_accuracy"]) for row in self.rows.values()]
+        self._print(lines.SLOWEST, maximum=max(seconds), median=statistics.median(seconds))
+        self._print(lines.LOWEST, lowest=min(accuracies), median=round(statistics.median(accuracies), 6))
+        self._print(lines.REACHED, reached=sum(map(reached_goal, self.rows.values())), total=len(self.rows))
+
+    def _print_run(self, row: Row) -> None:
+        figures = ("train_accuracy", "train_loss", "validation_accuracy", "validation_loss", "seconds")
+        self._print(lines.RUN, **{name: float(row[name]) for name in figures})
+
+    def _print(self, line: lines.Line, **values: object) -> None:
+        if self.world.is_main:
+            with tqdm.external_write_mode():
+                print(line.write(**values), flush=True)

@@ -1,0 +1,1 @@
+"""What trains: norm, optimisers, shards and augmentation, the world of processes, compilation."""

@@ -1,0 +1,63 @@
+"""What surrounds training without being part of it: what the device decides, advice, and the end of a process."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ..recipes.recipe import Recipe
+from ..request.settings import Settings, warn
+from .networks import training_flop
+from .world import World
+
+
+def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) -> Settings:
+    """Decide what depends on the device: precision, and whether compiling pays. Warns of hours on a CPU."""
+    hours = hours_on_cpu(settings, recipe, train_images)
+    pays = world.on_gpu or hours > 1 / 6
+    use_compiler = settings.compile or (pays and not settings.no_compile)
+    precision = settings.precision or ("fp16" if world.on_gpu else "fp32")
+    if world.is_main and not world.on_gpu and hours > 1 / 6:
+        warn(f"without a GPU this takes about {hours:.1f} hours; --demo is the same method in two minutes")
+    return replace(settings, precision=precision, compile=use_compiler, no_compile=not use_compiler)
+
+
+def hours_on_cpu(settings: Settings, recipe: Recipe, train_images: int) -> float:
+    """About how long plain float32 takes: a core was seen to do 70 GFLOP/s (30 images/s of the default recipe)."""
+    images = settings.runs * recipe.epochs * train_images
+    return images * training_flop(recipe) / (70e9 * count_cores()) / 3600
+
+
+def count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def explaining_memory(settings: Settings, recipe: Recipe, world: World) -> Iterator[None]:
+    """Say, where memory runs out, what takes it and what to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+            raise
+        share = len(world.workers)
+        images = f"{share} workers x {recipe.batch_size} images in {settings.micro_batches} micro-batches"
+        advice = (
+            f"raise --micro_batches (at most {share}), or use more processes, fewer WORKERS or a smaller --batch_size"
+        )
+        print(f"train_cifar_parallel.sh: out of memory with {images} on {world.device}: {advice}", file=sys.stderr)
+        sys.exit(2)
+
+
+def leave() -> None:
+    """End a process that has written all it had to.
+
+    An ordinary exit would run PyTorch's static destructors beside its threads, which aborted 5 of 90 two-process
+    launches after their last line ("terminate called without ...").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,72 @@
+"""How the weights move: schedules, and Nesterov's momentum with the rate inside the velocity (method, section 4)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class PiecewiseLinear:
+    """A figure as a function of the time in epochs: through `values` at `knots`, constant before and after."""
+
+    knots: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __call__(self, epoch: float) -> float:
+        return float(np.interp(epoch, self.knots, self.values))
+
+    def __mul__(self, factor: float) -> "PiecewiseLinear":
+        return PiecewiseLinear(self.knots, tuple(value * factor for value in self.values))
+
+
+def follow_schedules(optimizers: Iterable[Optimizer], epoch: float) -> None:
+    """Set what moves in a parameter group (its `schedules`: lr, momentum, ...) to its value at a time in epochs."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name, schedule in group["schedules"].items():
+                group[name] = schedule(epoch)
+
+
+class NesterovSGD(Optimizer):
+    """SGD with Nesterov momentum that keeps the learning rate inside the velocity:
+
+        d = -lr * (grad + wd * w);  v = momentum * v + d;  w = w + d + momentum * v
+
+    torch.optim.SGD multiplies the whole velocity by the current rate, which is another method as soon as
+    the rate changes.
+    """
+
+    def __init__(self, groups: Iterable[dict], momentum: float) -> None:
+        super().__init__(groups, {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            weights = group["params"]
+            for weight in weights:
+                if not self.state[weight]:
+                    self.state[weight]["velocity"] = torch.zeros_like(weight)
+            velocities = [self.state[weight]["velocity"] for weight in weights]
+            rates = group["lr"], group["weight_decay"], group["momentum"]
+            nesterov_update(weights, [weight.grad for weight in weights], velocities, *rates)
+
+
+def nesterov_update(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    velocities: Sequence[Tensor],
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+) -> None:
+    """One step of the formula above, in place, a few launches for all tensors together."""
+    change = torch._foreach_add(gradients, weights, alpha=weight_decay)
+    torch._foreach_mul_(change, -lr)
+    torch._foreach_mul_(velocities, momentum)
+    torch._foreach_add_(velocities, change)
+    torch._foreach_add_(weights, change)
+    torch._foreach_add_(weights, velocities, alpha=momentum)

@@ -1,0 +1,128 @@
+"""From images on the host to batches on the device: preprocessing, and each worker's own shard of the images.
+
+A worker owns one shard for good (method, section 2). A process holds the shards of all its workers side by
+side, and every step takes one batch of each.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..images.sources import Images
+from ..recipes.recipe import Recipe
+from .world import World
+
+MEAN = (125.31, 122.95, 113.87)  # of CIFAR-10's channels, on the 0..255 scale
+STD = (62.99, 62.09, 66.70)
+EVALUATION_BATCH = 1000
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The training images of a process's workers.
+
+    `images` [n, 32, 32, 3] and `labels` int64 [n] hold the data set's images i, in their order, whose i % W
+    is one of `workers`. So worker `workers[q]`'s j-th image stands at row j * len(workers) + q.
+    """
+
+    images: Tensor
+    labels: Tensor
+    workers: range
+    total_images: int
+    recipe: Recipe
+    micro_batches: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches in the shortest shard; every worker drops its tail beyond them."""
+        return self.total_images // self.recipe.workers // self.recipe.batch_size
+
+    def rows_of(self, worker: int) -> Tensor:
+        """Where a worker's shard stands in `images` (int64 [shard size])."""
+        first = self.workers.index(worker)
+        return torch.arange(first, len(self.images), len(self.workers), device=self.images.device)
+
+    def epoch(self, seed: int, epoch: int) -> Iterator[list[Batch]]:
+        """One epoch of steps, each a list of micro-batches of augmented images and their labels.
+
+        Images come as [B, 3, 32, 32] in channels-last memory, labels as int64 [B]; B is the batch size times
+        the workers in a micro-batch. It holds its workers one after the other, worker 0's images first.
+        """
+        augmentation, size = self.recipe.augmentation, self.recipe.batch_size
+        deals = [deal_epoch(self.rows_of(w), augmentation, seed, w, epoch) for w in self.workers]
+        used = self.steps_per_epoch * size
+        # [workers, steps * batch] -> [steps, micro-batches, workers in a micro-batch * batch]
+        rows, *choices = (
+            torch.stack([deal[:used] for deal in part])
+            .view(len(self.workers), self.steps_per_epoch, size)
+            .transpose(0, 1)
+            .reshape(self.steps_per_epoch, self.micro_batches, -1)
+            for part in zip(*deals, strict=True)
+        )
+        labels = self.labels[rows]
+        for step in range(self.steps_per_epoch):
+            yield [
+                (augmentation(self.images, rows[step, m], *(choice[step, m] for choice in choices)), labels[step, m])
+                for m in range(self.micro_batches)
+            ]
+
+
+def deal_epoch(rows: Tensor, augmentation, seed: int, worker: int, epoch: int) -> tuple[Tensor, ...]:
+    """A worker's epoch: the rows of its shard in random order, and what augmentation chose for each image.
+
+    All are [len(rows)]. The random numbers belong to the worker, not to the process, so the outcome is the
+    same wherever the worker lives.
+    """
+    generator = torch.Generator(rows.device)
+    generator.manual_seed(derive_seed(seed, worker, epoch))
+    choices = augmentation.choose(len(rows), generator)
+    order = torch.randperm(len(rows), generator=generator, device=rows.device)
+    return rows[order], *(choice[order] for choice in choices)
+
+
+def derive_seed(seed: int, worker: int, epoch: int) -> int:
+    """A seed of its own for each worker and epoch of a run, without overlaps (NumPy's SeedSequence)."""
+    return int(np.random.SeedSequence([seed, worker, epoch]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def upload_shards(images: Images, recipe: Recipe, world: World, micro_batches: int) -> Shards:
+    """Move the images of this process's workers to its device, as the bytes they are."""
+    mine = slice(None)
+    if len(world.workers) < recipe.workers:
+        mine = np.flatnonzero(np.isin(np.arange(len(images.train_images)) % recipe.workers, world.workers))
+    return Shards(
+        torch.from_numpy(images.train_images[mine]).to(world.device),
+        torch.from_numpy(images.train_labels[mine]).to(world.device),
+        world.workers,
+        len(images.train_images),
+        recipe,
+        micro_batches,
+    )
+
+
+def upload_test(images: Images, world: World) -> Batch:
+    """Move this process's share of the test images, every P-th, to its device."""
+    share = slice(world.rank, None, world.world_size)
+    return (
+        torch.from_numpy(np.ascontiguousarray(images.test_images[share])).to(world.device),
+        torch.from_numpy(images.test_labels[share].copy()).to(world.device),
+    )
+
+
+def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel, computed in `dtype`."""
+    mean = torch.tensor(MEAN, dtype=dtype, device=images.device)
+    std = torch.tensor(STD, dtype=dtype, device=images.device)
+    return images.to(dtype).sub_(mean).div_(std)
+
+
+def evaluation_batches(images: Tensor, labels: Tensor) -> Iterator[Batch]:
+    """Test images [n, 32, 32, 3] as channels-last [B, 3, 32, 32] in chunks that fit any device."""
+    for start in range(0, len(images), EVALUATION_BATCH):
+        chunk = slice(start, start + EVALUATION_BATCH)
+        yield images[chunk].permute(0, 3, 1, 2), labels[chunk]
