@@ -23,18 +23,19 @@ from torch.optim import Optimizer
 from .images.sources import Images, random_images
 from .measuring.baseline import PlainNesterov, plain_network
 from .measuring.roofline import matrix_rate, seconds_since_start
-from .recipes.recipe import Recipe
+from .request.advice import settle
 from .request.checks import check_processes
 from .request.command_line import read_request
-from .request.settings import Refusal, Settings, refusals_end
 from .results.clock import Clock
 from .results.provenance import peak_memory
-from .train import Data, Learner, evaluate, make_learner, new_tally, prepare, take_step
-from .training.advice import settle
+from .settings.settings import Refusal, Settings, refusals_end
+from .train import Data, Learner, evaluate, make_learner, prepare, take_step
 from .training.networks import DTYPES, autocast, reset, training_flop
 from .training.norm import track_running_statistics
 from .training.optimizers import follow_schedules
+from .training.recipe import Recipe
 from .training.shards import EVALUATION_BATCH, Batch
+from .training.tally import Tally
 from .training.world import World, join_world, launched_world_size
 
 Figures = dict[str, list[float]]  # seconds of a part, one entry a repetition
@@ -83,7 +84,7 @@ def measure_steps(ours: Learner, plain: Learner, batches: list[Batch], repeats: 
             (ours, optimizers, batches, our_figures),
             (plain, plain_optimizers, [plain_batch], plain_figures),
         ):
-            tally = new_tally(learner.world)
+            tally = Tally(learner.world)
             timed(learner.world, figures["step"], lambda a=(learner, opts, parts, tally): take_step(*a))
         track_running_statistics(ours.network, False)
         if len(batches) == 1:
@@ -167,7 +168,7 @@ def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, fi
     CUDA graph. Training uses none: first it has to show here that it pays.
     """
     world, optimizers = learner.world, learner.recipe.optimizers(learner.network)
-    tally = new_tally(world)
+    tally = Tally(world)
 
     def step() -> None:
         take_step(learner, optimizers, batches, tally)

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from .request.settings import REPO, refusals_end
 from .results.logs import Log, read_log
 from .results.stats import Conclusion, finite, judge, judge_goal, newcombe, resampled_interval, welch_interval, wilson
 from .results.tables import GOAL
+from .settings.settings import REPO, refusals_end
 
 DEFAULT = str(REPO / "run_log.txt")
 TIME_MARGIN = 0.05  # times within 5% count as equivalent

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch.distributed import run as torchrun
 
-from .recipes.recipe import Recipe
+from .request.advice import count_cores
 from .request.checks import check_request
 from .request.command_line import read_request
-from .request.settings import Refusal, count_from, refusals_end
 from .results.tables import Journal
-from .training.advice import count_cores
+from .settings.settings import Refusal, count_from, refusals_end
+from .training.recipe import Recipe
 
 
 def plan_processes(recipe: Recipe, environment: Mapping[str, str], gpus: int, cores: int) -> int:

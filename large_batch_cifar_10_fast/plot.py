@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .request.settings import refusals_end
 from .results.logs import PUBLISHED, Log, read_log
 from .results.tables import GOAL
+from .settings.settings import refusals_end
 
 ENTRIES = {  # DAWNBench's files, and what to call them in a picture
     "apple_resnet9_8v100_pytorch": "Apple, 8 V100",

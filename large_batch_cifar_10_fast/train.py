@@ -1,7 +1,7 @@
 """CIFAR-10 to 94%: the whole story, from the command line to the summary.
 
 Start it with train_cifar_parallel.sh (all devices), or as `python -m large_batch_cifar_10_fast.train` (one process).
-What is trained, and how, is a recipe (recipes/); "section 6" in a comment is that of docs/method.md.
+What is trained, and how, is a recipe (recipes/). "Section 6" is that of docs/method.md.
 """
 
 import os
@@ -10,23 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from .images.sources import Images, load_images, random_images
-from .recipes.recipe import Recipe
+from .request.advice import explaining_memory, settle
 from .request.checks import check_request
 from .request.command_line import read_request
-from .request.settings import Settings, refusals_end
 from .results.clock import Clock
-from .results.run_log import RunLog, Score
-from .results.tables import finished_rows, written_whole
-from .training.advice import explaining_memory, leave, settle
+from .results.run_log import RunLog
+from .results.tables import finished_rows
+from .settings.settings import Settings, refusals_end
 from .training.compiling import compiled
 from .training.networks import DTYPES, autocast, cast, frozen_weights, make_network, reset
 from .training.norm import norms_of, track_running_statistics
 from .training.optimizers import follow_schedules
+from .training.process import leave
+from .training.recipe import Recipe
 from .training.shards import Batch, Shards, evaluation_batches, normalise, upload_shards, upload_test
+from .training.tally import Score, Tally
 from .training.world import World, join_world, launched_world_size
 
 
@@ -40,7 +42,7 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     """All runs of a launch: what they share is made once, and only the first part of it is not timed."""
     images = load_images(settings.data)
     settings = settle(settings, recipe, world, len(images.train_images))
-    log = RunLog(settings, recipe, world, images, finished_rows(settings))
+    log = RunLog(settings, recipe, world, images.facts(), finished_rows(settings))
     learner = make_learner(settings, recipe, world)
     if not settings.no_warmup:
         warm_up(learner, test_images=len(images.test_images) if world.on_gpu else world.world_size)
@@ -51,14 +53,12 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     for run in log.runs_to_make():
         train_once(run, learner, data, clock.fork(), log)
     log.summary()
-    if settings.save and world.is_main:
-        save(learner.network, settings.save)
+    log.save(learner.network)
 
 
 @dataclass(frozen=True)
 class Learner:
-    """What all runs train, one after the other from fresh weights, and with what; `forward` is the network, compiled
-    or not."""
+    """What all runs train, one after the other from fresh weights; `forward` is the network, compiled or not."""
 
     network: nn.Module
     forward: nn.Module
@@ -68,8 +68,10 @@ class Learner:
 
 
 def make_learner(settings: Settings, recipe: Recipe, world: World) -> Learner:
-    network = cast(make_network(recipe, settings.seed), settings.precision, world.device)
-    return Learner(network, compiled(network, recipe, settings, world), recipe, settings, world)
+    forward = network = cast(make_network(recipe, settings.seed), settings.precision, world.device)
+    if settings.compile:
+        forward = compiled(network, recipe, settings.precision, settings.micro_batches, world)
+    return Learner(network, forward, recipe, settings, world)
 
 
 @dataclass(frozen=True)
@@ -82,19 +84,18 @@ class Data:
 
 def prepare(images: Images, learner: Learner, clock: Clock) -> Data:
     """Upload, normalise, find the whitening filters: all of it counts as training time (section 6)."""
-    world = learner.world
+    world, dtype = learner.world, DTYPES[learner.settings.precision]
     with clock.counting("upload"):
-        train = upload_shards(images, learner.recipe, world, learner.settings.micro_batches)
-        test_images, test_labels = upload_test(images, world)
+        train = upload_shards(*images.train, learner.recipe, world, learner.settings.micro_batches)
+        test_images, test_labels = upload_test(*images.test, world)
     with clock.counting("preprocessing"):
-        dtype = DTYPES[learner.settings.precision]
         train = replace(train, images=normalise(train.images, dtype))
-        test = normalise(test_images, dtype), test_labels
+        test_images = normalise(test_images, dtype)
     with clock.counting("whitening"):
         if world.is_main:
             learner.recipe.whiten(learner.network, train.images[train.rows_of(0)])
         world.broadcast(*frozen_weights(learner.network).values())
-    return Data(train, test)
+    return Data(train, (test_images, test_labels))
 
 
 def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog) -> None:
@@ -103,7 +104,7 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
     reset(learner.network, recipe, seed)
     optimizers, steps = recipe.optimizers(learner.network), data.train.steps_per_epoch
     for epoch in range(1, recipe.epochs + 1):
-        tally = new_tally(world)
+        tally = Tally(world)
         with clock.counting("training"):
             batches = log.progress(data.train.epoch(seed, epoch), run, epoch)
             for step, micro_batches in enumerate(batches, (epoch - 1) * steps + 1):
@@ -112,10 +113,10 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
         with clock.counting("validation"):  # a part that is told, but not counted (section 6)
             validation = evaluate(learner, data.test)
         log.epoch(clock, validation)
-    log.run(run, clock, read_tally(tally, world), validation)
+    log.run(run, clock, tally.read(), validation)
 
 
-def take_step(learner: Learner, optimizers: Sequence[Optimizer], micro_batches: list[Batch], tally: Tensor) -> None:
+def take_step(learner: Learner, optimizers: Sequence[Optimizer], micro_batches: list[Batch], tally: Tally) -> None:
     """One update from one batch of every worker, in one forward and backward pass or several."""
     network, recipe, world = learner.network, learner.recipe, learner.world
     for index, (images, labels) in enumerate(micro_batches):
@@ -123,9 +124,8 @@ def take_step(learner: Learner, optimizers: Sequence[Optimizer], micro_batches: 
         with autocast(learner.settings.precision, world.device):
             logits = learner.forward(images)
         losses = recipe.loss(logits, labels)
-        total = losses.sum() if recipe.reduction == "sum" else losses.sum() / recipe.batch_size
-        total.backward()
-        count(tally, logits, labels, losses)
+        (losses.sum() if recipe.reduction == "sum" else losses.sum() / recipe.batch_size).backward()
+        tally.count(logits, labels, losses)
     world.average_gradients(network)  # over the workers; the mean is taken here and nowhere else
     for optimizer in optimizers:
         optimizer.step()
@@ -138,46 +138,26 @@ def evaluate(learner: Learner, test: Batch) -> Score:
     network, recipe, world = learner.network, learner.recipe, learner.world
     network.eval()
     world.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
-    tally = new_tally(world)
+    tally = Tally(world)
     for images, labels in evaluation_batches(*test):
         with autocast(learner.settings.precision, world.device):
             logits = sum(network(view(images)) for view in recipe.views) / len(recipe.views)
-        count(tally, logits, labels, recipe.loss(logits, labels))
+        tally.count(logits, labels, recipe.loss(logits, labels))
     network.train()
-    return read_tally(tally, world)
-
-
-def new_tally(world: World) -> Tensor:
-    """Images right, images seen, and their losses added up (float64 [3]), on the device: nothing waits for it."""
-    return torch.zeros(3, dtype=torch.float64, device=world.device)
-
-
-@torch.no_grad()
-def count(tally: Tensor, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-    right = (logits.argmax(1) == labels).sum()
-    tally += torch.stack([right, torch.full_like(right, len(labels)), losses.sum()])
-
-
-def read_tally(tally: Tensor, world: World) -> Score:
-    correct, images, loss = world.all_reduce(tally).tolist()
-    return Score(int(correct), int(images), loss / images)
+    return tally.read()
 
 
 def warm_up(learner: Learner, test_images: int) -> None:
     """Two steps and an evaluation on random data of the right shapes, so that the timed runs find kernels
     chosen, memory at hand and the processes connected. What it trains is thrown away."""
-    recipe, world = learner.recipe, learner.world
-    noise = random_images(2 * recipe.workers * recipe.batch_size, test_images)
-    data, optimizers = prepare(noise, learner, Clock(world.synchronize)), recipe.optimizers(learner.network)
+    noise = random_images(2 * learner.recipe.workers * learner.recipe.batch_size, test_images)
+    data, optimizers = (
+        prepare(noise, learner, Clock(learner.world.synchronize)),
+        learner.recipe.optimizers(learner.network),
+    )
     for micro_batches in data.train.epoch(seed=0, epoch=0):
-        take_step(learner, optimizers, micro_batches, new_tally(world))
+        take_step(learner, optimizers, micro_batches, Tally(learner.world))
     evaluate(learner, data.test)
-
-
-def save(network: nn.Module, path: str) -> None:
-    """The last run's weights and running statistics; read them with torch.load(FILE, weights_only=True)."""
-    with written_whole(path) as unfinished:
-        torch.save({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}, unfinished)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.request.settings import Refusal
+from large_batch_cifar_10_fast.settings.settings import Refusal
 from large_batch_cifar_10_fast.training.networks import cast, frozen_weights, make_network, reset, training_flop
 from large_batch_cifar_10_fast.training.norm import norms_of, track_running_statistics
 

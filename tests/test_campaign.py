@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from conftest import LAUNCHER, TINY, children_of, environment, launch
 
-from large_batch_cifar_10_fast.request.settings import Refusal
 from large_batch_cifar_10_fast.results.clock import PARTS
 from large_batch_cifar_10_fast.results.tables import COLUMNS, Journal, read_rows
+from large_batch_cifar_10_fast.settings.settings import Refusal
 
 RUNS = 10
 TIMES = [*PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory"]

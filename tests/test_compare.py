@@ -11,9 +11,9 @@ import pytest
 from conftest import REPO
 
 from large_batch_cifar_10_fast import compare
-from large_batch_cifar_10_fast.request.settings import Refusal
 from large_batch_cifar_10_fast.results.logs import read_log
 from large_batch_cifar_10_fast.results.tables import COLUMNS
+from large_batch_cifar_10_fast.settings.settings import Refusal
 
 PUBLISHED = pd.read_csv(REPO / "published" / "apple_8xv100_50_runs.tsv", sep="\t")
 SUMMARY = (REPO / "published" / "apple_8xv100_summary.txt").read_text()

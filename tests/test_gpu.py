@@ -14,10 +14,11 @@ EPOCH_WITHOUT_WAITING = """
 import torch
 from large_batch_cifar_10_fast.images.sources import random_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.request.settings import Settings
+from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.results.clock import Clock
-from large_batch_cifar_10_fast.train import make_learner, new_tally, prepare, take_step, warm_up
+from large_batch_cifar_10_fast.train import make_learner, prepare, take_step, warm_up
 from large_batch_cifar_10_fast.training.optimizers import follow_schedules
+from large_batch_cifar_10_fast.training.tally import Tally
 from large_batch_cifar_10_fast.training.world import join_world
 
 recipe = Apple2019(width=16, batch_size=64)
@@ -26,7 +27,7 @@ with join_world(recipe.workers) as world:
     assert learner.forward is not learner.network
     warm_up(learner, 100)
     data = prepare(random_images(5000, 100), learner, Clock(world.synchronize))
-    optimizers, tally = recipe.optimizers(learner.network), new_tally(world)
+    optimizers, tally = recipe.optimizers(learner.network), Tally(world)
     torch.cuda.set_sync_debug_mode("error")
     for step, micro_batches in enumerate(data.train.epoch(seed=0, epoch=1), 1):
         follow_schedules(optimizers, step / 9)

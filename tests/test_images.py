@@ -14,7 +14,7 @@ from torchvision.datasets import CIFAR10
 from large_batch_cifar_10_fast.images import sources as module
 from large_batch_cifar_10_fast.images.sources import Images, count_training_images, fetch_cifar10, load_images
 from large_batch_cifar_10_fast.images.synthetic import draw_shapes
-from large_batch_cifar_10_fast.request.settings import Refusal
+from large_batch_cifar_10_fast.settings.settings import Refusal
 
 
 def _pictures(count: int, labels=None):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import LAUNCHER, TINY, environment, launch
 
-from large_batch_cifar_10_fast.recipes import RECIPES
+from large_batch_cifar_10_fast.request.command_line import RECIPES
 
 # (processes, micro-batches), against one process in one; the campaign tests run two processes
 SPLITS = [(2, 2), (4, 1), (8, 1)]

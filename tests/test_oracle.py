@@ -14,8 +14,8 @@ from torch import nn
 from large_batch_cifar_10_fast.images.sources import Images
 from large_batch_cifar_10_fast.images.synthetic import draw_shapes
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.request.settings import Settings
 from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
 from large_batch_cifar_10_fast.training.world import World
 

@@ -13,7 +13,7 @@ from large_batch_cifar_10_fast.recipes.apple2019 import DEMO as PRESET
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.checks import check_out
 from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.request.settings import Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 
 DEMO = ("--demo",)
 CASES = {

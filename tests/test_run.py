@@ -13,10 +13,10 @@ from conftest import REPO, TINY, environment, launch, train_here
 
 from large_batch_cifar_10_fast.images.sources import load_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.request.settings import Settings
+from large_batch_cifar_10_fast.request.advice import explaining_memory
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.tables import COLUMNS, write_timing_log, written_whole
-from large_batch_cifar_10_fast.training.advice import explaining_memory
+from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.training.world import World
 
 RUN_LINE = re.compile(

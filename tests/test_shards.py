@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from large_batch_cifar_10_fast.images.sources import Images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.training.augmentation import MOST_OPTIONS, deal_evenly, mirrored
 from large_batch_cifar_10_fast.training.shards import deal_epoch, normalise, upload_shards, upload_test
@@ -15,12 +14,12 @@ CPU = torch.device("cpu")
 CROP_AND_FLIP = Apple2019.augmentation
 
 
-def _numbered(count: int) -> Images:
-    """Images that carry their own number in every pixel (two digits to base 256)."""
+def _numbered(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images, with labels, that carry their own number in every pixel (two digits to base 256)."""
     numbers = np.arange(count)
     pixels = np.stack([numbers // 256, numbers % 256, numbers % 7], 1).astype(np.uint8)
     images = np.broadcast_to(pixels[:, None, None], (count, 32, 32, 3)).copy()
-    return Images("numbered", images, numbers % 10, images[:11], numbers[:11] % 10)
+    return images, numbers % 10
 
 
 def _number(image: torch.Tensor) -> torch.Tensor:
@@ -29,7 +28,7 @@ def _number(image: torch.Tensor) -> torch.Tensor:
 
 def _shards(rank=0, processes=1, micro_batches=1):
     world = World(rank, processes, CPU, workers_of(rank, processes, 8), 8)
-    return upload_shards(_numbered(643), Apple2019(batch_size=16), world, micro_batches)
+    return upload_shards(*_numbered(643), Apple2019(batch_size=16), world, micro_batches)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
@@ -122,7 +121,7 @@ def test_normalising_is_the_methods():
 
 def test_the_test_images_are_shared_out_once_each():
     worlds = [World(rank, 4, CPU, workers_of(rank, 4, 8), 8) for rank in range(4)]
-    shares = [upload_test(_numbered(20), world)[0].permute(0, 3, 1, 2) for world in worlds]
+    shares = [upload_test(*_numbered(11), world)[0].permute(0, 3, 1, 2) for world in worlds]
     assert sorted(torch.cat([_number(share) for share in shares]).tolist()) == list(range(11))
 
 

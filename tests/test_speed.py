@@ -12,13 +12,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from large_batch_cifar_10_fast.images.sources import random_images
 from large_batch_cifar_10_fast.measuring.baseline import PlainNesterov, plain_network
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.request.settings import Settings
+from large_batch_cifar_10_fast.request.advice import settle
 from large_batch_cifar_10_fast.results.clock import Clock
-from large_batch_cifar_10_fast.train import Learner, make_learner, new_tally, prepare, take_step
-from large_batch_cifar_10_fast.training.advice import settle
+from large_batch_cifar_10_fast.settings.settings import Settings
+from large_batch_cifar_10_fast.train import Learner, make_learner, prepare, take_step
 from large_batch_cifar_10_fast.training.networks import cast, make_network, reset
 from large_batch_cifar_10_fast.training.norm import track_running_statistics
 from large_batch_cifar_10_fast.training.optimizers import follow_schedules
+from large_batch_cifar_10_fast.training.tally import Tally
 from large_batch_cifar_10_fast.training.world import World
 
 ALONE = World(0, 1, torch.device("cpu"), range(2), 2)
@@ -141,14 +142,14 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
         )
         learner = Learner(network, network, SMALL, settings, world)
         data = prepare(random_images(96, 10), learner, Clock(lambda: None))
-        optimizers, tally, steps = SMALL.optimizers(network), new_tally(world), 0
+        optimizers, tally, steps = SMALL.optimizers(network), Tally(world), 0
         for micro_batches in data.train.epoch(seed=0, epoch=1):
             take_step(learner, optimizers, micro_batches, tally)
             steps += 1
         with pytest.raises(DataDependentOutputException):
-            tally.tolist()
+            tally.sums.tolist()
     assert steps == 3
-    assert {tensor.device for tensor in (*weights, tally, *data.test)} == {gpu}
+    assert {tensor.device for tensor in (*weights, tally.sums, *data.test)} == {gpu}
 
 
 def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path):

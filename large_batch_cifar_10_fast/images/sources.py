@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..request.settings import Refusal
+from ..settings.settings import Refusal
 from .synthetic import TRAIN_COUNT, draw_shapes
 
 ARCHIVE = "cifar-10-python.tar.gz"
@@ -46,13 +46,23 @@ class Images:
     test_images: np.ndarray
     test_labels: np.ndarray
 
+    @property
+    def train(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.train_images, self.train_labels
+
+    @property
+    def test(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.test_images, self.test_labels
+
+    def facts(self) -> dict[str, object]:
+        """What a log tells of them."""
+        counts = {"train": len(self.train_images), "test": len(self.test_images)}
+        return {"images": self.name, "digest": self.digest(), **counts}
+
     def digest(self) -> str:
         """The first 12 hexadecimal digits of the SHA-256 over all images and labels, labels as bytes."""
         total = hashlib.sha256()
-        for images, labels in (
-            (self.train_images, self.train_labels),
-            (self.test_images, self.test_labels),
-        ):
+        for images, labels in (self.train, self.test):
             total.update(np.ascontiguousarray(images))
             total.update(labels.astype(np.uint8))
         return total.hexdigest()[:12]

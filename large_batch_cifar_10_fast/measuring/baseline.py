@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from ..recipes.recipe import Recipe
 from ..training.networks import cast, make_network
 from ..training.norm import GhostBatchNorm, norms_of
+from ..training.recipe import Recipe
 from ..training.world import World
 
 

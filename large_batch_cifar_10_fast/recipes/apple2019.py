@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..request.settings import Refusal, option, refuse_unless_finite, refuse_unless_positive, spelled
+from ..settings.settings import Refusal, option, refuse_unless_finite, refuse_unless_positive, spelled
 from ..training.augmentation import CropAndFlip, deal_evenly, mirrored, unchanged
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import NesterovSGD, PiecewiseLinear
 from ..training.whitening import whitening_filters
+
+Norm = Callable[[int], nn.Module]  # made for so many channels
 
 GROUPS = 16  # ghost groups in a worker's batch, whatever the batch
 WEIGHT_DECAY = 5e-4  # per image of a batch and per unit of the peak rate
@@ -30,15 +32,8 @@ LABEL_SMOOTHING = 0.2
 LOGIT_SCALE = 1 / 16
 CELU_ALPHA = 0.3
 
-DEMO = {
-    "width": 8,
-    "batch_size": 32,
-    "ghost_batch": 16,
-    "epochs": 10,
-    "ema_ep": 1.0,
-    "lr_scaler": 1.0,
-    "lr_scaler_end_fraction": 0.02,
-}
+DEMO = {"width": 8, "batch_size": 32, "ghost_batch": 16, "epochs": 10, "ema_ep": 1.0}
+DEMO |= {"lr_scaler": 1.0, "lr_scaler_end_fraction": 0.02}
 
 
 @dataclass(frozen=True)
@@ -53,11 +48,7 @@ class Apple2019:
     batch_size: int = option(256, "images a worker takes each step")
     width: int = option(64, "channels of the first block; the others scale with it")
     ghost_batch: int = option(0, f"images a norm takes together; 0: a {GROUPS}th of the batch")
-    eval_stats: str = option(
-        "first",
-        "whose running statistics evaluation uses: the first ghost group's, as published, or the average of all",
-        choices=("first", "average"),
-    )
+    eval_stats: str = option("first", "ghost groups whose statistics evaluation uses", choices=("first", "average"))
     workers: int = option(8, "replicas, each with its own shard", environment="WORKERS")
 
     name: ClassVar = "apple2019"
@@ -68,25 +59,20 @@ class Apple2019:
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "epochs", "width", "batch_size", "workers", "lr_scaler")
         refuse_unless_finite(self, "lr_scaler", "lr_scaler_end_fraction", "ema_ep", "warmup_fraction", "ghost_batch")
-        if not self.ghost_batch:
-            if self.batch_size % GROUPS:
-                raise Refusal(
-                    f"{spelled(self, 'batch_size')} is not divisible into {GROUPS} ghost groups: "
-                    f"use {max(GROUPS, self.batch_size // GROUPS * GROUPS)}, or choose --ghost_batch"
-                )
-            object.__setattr__(self, "ghost_batch", self.batch_size // GROUPS)
+        if not self.ghost_batch and self.batch_size % GROUPS:
+            fitting = max(GROUPS, self.batch_size // GROUPS * GROUPS)
+            groups = f"{spelled(self, 'batch_size')} is not divisible into {GROUPS} ghost groups"
+            raise Refusal(f"{groups}: use {fitting}, or choose --ghost_batch")
+        object.__setattr__(self, "ghost_batch", self.ghost_batch or self.batch_size // GROUPS)
         if self.batch_size % self.ghost_batch:
-            raise Refusal(
-                f"{spelled(self, 'ghost_batch')} does not divide --batch_size {self.batch_size}: use one that does"
-            )
+            batch = f"--batch_size {self.batch_size}"
+            raise Refusal(f"{spelled(self, 'ghost_batch')} does not divide {batch}: use one that does")
         if self.warmup_fraction < 1:
             raise Refusal(f"{spelled(self, 'warmup_fraction')} must be at least 1: the peak lies inside the run")
         peak, end = self.epochs / self.warmup_fraction, self.epochs - self.ema_ep
         if peak > end:
-            raise Refusal(
-                f"{spelled(self, 'ema_ep')} leaves no time to come down from the peak at epoch {peak:g} of "
-                f"{self.epochs}: use at most {self.epochs - peak:g}"
-            )
+            late = f"{spelled(self, 'ema_ep')} leaves no time to come down from the peak at epoch {peak:g}"
+            raise Refusal(f"{late} of {self.epochs}: use at most {self.epochs - peak:g}")
 
     def network(self) -> "Network":
         groups = self.batch_size // self.ghost_batch if self.eval_stats == "average" else 1
@@ -125,7 +111,7 @@ class Apple2019:
 class Network(nn.Module):
     """Images [B, 3, 32, 32] to logits [B, 10]; 6,570,880 trained parameters at width 64 (method, section 3)."""
 
-    def __init__(self, width: int, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, width: int, norm: Norm) -> None:
         super().__init__()
         self.prep = nn.Sequential(convolution(27, width, size=1), *normed(width, norm))
         self.layer1 = nn.Sequential(halving(width, 2 * width, norm), Residual(2 * width, norm))
@@ -142,17 +128,16 @@ class Network(nn.Module):
 class Residual(nn.Module):
     """x + f(f(x)), two blocks f of their own weights; no activation after the sum."""
 
-    def __init__(self, channels: int, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
-        block = [convolution(channels, channels), *normed(channels, norm)]
-        again = [convolution(channels, channels), *normed(channels, norm)]
-        self.branch = nn.Sequential(*block, *again)
+        blocks = [(convolution(channels, channels), *normed(channels, norm)) for _ in range(2)]
+        self.branch = nn.Sequential(*blocks[0], *blocks[1])
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.branch(x)
 
 
-def halving(channels_in: int, channels_out: int, norm: Callable[[int], nn.Module]) -> nn.Sequential:
+def halving(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
     """Convolution, pooling, norm: pooling comes before the norm, which then has a quarter to do."""
     return nn.Sequential(convolution(channels_in, channels_out), nn.MaxPool2d(2), *normed(channels_out, norm))
 
@@ -161,5 +146,5 @@ def convolution(channels_in: int, channels_out: int, size: int = 3) -> nn.Conv2d
     return nn.Conv2d(channels_in, channels_out, size, padding=size // 2, bias=False)
 
 
-def normed(channels: int, norm: Callable[[int], nn.Module]) -> tuple[nn.Module, nn.Module]:
+def normed(channels: int, norm: Norm) -> tuple[nn.Module, nn.Module]:
     return norm(channels), nn.CELU(CELU_ALPHA)

@@ -1,1 +1,1 @@
-"""What a user asks for: settings, the command line with its recipe, and the refusals that come before any training."""
+"""From what a user asks for to settings and a recipe, and whatever can be refused before training."""

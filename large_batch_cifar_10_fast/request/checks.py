@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 from ..images.sources import count_training_images, load_images
-from ..recipes.recipe import Recipe
 from ..results.tables import changes, finished_rows, read_rows, refuse_other
-from .settings import Refusal, Settings, spelled
+from ..settings.settings import Refusal, Settings, spelled
+from ..training.recipe import Recipe
 
 
 def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:

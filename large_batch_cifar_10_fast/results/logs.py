@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ..request.settings import PACKAGE, REPO, Refusal
+from ..settings.settings import PACKAGE, REPO, Refusal
 from . import lines
 from .tables import COLUMNS, CONDITIONS, GOAL
 

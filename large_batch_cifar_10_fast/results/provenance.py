@@ -9,7 +9,7 @@ import subprocess
 
 import torch
 
-from ..request.settings import PACKAGE, REPO
+from ..settings.settings import PACKAGE, REPO
 from ..training.world import World
 
 

@@ -5,45 +5,34 @@ import os
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+from torch import nn
 from tqdm import tqdm
 
 from .. import __version__
-from ..images.sources import Images
-from ..recipes.recipe import Recipe
-from ..request.settings import Settings, warn
+from ..settings.settings import Settings
+from ..training.recipe import Recipe
+from ..training.tally import Score
 from ..training.world import World
 from . import lines
 from .clock import PARTS, Clock
 from .provenance import code_digest, commit, device_name, driver_and_clocks, peak_memory, software
-from .tables import CONDITIONS, GOAL, Journal, Row, changes, reached_goal, refuse_other, write_timing_log
+from .tables import CONDITIONS, GOAL, Journal, Row, changes, reached_goal, refuse_other, write_timing_log, written_whole
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class Score:
-    """How many of so many images were right, and their mean loss."""
-
-    correct: int
-    images: int
-    loss: float
-
-    @property
-    def accuracy(self) -> float:
-        return self.correct / self.images
 
 
 class RunLog:
     """Prints and writes for the whole world; on all processes but the main one it does nothing."""
 
-    def __init__(self, settings: Settings, recipe: Recipe, world: World, images: Images, finished: list[Row]) -> None:
-        """`finished` are the rows of the campaign that is resumed, if one is. Raises Refusal."""
+    def __init__(self, settings: Settings, recipe: Recipe, world: World, images: Row, finished: list[Row]) -> None:
+        """`images` are facts of the data set, `finished` the rows of a campaign that is resumed. Raises Refusal."""
         self.settings, self.recipe, self.world = settings, recipe, world
         self.rows = {int(row["run"]): row for row in finished}
         self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
@@ -62,8 +51,7 @@ class RunLog:
             "device": device_name(world),
             **driver_and_clocks(world),
             "data": os.path.abspath(settings.data) if os.path.exists(settings.data) else settings.data,
-            "images": images.name,
-            "digest": images.digest(),
+            **images,
             "version": __version__,
             "commit": commit(),
             "code": code_digest(),
@@ -75,16 +63,16 @@ class RunLog:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
         self._journal = Journal(Path(settings.out) / "runs.tsv")
         self._journal.mend()
-        self._head(images)
+        self._head()
 
-    def _head(self, images: Images) -> None:
+    def _head(self) -> None:
         facts = self.facts
         self._print(lines.HEAD, **facts)
         self._print(lines.SOFTWARE, **software())
         self._print(lines.WORLD, **facts, plural="es" * (self.world.world_size > 1))
         if facts["driver"]:
             self._print(lines.GPU, **facts)
-        self._print(lines.DATA, **facts, train=len(images.train_images), test=len(images.test_images))
+        self._print(lines.DATA, **facts)
         self._print(lines.RECIPE, **facts)
         self._print(lines.SETTINGS, settings=lines.as_pairs(asdict(self.settings)))
         self._print(lines.CAMPAIGN, **facts, made=len(self.rows))
@@ -151,7 +139,7 @@ class RunLog:
             self._print(lines.TIMES, **row)
             self._print(lines.ASIDE, **row, gib=row["peak_memory"] / 2**30)
         if not math.isfinite(train.loss) or not math.isfinite(validation.loss):
-            warn(f"run {run} (seed {self.settings.seed + run}) diverged: its loss is not finite")
+            self.world.warn(f"run {run} (seed {self.settings.seed + run}) diverged: its loss is not finite")
 
     def summary(self) -> None:
         """The three lines that close the published log, over the whole seconds of each run."""
@@ -163,6 +151,14 @@ class RunLog:
         self._print(lines.SLOWEST, maximum=max(seconds), median=statistics.median(seconds))
         self._print(lines.LOWEST, lowest=min(accuracies), median=round(statistics.median(accuracies), 6))
         self._print(lines.REACHED, reached=sum(map(reached_goal, self.rows.values())), total=len(self.rows))
+
+    def save(self, network: nn.Module) -> None:
+        """With --save, the last run's weights and statistics; read them with torch.load(FILE, weights_only=True)."""
+        if self.settings.save and self.world.is_main:
+            with written_whole(self.settings.save) as unfinished:
+                torch.save(
+                    {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}, unfinished
+                )
 
     def _print_run(self, row: Row) -> None:
         figures = ("train_accuracy", "train_loss", "validation_accuracy", "validation_loss", "seconds")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..request.settings import Refusal, Settings
+from ..settings.settings import Refusal, Settings
 from .clock import PARTS
 
 GOAL = 0.94  # the accuracy a run is to reach

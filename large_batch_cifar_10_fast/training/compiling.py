@@ -6,10 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..recipes.recipe import Recipe
-from ..request.settings import Settings, warn
 from .networks import DTYPES, autocast, reset
 from .norm import track_running_statistics
+from .recipe import Recipe
 from .world import World
 
 # Of a gradient's length. Rounding in another order was seen to reach 0.44 in a bias of bf16, 0.09 in fp16 and 0.003
@@ -17,42 +16,39 @@ from .world import World
 TOLERANCE = 0.7
 
 
-def compiled(network: nn.Module, recipe: Recipe, settings: Settings, world: World) -> nn.Module:
+def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: int, world: World) -> nn.Module:
     """The network in few passes over memory; or as it is, with a warning, where it cannot be compiled.
 
     All graphs that training needs are made here. Each is tried on a batch of noise, and its gradients held to
     the uncompiled network's: a compiler may go wrong without a word (docs/performance.md, "A trap").
     The network's weights, gradients and statistics are of no use afterwards: reset it.
     """
-    if not settings.compile:
-        return network
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would remark on a missing GPU
-    batch = noise(recipe.batch_size * len(world.workers) // settings.micro_batches, settings, world)
+    batch = noise(recipe.batch_size * len(world.workers) // micro_batches, precision, world)
     recipe.whiten(network, batch[0].permute(0, 2, 3, 1))
     reset(network, recipe, seed=0)
     fused = torch.compile(network, dynamic=False)
     try:
-        for tracking in [True] * world.is_main + [False] * (settings.micro_batches > 1 or not world.is_main):
+        for tracking in [True] * world.is_main + [False] * (micro_batches > 1 or not world.is_main):
             track_running_statistics(network, tracking)
-            expected = gradients(network, network, recipe, batch, settings)
-            check_agreement(gradients(network, fused, recipe, batch, settings), expected)
+            expected = gradients(network, network, recipe, batch, precision)
+            check_agreement(gradients(network, fused, recipe, batch, precision), expected)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler may say: training goes on without it
-        if world.is_main:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            broken = " (a compilation was broken off: delete this file)" * reason.endswith("file too short")
-            warn(f"not compiled ({reason}){broken}: training goes on uncompiled; --no_compile says so without a try")
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        broken = " (a compilation was broken off: delete this file)" * reason.endswith("file too short")
+        world.warn(f"not compiled ({reason}){broken}: training goes on uncompiled; --no_compile says so without a try")
         fused = network
     network.zero_grad()
     return fused
 
 
-def noise(count: int, settings: Settings, world: World) -> tuple[Tensor, Tensor]:
+def noise(count: int, precision: str, world: World) -> tuple[Tensor, Tensor]:
     """Images [count, 3, 32, 32] as training's are laid out, and labels."""
     images = torch.randn(count, 32, 32, 3, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(count, dtype=torch.int64, device=world.device)  # all alike, or gradients would cancel out
-    return images.to(world.device, DTYPES[settings.precision]).permute(0, 3, 1, 2), labels
+    return images.to(world.device, DTYPES[precision]).permute(0, 3, 1, 2), labels
 
 
 def gradients(
@@ -60,12 +56,12 @@ def gradients(
     forward: Callable[[Tensor], Tensor],
     recipe: Recipe,
     batch: tuple[Tensor, Tensor],
-    settings: Settings,
+    precision: str,
 ) -> dict[str, Tensor]:
     """The gradient of each of the network's trained weights, by name, from one forward and backward pass."""
     images, labels = batch
     network.zero_grad()
-    with autocast(settings.precision, images.device):
+    with autocast(precision, images.device):
         logits = forward(images)
     recipe.loss(logits, labels).sum().backward()
     return {name: weight.grad for name, weight in network.named_parameters() if weight.requires_grad}

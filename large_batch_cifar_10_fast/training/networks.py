@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..recipes.recipe import Recipe
 from .norm import norms_of
+from .recipe import Recipe
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 

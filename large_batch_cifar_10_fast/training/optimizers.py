@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+Tensors = Sequence[Tensor]
+
 
 @dataclass(frozen=True)
 class PiecewiseLinear:
@@ -46,27 +48,19 @@ class NesterovSGD(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            weights = group["params"]
-            for weight in weights:
+            w = group["params"]
+            for weight in w:
                 if not self.state[weight]:
                     self.state[weight]["velocity"] = torch.zeros_like(weight)
-            velocities = [self.state[weight]["velocity"] for weight in weights]
-            rates = group["lr"], group["weight_decay"], group["momentum"]
-            nesterov_update(weights, [weight.grad for weight in weights], velocities, *rates)
+            grad, v = [weight.grad for weight in w], [self.state[weight]["velocity"] for weight in w]
+            nesterov_update(w, grad, v, group["lr"], group["weight_decay"], group["momentum"])
 
 
-def nesterov_update(
-    weights: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    velocities: Sequence[Tensor],
-    lr: float,
-    weight_decay: float,
-    momentum: float,
-) -> None:
+def nesterov_update(w: Tensors, grad: Tensors, v: Tensors, lr: float, weight_decay: float, momentum: float) -> None:
     """One step of the formula above, in place, a few launches for all tensors together."""
-    change = torch._foreach_add(gradients, weights, alpha=weight_decay)
-    torch._foreach_mul_(change, -lr)
-    torch._foreach_mul_(velocities, momentum)
-    torch._foreach_add_(velocities, change)
-    torch._foreach_add_(weights, change)
-    torch._foreach_add_(weights, velocities, alpha=momentum)
+    d = torch._foreach_add(grad, w, alpha=weight_decay)
+    torch._foreach_mul_(d, -lr)
+    torch._foreach_mul_(v, momentum)
+    torch._foreach_add_(v, d)
+    torch._foreach_add_(w, d)
+    torch._foreach_add_(w, v, alpha=momentum)

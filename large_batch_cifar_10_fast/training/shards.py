@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..images.sources import Images
-from ..recipes.recipe import Recipe
+from .recipe import Recipe
 from .world import World
 
 MEAN = (125.31, 122.95, 113.87)  # of CIFAR-10's channels, on the 0..255 scale
@@ -53,23 +52,16 @@ class Shards:
         Images come as [B, 3, 32, 32] in channels-last memory, labels as int64 [B]; B is the batch size times
         the workers in a micro-batch. It holds its workers one after the other, worker 0's images first.
         """
-        augmentation, size = self.recipe.augmentation, self.recipe.batch_size
-        deals = [deal_epoch(self.rows_of(w), augmentation, seed, w, epoch) for w in self.workers]
-        used = self.steps_per_epoch * size
-        # [workers, steps * batch] -> [steps, micro-batches, workers in a micro-batch * batch]
-        rows, *choices = (
-            torch.stack([deal[:used] for deal in part])
-            .view(len(self.workers), self.steps_per_epoch, size)
-            .transpose(0, 1)
-            .reshape(self.steps_per_epoch, self.micro_batches, -1)
-            for part in zip(*deals, strict=True)
-        )
+        augment, steps, size = self.recipe.augmentation, self.steps_per_epoch, self.recipe.batch_size
+        deals = [deal_epoch(self.rows_of(w), augment, seed, w, epoch) for w in self.workers]
+        # Of rows and of each choice, [workers, steps * batch] -> [steps, micro-batches, workers in one * batch]
+        parts = (torch.stack([deal[: steps * size] for deal in part]) for part in zip(*deals, strict=True))
+        parts = (part.view(-1, steps, size).transpose(0, 1).reshape(steps, self.micro_batches, -1) for part in parts)
+        rows, *choices = parts
         labels = self.labels[rows]
-        for step in range(self.steps_per_epoch):
-            yield [
-                (augmentation(self.images, rows[step, m], *(choice[step, m] for choice in choices)), labels[step, m])
-                for m in range(self.micro_batches)
-            ]
+        for s in range(steps):
+            chosen = [(rows[s, m], *(choice[s, m] for choice in choices)) for m in range(self.micro_batches)]
+            yield [(augment(self.images, *chosen[m]), labels[s, m]) for m in range(self.micro_batches)]
 
 
 def deal_epoch(rows: Tensor, augmentation, seed: int, worker: int, epoch: int) -> tuple[Tensor, ...]:
@@ -90,28 +82,23 @@ def derive_seed(seed: int, worker: int, epoch: int) -> int:
     return int(np.random.SeedSequence([seed, worker, epoch]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def upload_shards(images: Images, recipe: Recipe, world: World, micro_batches: int) -> Shards:
-    """Move the images of this process's workers to its device, as the bytes they are."""
+def upload_shards(images: np.ndarray, labels: np.ndarray, recipe: Recipe, world: World, micro_batches: int) -> Shards:
+    """Move the training images of this process's workers to its device, as the bytes they are."""
     mine = slice(None)
     if len(world.workers) < recipe.workers:
-        mine = np.flatnonzero(np.isin(np.arange(len(images.train_images)) % recipe.workers, world.workers))
-    return Shards(
-        torch.from_numpy(images.train_images[mine]).to(world.device),
-        torch.from_numpy(images.train_labels[mine]).to(world.device),
-        world.workers,
-        len(images.train_images),
-        recipe,
-        micro_batches,
-    )
+        mine = np.flatnonzero(np.isin(np.arange(len(images)) % recipe.workers, world.workers))
+    uploaded = _upload(images[mine], labels[mine], world.device)
+    return Shards(*uploaded, world.workers, len(images), recipe, micro_batches)
 
 
-def upload_test(images: Images, world: World) -> Batch:
+def upload_test(images: np.ndarray, labels: np.ndarray, world: World) -> Batch:
     """Move this process's share of the test images, every P-th, to its device."""
     share = slice(world.rank, None, world.world_size)
-    return (
-        torch.from_numpy(np.ascontiguousarray(images.test_images[share])).to(world.device),
-        torch.from_numpy(images.test_labels[share].copy()).to(world.device),
-    )
+    return _upload(images[share], labels[share], world.device)
+
+
+def _upload(images: np.ndarray, labels: np.ndarray, device: torch.device) -> Batch:
+    return tuple(torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (images, labels))
 
 
 def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:

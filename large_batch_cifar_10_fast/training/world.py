@@ -1,10 +1,8 @@
 """The world: which processes there are, which workers live on which, and how they average and add up."""
 
 import contextlib
-import ctypes
 import os
-import signal
-import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tqdm import tqdm
+
+from .process import die_with_parent, loopback_store
 
 TIMEOUT = timedelta(minutes=60)  # one epoch on a slow machine may keep the others waiting
 
@@ -34,6 +35,12 @@ class World:
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    def warn(self, text: str) -> None:
+        """A line on STDERR, from the main process alone, clear of the progress bar."""
+        if self.is_main:
+            with tqdm.external_write_mode():
+                print(f"Warning: {text}", file=sys.stderr, flush=True)
 
     def synchronize(self) -> None:
         """Return when the devices of all processes have finished what they were given."""
@@ -99,7 +106,7 @@ def join_world(total_workers: int) -> Iterator[World]:
         private = one_machine and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=loopback_store(rank, world_size) if private else None,
+            store=loopback_store(rank, world_size, TIMEOUT) if private else None,
             rank=rank if private else -1,
             world_size=world_size if private else -1,
             timeout=TIMEOUT,
@@ -114,24 +121,3 @@ def workers_of(rank: int, world_size: int, total_workers: int) -> range:
     """The workers that live on a process: equal consecutive parts, so that worker 0 is on rank 0."""
     share = total_workers // world_size
     return range(rank * share, (rank + 1) * share)
-
-
-def loopback_store(rank: int, world_size: int) -> dist.TCPStore:
-    """torchrun's meeting point, but heard on loopback only: PyTorch's own would listen on all interfaces."""
-    host, port = "127.0.0.1", int(os.environ["MASTER_PORT"])
-    listening = None
-    if rank == 0:
-        server = socket.create_server((host, port), backlog=world_size)
-        listening = server.detach()
-    return dist.TCPStore(host, port, world_size, is_master=rank == 0, master_listen_fd=listening, timeout=TIMEOUT)
-
-
-def die_with_parent() -> None:
-    """Ask Linux to end this process when its parent ends, however that ends (even by SIGKILL).
-
-    Ctrl-C ends it silently too: eight tracebacks would tell nobody anything.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    pr_set_pdeathsig = 1
-    with contextlib.suppress(OSError, AttributeError):  # not Linux: torchrun's own clean-up has to do
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

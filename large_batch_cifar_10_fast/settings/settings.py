@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tqdm import tqdm
-
 PACKAGE = Path(__file__).resolve().parents[1]
 REPO = PACKAGE.parent
 DATA = REPO / "data" if (REPO / "run_tests.sh").exists() else Path("data")  # installed, there is no repository
@@ -28,12 +26,6 @@ def refusals_end(command: str) -> Iterator[None]:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{command}: {refusal}", file=sys.stderr)
         sys.exit(2)
-
-
-def warn(text: str) -> None:
-    """A line on STDERR, clear of the progress bar."""
-    with tqdm.external_write_mode():
-        print(f"Warning: {text}", file=sys.stderr, flush=True)
 
 
 def option(default, text: str, **more):

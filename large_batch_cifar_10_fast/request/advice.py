@@ -1,4 +1,4 @@
-"""What surrounds training without being part of it: what the device decides, advice, and the end of a process."""
+"""What surrounds training without being part of it: what the device decides, and advice about hours and memory."""
 
 import contextlib
 import os
@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from ..recipes.recipe import Recipe
-from ..request.settings import Settings, warn
-from .networks import training_flop
-from .world import World
+from ..settings.settings import Settings
+from ..training.networks import training_flop
+from ..training.recipe import Recipe
+from ..training.world import World
 
 
 def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) -> Settings:
@@ -20,8 +20,8 @@ def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) 
     pays = world.on_gpu or hours > 1 / 6
     use_compiler = settings.compile or (pays and not settings.no_compile)
     precision = settings.precision or ("fp16" if world.on_gpu else "fp32")
-    if world.is_main and not world.on_gpu and hours > 1 / 6:
-        warn(f"without a GPU this takes about {hours:.1f} hours; --demo is the same method in two minutes")
+    if not world.on_gpu and hours > 1 / 6:
+        world.warn(f"without a GPU this takes about {hours:.1f} hours; --demo is the same method in two minutes")
     return replace(settings, precision=precision, compile=use_compiler, no_compile=not use_compiler)
 
 
@@ -50,14 +50,3 @@ def explaining_memory(settings: Settings, recipe: Recipe, world: World) -> Itera
         )
         print(f"train_cifar_parallel.sh: out of memory with {images} on {world.device}: {advice}", file=sys.stderr)
         sys.exit(2)
-
-
-def leave() -> None:
-    """End a process that has written all it had to.
-
-    An ordinary exit would run PyTorch's static destructors beside its threads, which aborted 5 of 90 two-process
-    launches after their last line ("terminate called without ...").
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -1,0 +1,179 @@
+"""How the parts are put together: what is timed, which epoch is told, and that another recipe fits the house."""
+
+import dataclasses
+from typing import ClassVar
+
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, train_here
+from torch import nn
+
+from large_batch_cifar_10_fast import train
+from large_batch_cifar_10_fast.images.sources import random_images
+from large_batch_cifar_10_fast.request import command_line
+from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.results.provenance import code_digest
+from large_batch_cifar_10_fast.settings.settings import PACKAGE, Refusal, Settings, option
+from large_batch_cifar_10_fast.training.augmentation import CropAndFlip, unchanged
+from large_batch_cifar_10_fast.training.norm import GhostBatchNorm
+from large_batch_cifar_10_fast.training.optimizers import PiecewiseLinear
+from large_batch_cifar_10_fast.training.tally import Score
+from large_batch_cifar_10_fast.training.world import World
+
+
+def test_upload_preprocessing_whitening_and_training_count_and_validation_does_not(tiny_npz, tmp_path, monkeypatch):
+    """Every piece of work takes a second of its own kind; scripted validations say 90%, 95%, 93%, 96%."""
+    now, scores = [0.0], iter([90, 95, 93, 96] * 2)
+
+    def taking(seconds, work):
+        def slower(*arguments):
+            now[0] += seconds
+            return work(*arguments)
+
+        return slower
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(train, "upload_test", taking(0.5, train.upload_test))
+    monkeypatch.setattr(train, "normalise", taking(0.25, train.normalise))
+    monkeypatch.setattr(train, "frozen_weights", taking(0.125, train.frozen_weights))
+    monkeypatch.setattr(train, "take_step", taking(1, train.take_step))
+    monkeypatch.setattr(train, "evaluate", taking(1000, lambda *_: Score(next(scores), 100, 1.0)))
+    train_here("--demo", *TINY, "--epochs", 4, "--runs", 2, "--data", tiny_npz, "--out", tmp_path)
+    steps = 643 // 8 // 16
+    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    for part, seconds in {"upload": 0.5, "preprocessing": 0.5, "whitening": 0.125, "training": 4 * steps}.items():
+        assert rows[part].tolist() == [seconds, seconds], part
+    assert rows["seconds"].tolist() == [1.125 + 4 * steps] * 2
+    assert rows["last_validation"].tolist() == [1000, 1000]
+    assert rows["goal_epoch"].tolist() == [2, 2], "the first epoch at 94%, not the last"
+    assert rows["goal_seconds"].tolist() == [1.125 + 2 * steps] * 2
+    assert rows["validation_accuracy"].tolist() == [0.96, 0.96]
+    hours = pd.read_csv(tmp_path / "timing_log.tsv", sep="\t")["hours"] * 3600
+    assert hours.tolist() == pytest.approx([1.125 + epoch * steps for epoch in (1, 2, 3, 4)])
+
+
+def draw(count: int, options: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(options, (count,), generator=generator)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stock:
+    """Two workers, plain batch norm with a scale, torch's SGD, the loss's mean, one view."""
+
+    batch_size: int = option(16, "images a worker takes each step")
+    epochs: int = option(2, "epochs of a run")
+
+    name: ClassVar = "stock"
+    workers: ClassVar = 2
+    augmentation: ClassVar = CropAndFlip(padding=4, deal=draw)
+    reduction: ClassVar = "mean"
+    views: ClassVar = (unchanged,)
+
+    def network(self) -> nn.Module:
+        norm = GhostBatchNorm(6, ghost_batch=self.batch_size)
+        return nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.ReLU(), nn.AvgPool2d(30), nn.Flatten(), nn.Linear(6, 10))
+
+    def whiten(self, network, images) -> None:
+        pass
+
+    def optimizers(self, network) -> list:
+        schedules = {"lr": PiecewiseLinear((0, 1, 2), (0, 0.1, 0.01)), "momentum": PiecewiseLinear((0, 2), (0.95, 0.8))}
+        group = {"params": list(network.parameters()), "schedules": schedules}
+        return [torch.optim.SGD([group], lr=0.0, momentum=0.9, nesterov=True, weight_decay=0.01)]
+
+    def loss(self, logits, labels):
+        return F.cross_entropy(logits, labels, reduction="none")
+
+
+class Silent:
+    """A log that keeps what it is told last."""
+
+    def progress(self, steps, run, epoch):
+        return steps
+
+    def epoch(self, clock, validation):
+        self.validation = validation
+
+    def run(self, *_):
+        pass
+
+
+def test_another_recipe_trains_as_stock_pytorch_would():
+    recipe, world = Stock(), World(0, 1, torch.device("cpu"), range(2), 2)
+    learner = train.make_learner(Settings(precision="fp64", seed=4), recipe, world)
+    data = train.prepare(random_images(2 * 16 * 3, 30), learner, Clock(world.synchronize))
+    train.train_once(0, learner, data, Clock(world.synchronize), log := Silent())
+
+    torch.manual_seed(4)
+    convolution, linear = nn.Conv2d(3, 6, 3), nn.Linear(6, 10)
+    norms = [nn.BatchNorm2d(6) for _ in range(2)]
+    norms[1].weight, norms[1].bias = norms[0].weight, norms[0].bias
+    tail = nn.Sequential(nn.ReLU(), nn.AvgPool2d(30), nn.Flatten(), linear)
+    replicas = [nn.Sequential(convolution, norm, *tail).double() for norm in norms]
+    sgd = torch.optim.SGD(replicas[0].parameters(), lr=1.0, momentum=0.9, nesterov=True, weight_decay=0.01)
+    for step in range(1, 7):
+        epoch = step / 3
+        sgd.param_groups[0]["lr"] = 0.1 * epoch if epoch <= 1 else 0.1 + (0.01 - 0.1) * (epoch - 1)
+        sgd.param_groups[0]["momentum"] = 0.95 + (0.8 - 0.95) * epoch / 2
+        images, labels = list(data.train.epoch(4, (step + 2) // 3))[(step - 1) % 3][0]
+        sgd.zero_grad()
+        for replica, x, y in zip(replicas, images.split(16), labels.split(16), strict=True):
+            (F.cross_entropy(replica(x.contiguous()), y) / 2).backward()
+        sgd.step()
+    for ours, theirs in zip(learner.network.parameters(), replicas[0].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    logits = replicas[0].eval()(data.test[0].permute(0, 3, 1, 2))
+    assert log.validation.correct == (logits.argmax(1) == data.test[1]).sum()
+    assert log.validation.loss == pytest.approx(F.cross_entropy(logits, data.test[1]).item(), rel=1e-9)
+
+
+@pytest.fixture
+def two_recipes(monkeypatch):
+    monkeypatch.setitem(command_line.RECIPES, "stock", Stock)
+
+
+def test_a_recipe_has_its_own_options_and_refuses_anothers(two_recipes, capsys):
+    assert read_request(["--recipe", "stock", "--epochs", "3"], {})[1] == Stock(epochs=3)
+    for arguments, variables, message in (
+        (["--recipe", "stock", "--lr_scaler", "1"], {}, "recipe stock has no option --lr_scaler; --help lists"),
+        (["--recipe", "stock", "--demo"], {}, "--demo is apple2019, small, not stock"),
+        (["--recipe", "stock"], {"WORKERS": "4"}, "WORKERS=4 cannot be set: recipe stock has 2; unset it"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            read_request(arguments, variables)
+    with pytest.raises(SystemExit):
+        read_request(["--recipe", "stock", "--help"], {})
+    shown = capsys.readouterr().out
+    assert "--batch_size" in shown
+    assert "--lr_scaler" not in shown
+
+
+def test_a_campaign_of_another_recipe_is_written_and_resumed(two_recipes, tiny_npz, tmp_path, capsys):
+    base = ["--recipe", "stock", "--data", tiny_npz, "--out", tmp_path, "--no_warmup", "--no_compile"]
+    train_here(*base, "--runs", 2, "--epochs", 1)
+    table = tmp_path / "runs.tsv"
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:2]))
+    train_here("--resume", "--out", tmp_path)
+    rows = pd.read_csv(table, sep="\t")
+    assert rows["run"].tolist() == [0, 1]
+    assert rows["recipe"].tolist() == ["stock"] * 2
+    assert rows["options"].tolist() == ["batch_size=16 epochs=1"] * 2
+    assert "# recipe stock batch_size=16 epochs=1\n" in capsys.readouterr().out
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(Refusal, match=r"had other recipe \(stock then, apple2019 now\)"):
+        train_here("--resume", "--recipe", "apple2019", "--out", tmp_path)
+
+
+def test_the_digest_of_the_code_covers_every_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("large_batch_cifar_10_fast.results.provenance.PACKAGE", tmp_path)
+    seen = {code_digest()}
+    files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
+    assert len({file.parent for file in files}) > 5
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("")
+        seen.add(code_digest())
+    assert len(seen) == len(files) + 1
