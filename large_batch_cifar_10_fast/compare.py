@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -38,35 +37,24 @@ class Row:
 
 def table(mine: Log, reference: Log) -> list[Row]:
     """The rows of the comparison, accuracies in percent."""
-    rows = [Row("runs", str(len(mine.accuracy)), str(len(reference.accuracy)))]
-    known = mine.reached[0] == mine.reached[1] and reference.reached[0] == reference.reached[1]
-    counts = mine.reached[0], len(mine.accuracy), reference.reached[0], len(reference.accuracy)
-    rows.append(
-        Row(
-            "reached 94%",
-            *(_reached(log) for log in (mine, reference)),
-            100 * (counts[0] / counts[1] - counts[2] / counts[3]) if known else None,
-            tuple(100 * bound for bound in newcombe(*counts)) if known else None,
-        )
-    )
-    a, b = 100 * finite(mine.accuracy), 100 * finite(reference.accuracy)
-    rows.append(_row("accuracy mean, %", a, b, np.mean, welch_interval(a, b)))
-    exact = [(100 * log.median, 100 * log.lowest) for log in (mine, reference)]
-    medians = [e[0] if math.isfinite(e[0]) else np.median(x) for e, x in zip(exact, (a, b), strict=True)]
-    lowest = [e[1] if math.isfinite(e[1]) else x.min() for e, x in zip(exact, (a, b), strict=True)]
-    rows.append(_figures("accuracy median, %", *medians, resampled_interval(a, b, _difference_of(np.median))))
-    rows.append(_figures("accuracy lowest, %", *lowest))
-    if min(len(a), len(b)) > 1:
-        spread = resampled_interval(a, b, _difference_of(_std))
-        rows.append(_figures("accuracy standard deviation, points", _std(a), _std(b), spread))
-    a, b = finite(mine.loss), finite(reference.loss)
-    rows.append(_row("loss mean", a, b, np.mean, welch_interval(a, b)))
-    a, b = finite(mine.seconds), finite(reference.seconds)
-    for name, statistic in (("median", np.median), ("mean", np.mean), ("longest", np.max)):
-        interval = resampled_interval(a, b, _ratio_of(statistic)) if name != "longest" else None
-        rows.append(_row(f"seconds {name}", a, b, statistic, interval, ratio=True))
-    a, b = finite(mine.goal_seconds), finite(reference.goal_seconds)
-    rows.append(_row("seconds to 94%, mean", a, b, np.mean, resampled_interval(a, b, _ratio_of(np.mean)), ratio=True))
+    names = ("accuracy", "loss", "seconds", "goal_seconds")
+    accuracy, loss, seconds, goal = ([finite(getattr(log, name)) for log in (mine, reference)] for name in names)
+    accuracy = [100 * values for values in accuracy]
+    medians, lowest = ([100 * getattr(log, name) for log in (mine, reference)] for name in ("median", "lowest"))
+    rows = [
+        Row("runs", str(len(mine.accuracy)), str(len(reference.accuracy))),
+        _reached_row(mine, reference),
+        _row("accuracy mean, %", accuracy, np.mean, welch_interval),
+        _row("accuracy median, %", accuracy, np.median, resampled_interval, exact=medians),
+        _row("accuracy lowest, %", accuracy, np.min, exact=lowest),
+        _row("loss mean", loss, np.mean, welch_interval),
+        _row("seconds median", seconds, np.median, resampled_interval, ratio=True),
+        _row("seconds mean", seconds, np.mean, resampled_interval, ratio=True),
+        _row("seconds longest", seconds, np.max, ratio=True),
+        _row("seconds to 94%, mean", goal, np.mean, resampled_interval, ratio=True),
+    ]
+    if min(map(len, accuracy)) > 1:
+        rows.insert(5, _row("accuracy standard deviation, points", accuracy, _std, resampled_interval))
     return rows
 
 
@@ -74,53 +62,46 @@ def _std(values: np.ndarray) -> float:
     return float(np.std(values, ddof=1))
 
 
-def _difference_of(statistic) -> Callable[[np.ndarray, np.ndarray], float]:
-    return lambda a, b: statistic(a) - statistic(b)
+def _row(name: str, pair: list, statistic, interval_of=None, ratio: bool = False, exact=(math.nan, math.nan)) -> Row:
+    """A statistic of both sides, unless it is known more exactly, with their difference or ratio and its interval."""
 
+    def between(a: np.ndarray, b: np.ndarray) -> float:
+        return statistic(a) / statistic(b) if ratio else statistic(a) - statistic(b)
 
-def _ratio_of(statistic) -> Callable[[np.ndarray, np.ndarray], float]:
-    return lambda a, b: statistic(a) / statistic(b)
-
-
-def _row(name: str, a: np.ndarray, b: np.ndarray, statistic, interval, ratio: bool = False) -> Row:
-    return _figures(name, *(statistic(x) if len(x) else math.nan for x in (a, b)), interval, ratio)
-
-
-def _figures(name: str, mine: float, reference: float, interval=None, ratio: bool = False) -> Row:
-    shown = (f"{value:.3f}" if math.isfinite(value) else "unknown" for value in (mine, reference))
-    difference = mine / reference if ratio else mine - reference
+    known = [statistic(x) if len(x) and not math.isfinite(e) else e for x, e in zip(pair, exact, strict=True)]
+    shown = [f"{value:.3f}" if math.isfinite(value) else "unknown" for value in known]
+    difference = known[0] / known[1] if ratio else known[0] - known[1]
+    interval = None
+    if interval_of:
+        interval = interval_of(*pair) if interval_of is welch_interval else interval_of(*pair, between)
     return Row(name, *shown, float(difference) if math.isfinite(difference) else None, interval, ratio)
 
 
-def _reached(log: Log) -> str:
-    (least, most), total = log.reached, len(log.accuracy)
-    if least < most:
-        return f"{least} to {most} of {total} (hidden by rounding)"
-    low, high = wilson(least, total)
-    return f"{least} of {total}, {least / total:.0%} ({low:.0%} to {high:.0%})"
+def _reached_row(*logs: Log) -> Row:
+    shown, counts = [], []
+    for log in logs:
+        (least, most), total = log.reached, len(log.accuracy)
+        counts += [least, total]
+        low, high = wilson(least, total)
+        share = f"{least} of {total}, {least / total:.0%} ({low:.0%} to {high:.0%})"
+        shown.append(share if least == most else f"{least} to {most} of {total} (hidden by rounding)")
+    if any(least < most for least, most in (log.reached for log in logs)):
+        return Row("reached 94%", *shown)
+    difference = 100 * (counts[0] / counts[1] - counts[2] / counts[3])
+    return Row("reached 94%", *shown, difference, tuple(100 * bound for bound in newcombe(*counts)))
 
 
 def conclude(mine: Log, reference: Log, margin: float) -> dict[str, Conclusion]:
     """What may be said of accuracy (margin in points), of time (margin as a share), and of mine against the goal."""
-    accuracy = judge(
-        100 * finite(mine.accuracy),
-        100 * finite(reference.accuracy),
-        margin,
-        "Accuracy",
-        lambda x: f"{x:+.3f} points",
-        more_is_better=True,
-    )
+    a, b = (100 * finite(log.accuracy) for log in (mine, reference))
     # Times are compared as ratios, so through their logarithms.
-    time = judge(
-        np.log(finite(mine.seconds)),
-        np.log(finite(reference.seconds)),
-        math.log1p(TIME_MARGIN),
-        "Time",
-        lambda x: f"{100 * math.expm1(x):+.1f}%",
-        more_is_better=False,
-    )
-    goal = judge_goal(100 * finite(mine.accuracy), 100 * GOAL)
-    return {"accuracy": accuracy, "time": time, "goal": goal}
+    c, d = (np.log(finite(log.seconds)) for log in (mine, reference))
+    share = math.log1p(TIME_MARGIN)
+    return {
+        "accuracy": judge(a, b, margin, "Accuracy", lambda x: f"{x:+.3f} points", more_is_better=True),
+        "time": judge(c, d, share, "Time", lambda x: f"{100 * math.expm1(x):+.1f}%", more_is_better=False),
+        "goal": judge_goal(a, 100 * GOAL),
+    }
 
 
 def differing_conditions(mine: Log, reference: Log) -> list[str]:
@@ -173,11 +154,8 @@ def as_text(notes: list[str], rows: list[Row], conclusions: dict[str, Conclusion
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m large_batch_cifar_10_fast.compare",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__,
-    )
+    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.compare", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("mine", help="a run log, runs.tsv, timing_log.tsv or other DAWNBench table, or `published`")
     parser.add_argument("reference", nargs="?", default=DEFAULT, help="the same (default: run_log.txt)")
     parser.add_argument("--margin", type=float, default=0.10, help="points that count as equivalent (0.10)")
@@ -192,17 +170,10 @@ def main(arguments: list[str] | None = None) -> int:
     conclusions = conclude(mine, reference, options.margin)
     result = status(mine, reference, conclusions)
     if options.json:
-        told = {
-            "mine": mine.name,
-            "reference": reference.name,
-            "goal": GOAL,
-            "margin": options.margin,
-            "notes": notes,
-            "rows": [asdict(row) for row in rows],
-            "conclusions": {name: asdict(conclusion) for name, conclusion in conclusions.items()},
-            "status": result,
-        }
-        print(json.dumps(told, indent=2))
+        told = {"mine": mine.name, "reference": reference.name, "goal": GOAL, "margin": options.margin, "notes": notes}
+        told["rows"] = [asdict(row) for row in rows]
+        told["conclusions"] = {name: asdict(conclusion) for name, conclusion in conclusions.items()}
+        print(json.dumps(told | {"status": result}, indent=2))
     else:
         print(as_text(notes, rows, conclusions))
     return result

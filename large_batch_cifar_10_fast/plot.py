@@ -3,7 +3,7 @@
     python -m large_batch_cifar_10_fast.plot FILE... [--out PICTURE]
 
 Above, test accuracy against training seconds: the given logs in front, DAWNBench's entries of 2018 to 2020
-behind. Below, where a log holds several runs, one mark a run: mine over the reference.
+behind. Below, where a log holds several runs, how their accuracies and times are distributed, beside the reference's.
 """
 
 import argparse
@@ -55,17 +55,6 @@ def spread(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarra
     return result
 
 
-def stack(values: np.ndarray, width: float) -> np.ndarray:
-    """Heights at which marks closer than `width` do not hide each other: 0, 1, -1, 2, ... in each bin."""
-    bins = np.floor(values / width).astype(int)
-    heights = np.zeros(len(values))
-    for one in np.unique(bins):
-        mine = np.flatnonzero(bins == one)
-        rank = np.arange(len(mine))
-        heights[mine] = (rank + 1) // 2 * np.where(rank % 2, 1, -1)
-    return heights
-
-
 def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
     """Accuracy against seconds; every line is named at its end, above the picture."""
     entries = {name: read_log(str(PUBLISHED / "dawnbench" / f"{name}.tsv")) for name in ENTRIES}
@@ -111,75 +100,47 @@ def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
         )
 
 
-def draw_marks(axes, mine: np.ndarray, reference: np.ndarray, names: tuple[str, str], log_axis: bool) -> None:
-    """One mark a run: mine, filled, above; the reference, open, below."""
-    both = np.concatenate([mine, reference])
-    scale = np.log10 if log_axis else np.asarray
-    extent = max(np.ptp(scale(both)), 1e-3)
-    for height, values, face in ((1, mine, INK), (0, reference, "white")):
-        stacked = stack(scale(values), extent / 45)
-        step = min(0.09, 0.42 / max(1, np.abs(stacked).max()))
-        axes.plot(values, height + step * stacked, "o", ms=2.4, mew=0.5, mec=INK, mfc=face)
-    axes.set_yticks([1, 0], names)
-    axes.set_ylim(-0.6, 1.6)
-    if log_axis:
-        axes.set_xscale("log")
+def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: float) -> None:
+    """The share of runs at or below each value, one step a run: mine in black, the reference in grey."""
+    for log, name, color in zip(logs, names, (INK, BEHIND), strict=True):
+        axes.ecdf(factor * getattr(log, figure), color=color, lw=1, label=name)
+    axes.set_ylabel("share of runs")
+    axes.legend(frameon=False, fontsize=6)
 
 
 def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> None:
-    """Draw and save; `logs[0]` is mine, and its runs, if several, are set over the reference's."""
+    """Draw and save; the runs of the first log that holds several are set over the reference's."""
     # Matplotlib caches its fonts at import; a home folder that cannot be written must not matter.
     os.environ.setdefault("MPLCONFIGDIR", os.path.join(tempfile.gettempdir(), "matplotlib-cache"))
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator
 
-    campaigns = [log for log in logs if len(log.accuracy) > 1]
-    plt.rcParams.update(
-        {
-            "font.size": 7,
-            "axes.linewidth": 0.5,
-            "svg.fonttype": "none",
-            "axes.spines.right": False,
-            "axes.spines.top": False,
-            "xtick.major.width": 0.5,
-            "ytick.major.width": 0.5,
-        }
-    )
+    campaign = next((i for i, log in enumerate(logs) if len(log.accuracy) > 1), None)
+    style = {"font.size": 7, "axes.linewidth": 0.5, "svg.fonttype": "none"}
+    plt.rcParams.update(style | {"axes.spines.right": False, "axes.spines.top": False})
+    rows, height = (1, 3.0) if campaign is None else (3, 4.9)
+    ratios = [2.4, 1, 1][:rows]
     figure, axes = plt.subplots(
-        3 if campaigns else 1,
-        1,
-        figsize=(WIDTH, 4.9 if campaigns else 3.0),
-        layout="constrained",
-        height_ratios=[2.4, 1, 1] if campaigns else None,
-        squeeze=False,
+        rows, 1, figsize=(WIDTH, height), layout="constrained", height_ratios=ratios, squeeze=False
     )
     draw_curves(axes[0, 0], logs, labels)
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    axes[0, 0].xaxis.set_major_formatter(plain)
-    if campaigns:
-        mine, names = campaigns[0], (labels[logs.index(campaigns[0])], reference.name)
-        draw_marks(axes[1, 0], 100 * mine.accuracy, 100 * reference.accuracy, names, log_axis=False)
+    axes[0, 0].xaxis.set_major_formatter("{x:g}")
+    if campaign is not None:
+        sides, names = [logs[campaign], reference], [labels[campaign], reference.name]
+        draw_runs(axes[1, 0], sides, names, "accuracy", 100)
         axes[1, 0].axvline(100 * GOAL, color=INK, lw=0.6, ls=(0, (4, 3)), zorder=0)
-        axes[1, 0].set_xlabel("final test accuracy, %, one mark a run", labelpad=1)
-        draw_marks(axes[2, 0], mine.seconds, reference.seconds, names, log_axis=True)
-        narrow = np.ptp(np.log10(np.concatenate([mine.seconds, reference.seconds]))) < 1.5
-        axes[2, 0].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
-        axes[2, 0].xaxis.set_major_formatter(plain)
-        axes[2, 0].xaxis.set_minor_locator(LogLocator(subs=()))
-        axes[2, 0].set_xlabel("seconds, one mark a run", labelpad=1)
+        axes[1, 0].set_xlabel("final test accuracy, %", labelpad=1)
+        draw_runs(axes[2, 0], sides, names, "seconds", 1)
+        axes[2, 0].set(xscale="log", xlabel="seconds")
     figure.savefig(out, dpi=200)
     plt.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m large_batch_cifar_10_fast.plot",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__,
-    )
+    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.plot", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="+", help="run logs, runs.tsv, timing_log.tsv or other DAWNBench tables")
     parser.add_argument("--out", default="timing.png", help="picture to write: .png, .svg or .pdf (timing.png)")
     parser.add_argument("--reference", default="published", help="campaign to set the first one over (published)")

@@ -148,8 +148,8 @@ def evaluate(learner: Learner, test: Batch) -> Score:
 
 
 def warm_up(learner: Learner, test_images: int) -> None:
-    """Two steps and an evaluation on random data of the right shapes, so that the timed runs find kernels
-    chosen, memory at hand and the processes connected. What it trains is thrown away."""
+    """Two steps and an evaluation on random data of the right shapes, thrown away: the timed runs then find kernels
+    chosen, memory at hand and the processes connected."""
     noise = random_images(2 * learner.recipe.workers * learner.recipe.batch_size, test_images)
     data, optimizers = (
         prepare(noise, learner, Clock(learner.world.synchronize)),

@@ -14,6 +14,8 @@ from large_batch_cifar_10_fast.results.clock import PARTS
 from large_batch_cifar_10_fast.results.tables import COLUMNS, Journal, read_rows
 from large_batch_cifar_10_fast.settings.settings import Refusal
 
+pytestmark = pytest.mark.slow
+
 RUNS = 10
 TIMES = [*PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory"]
 

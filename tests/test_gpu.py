@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import GPU, GPUS, REPO, TINY, environment, launch
 
-pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(GPUS == 0, reason="no GPU here")]
 
 TRAIN = "large_batch_cifar_10_fast.train"
 EPOCH_WITHOUT_WAITING = """

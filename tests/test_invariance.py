@@ -10,6 +10,8 @@ from conftest import LAUNCHER, TINY, environment, launch
 
 from large_batch_cifar_10_fast.request.command_line import RECIPES
 
+pytestmark = pytest.mark.slow
+
 # (processes, micro-batches), against one process in one; the campaign tests run two processes
 SPLITS = [(2, 2), (4, 1), (8, 1)]
 SMALL = {"apple2019": ["--demo", *TINY]}  # each recipe, small enough for a test

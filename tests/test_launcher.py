@@ -13,6 +13,8 @@ from conftest import LAUNCHER, REPO, TINY, children_of, environment, launch
 
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
     package = REPO / "large_batch_cifar_10_fast"

@@ -20,7 +20,7 @@ from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
 from large_batch_cifar_10_fast.training.world import World
 
 WORKERS, BATCH, GHOST, WIDTH, STEPS, EPOCHS, SEED = 8, 16, 8, 3, 3, 2, 11
-ALONE = World(0, 1, torch.device("cpu"), range(WORKERS), WORKERS)
+ALONE = World(0, 1, torch.device("cpu"), WORKERS)
 
 
 class Recorder:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from large_batch_cifar_10_fast.plot import ENTRIES, main, spread, stack
+from large_batch_cifar_10_fast.plot import ENTRIES, main, spread
 from large_batch_cifar_10_fast.results.logs import PUBLISHED
 
 CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"
@@ -36,8 +36,11 @@ def test_labels_are_spread_in_order_with_a_gap():
     assert moved[4] == 3.0
 
 
-def test_equal_values_are_stacked_and_distant_ones_are_not():
-    assert stack(np.array([1.0, 1.0, 5.0, 1.0]), 0.5).tolist() == [0, 1, 0, -1]
+def test_a_campaigns_runs_are_drawn_beside_the_reference(tmp_path):
+    main([str(CAMPAIGN), "--out", str(tmp_path / "p.svg")])
+    text = (tmp_path / "p.svg").read_text().replace("> ", ">")
+    for label in ("mine", "published", "final test accuracy, %", "seconds", "share of runs"):
+        assert f">{label}<" in text, label
 
 
 def test_an_unreadable_log_is_refused(tmp_path, capsys):

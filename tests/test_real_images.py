@@ -12,7 +12,10 @@ from large_batch_cifar_10_fast.images.sources import load_images
 from large_batch_cifar_10_fast.training.shards import MEAN, STD, normalise
 from large_batch_cifar_10_fast.training.whitening import whitening_filters
 
-pytestmark = pytest.mark.skipif("CIFAR10_NPZ" not in os.environ, reason="CIFAR10_NPZ names no images")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("CIFAR10_NPZ" not in os.environ, reason="CIFAR10_NPZ names no images"),
+]
 
 
 @pytest.fixture(scope="module")

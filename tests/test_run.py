@@ -19,6 +19,8 @@ from large_batch_cifar_10_fast.results.tables import COLUMNS, write_timing_log, 
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.training.world import World
 
+pytestmark = pytest.mark.slow
+
 RUN_LINE = re.compile(
     r"Train acc (\d\.\d{4}) loss (\d+\.\d{3}), validation acc (\d\.\d{4}) loss (\d+\.\d{3}) wall time (\d+\.\d{3})s"
 )
@@ -147,7 +149,7 @@ def test_python_dash_m_runs_one_process(tiny_npz, tmp_path):
 
 
 def test_memory_running_out_is_explained(capsys):
-    world = World(0, 1, torch.device("cuda", 0), range(8), 8)
+    world = World(0, 1, torch.device("cuda", 0), 8)
     with pytest.raises(SystemExit) as end, explaining_memory(Settings(), Apple2019(), world):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
     assert end.value.code == 2

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.training.augmentation import MOST_OPTIONS, deal_evenly, mirrored
 from large_batch_cifar_10_fast.training.shards import deal_epoch, normalise, upload_shards, upload_test
-from large_batch_cifar_10_fast.training.world import World, workers_of
+from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
 CROP_AND_FLIP = Apple2019.augmentation
@@ -27,7 +27,7 @@ def _number(image: torch.Tensor) -> torch.Tensor:
 
 
 def _shards(rank=0, processes=1, micro_batches=1):
-    world = World(rank, processes, CPU, workers_of(rank, processes, 8), 8)
+    world = World(rank, processes, CPU, 8)
     return upload_shards(*_numbered(643), Apple2019(batch_size=16), world, micro_batches)
 
 
@@ -120,7 +120,7 @@ def test_normalising_is_the_methods():
 
 
 def test_the_test_images_are_shared_out_once_each():
-    worlds = [World(rank, 4, CPU, workers_of(rank, 4, 8), 8) for rank in range(4)]
+    worlds = [World(rank, 4, CPU, 8) for rank in range(4)]
     shares = [upload_test(*_numbered(11), world)[0].permute(0, 3, 1, 2) for world in worlds]
     assert sorted(torch.cat([_number(share) for share in shares]).tolist()) == list(range(11))
 

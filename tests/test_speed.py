@@ -22,7 +22,9 @@ from large_batch_cifar_10_fast.training.optimizers import follow_schedules
 from large_batch_cifar_10_fast.training.tally import Tally
 from large_batch_cifar_10_fast.training.world import World
 
-ALONE = World(0, 1, torch.device("cpu"), range(2), 2)
+pytestmark = pytest.mark.slow
+
+ALONE = World(0, 1, torch.device("cpu"), 2)
 SMALL = Apple2019(workers=2, batch_size=16, ghost_batch=8, width=4)
 COMPILED = Settings(precision="fp64", compile=True)
 
@@ -126,7 +128,7 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
 
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(torch, "randperm", lambda n, generator, device: torch.arange(n, device=device))
-    world, settings = World(0, 1, gpu, range(2), 2), Settings(precision="fp32", micro_batches=2)
+    world, settings = World(0, 1, gpu, 2), Settings(precision="fp32", micro_batches=2)
     with FakeTensorMode(allow_non_fake_inputs=False):
         network = make_network(SMALL, seed=0)
         for module in network.modules():
@@ -183,7 +185,7 @@ def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path
     ],
 )
 def test_long_runs_are_compiled_unless_told_otherwise(settings, recipe, expected):
-    settled = settle(settings, recipe, World(1, 2, torch.device("cpu"), range(4, 8), 8), 50_000)
+    settled = settle(settings, recipe, World(1, 2, torch.device("cpu"), 8), 50_000)
     assert (settled.compile, settled.no_compile) == (expected, not expected)
     assert settled.precision == "fp32"
 

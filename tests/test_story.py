@@ -102,7 +102,7 @@ class Silent:
 
 
 def test_another_recipe_trains_as_stock_pytorch_would():
-    recipe, world = Stock(), World(0, 1, torch.device("cpu"), range(2), 2)
+    recipe, world = Stock(), World(0, 1, torch.device("cpu"), 2)
     learner = train.make_learner(Settings(precision="fp64", seed=4), recipe, world)
     data = train.prepare(random_images(2 * 16 * 3, 30), learner, Clock(world.synchronize))
     train.train_once(0, learner, data, Clock(world.synchronize), log := Silent())

@@ -1,9 +1,7 @@
 """Apple, December 2019: eight workers of 256 images, 94% in about 8 seconds on eight V100s (docs/method.md).
 
-| epochs | batch | rate | momentum | decay | loss | augmentation | test views | weights averaged |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
-| 18 | 8 x 256 | 0, 1.5, 0.15 at epochs 0, 3.6, 16 | Nesterov 0.9 | 5e-4 x 1.5 x 256 | smoothed by 0.2, summed |
-pad 4, crop, flip, both balanced | image and mirror image | no |
+18 epochs; rate 0, 1.5, 0.15 at epochs 0, 3.6, 16; Nesterov 0.9, decay 5e-4 x 1.5 x 256; cross-entropy smoothed by 0.2
+and summed; pad 4, crop, flip, both balanced; tested on an image and its mirror image; weights are not averaged.
 """
 
 from collections.abc import Callable
@@ -29,8 +27,7 @@ WEIGHT_DECAY = 5e-4  # per image of a batch and per unit of the peak rate
 BIAS_FACTOR = 64  # biases learn this much faster, with as much less decay
 SGD_MOMENTUM = 0.9
 LABEL_SMOOTHING = 0.2
-LOGIT_SCALE = 1 / 16
-CELU_ALPHA = 0.3
+CELU_ALPHA, LOGIT_SCALE = 0.3, 1 / 16
 
 DEMO = {"width": 8, "batch_size": 32, "ghost_batch": 16, "epochs": 10, "ema_ep": 1.0}
 DEMO |= {"lr_scaler": 1.0, "lr_scaler_end_fraction": 0.02}
@@ -65,8 +62,9 @@ class Apple2019:
             raise Refusal(f"{groups}: use {fitting}, or choose --ghost_batch")
         object.__setattr__(self, "ghost_batch", self.ghost_batch or self.batch_size // GROUPS)
         if self.batch_size % self.ghost_batch:
-            batch = f"--batch_size {self.batch_size}"
-            raise Refusal(f"{spelled(self, 'ghost_batch')} does not divide {batch}: use one that does")
+            raise Refusal(
+                f"{spelled(self, 'ghost_batch')} does not divide {spelled(self, 'batch_size')}: use one that does"
+            )
         if self.warmup_fraction < 1:
             raise Refusal(f"{spelled(self, 'warmup_fraction')} must be at least 1: the peak lies inside the run")
         peak, end = self.epochs / self.warmup_fraction, self.epochs - self.ema_ep

@@ -19,16 +19,12 @@ class Line:
 
     def read(self, line: str) -> dict[str, str] | None:
         """The fields by name, as text; None if this is another line."""
-        match = re.fullmatch(self._pattern(), line.rstrip())
-        return match.groupdict() if match else None
-
-    def _pattern(self) -> str:
-        parts = []
+        pattern = ""
         for literal, name, spec, conversion in string.Formatter().parse(self.template):
-            parts.append(re.escape(literal))
-            if name:
-                parts.append(f"(?P<{name}>{NUMBER if spec or conversion else '.*?'})")
-        return "".join(parts)
+            field = f"(?P<{name}>{NUMBER if spec or conversion else '.*?'})" if name else ""
+            pattern += re.escape(literal) + field
+        match = re.fullmatch(pattern, line.rstrip())
+        return match.groupdict() if match else None
 
 
 HEAD = Line("# large_batch_cifar_10_fast {version}, commit {commit}, code {code}, {started}")

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ..settings.settings import PACKAGE, REPO, Refusal
+from ..settings.settings import REPO, Refusal
 from . import lines
 from .tables import COLUMNS, CONDITIONS, GOAL
 
-# Beside the package in the repository, inside it where it was installed.
-PUBLISHED = next((path for path in (REPO / "published", PACKAGE / "published") if path.is_dir()), REPO / "published")
+PUBLISHED = REPO / "published"
 PUBLISHED_FACTS = {"images": "CIFAR-10", "device": "8 x Tesla V100-SXM2-32GB", "workers": "8"}
 FACTS = ("images", "digest", "device", "recipe", "workers", "processes", *CONDITIONS)  # what may explain a difference
 

@@ -27,17 +27,11 @@ def commit() -> str:
     return _said_by("git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
-def software() -> dict[str, str]:
+def software() -> dict[str, object]:
     """Versions of the interpreter and of torch with what it was built for."""
     nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if torch.cuda.is_available() else ""
     cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": str(cuda),
-        "cudnn": str(cudnn),
-        "nccl": nccl,
-    }
+    return {"python": platform.python_version(), "torch": torch.__version__, "cuda": cuda, "cudnn": cudnn, "nccl": nccl}
 
 
 def device_name(world: World) -> str:

@@ -39,24 +39,18 @@ class RunLog:
         if not world.is_main:
             return
         now = datetime.now(timezone.utc)
-        self.facts = {
-            "campaign": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}",
-            "started": f"{now:%Y-%m-%dT%H:%M:%SZ}",
-            "runs": settings.runs,
-            "recipe": recipe.name,
-            "options": lines.as_pairs(asdict(recipe)),
-            "workers": recipe.workers,
+        campaign, started = f"{now:%Y%m%dT%H%M%S}-{os.getpid()}", f"{now:%Y-%m-%dT%H:%M:%SZ}"
+        self.facts = {"campaign": campaign, "started": started, "runs": settings.runs}
+        self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
+        self.facts |= {
             "processes": world.world_size,
-            **{name: getattr(settings, name) for name in CONDITIONS},
             "device": device_name(world),
             **driver_and_clocks(world),
-            "data": os.path.abspath(settings.data) if os.path.exists(settings.data) else settings.data,
             **images,
-            "version": __version__,
-            "commit": commit(),
-            "code": code_digest(),
-            "torch": version("torch"),
         }
+        self.facts |= {name: getattr(settings, name) for name in CONDITIONS}
+        self.facts |= {"data": os.path.abspath(settings.data) if os.path.exists(settings.data) else settings.data}
+        self.facts |= {"version": __version__, "commit": commit(), "code": code_digest(), "torch": version("torch")}
         if finished:
             refuse_other(finished[0], changes(finished[0], device=self.facts["device"]))
             self.facts |= {name: finished[0][name] for name in ("campaign", "started")}
@@ -66,16 +60,13 @@ class RunLog:
         self._head()
 
     def _head(self) -> None:
-        facts = self.facts
+        facts = self.facts | {"plural": "es" * (self.world.world_size > 1), "made": len(self.rows)}
+        facts |= {"settings": lines.as_pairs(asdict(self.settings))}
+        gpu = [lines.GPU] if facts["driver"] else []
         self._print(lines.HEAD, **facts)
         self._print(lines.SOFTWARE, **software())
-        self._print(lines.WORLD, **facts, plural="es" * (self.world.world_size > 1))
-        if facts["driver"]:
-            self._print(lines.GPU, **facts)
-        self._print(lines.DATA, **facts)
-        self._print(lines.RECIPE, **facts)
-        self._print(lines.SETTINGS, settings=lines.as_pairs(asdict(self.settings)))
-        self._print(lines.CAMPAIGN, **facts, made=len(self.rows))
+        for line in (lines.WORLD, *gpu, lines.DATA, lines.RECIPE, lines.SETTINGS, lines.CAMPAIGN):
+            self._print(line, **facts)
 
     def runs_to_make(self) -> list[int]:
         """The runs of the campaign that are not finished yet."""
@@ -84,13 +75,9 @@ class RunLog:
     def set_up(self, clock: Clock, steps_per_epoch: int) -> None:
         """The published lines about what all runs share; from here on the steps go by on a terminal."""
         steps = self.recipe.epochs * steps_per_epoch
-        self._bar = tqdm(
-            total=self.settings.runs * steps,
-            initial=len(self.rows) * steps,
-            unit="step",
-            file=sys.stderr,
-            disable=None if self.world.is_main else True,
-        )
+        shown = None if self.world.is_main else True  # None: only on a terminal
+        made, total = len(self.rows) * steps, self.settings.runs * steps
+        self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=shown)
         self._print(lines.UPLOAD, **clock.seconds)
         self._print(lines.WHITENING, **clock.seconds)
         for run in sorted(self.rows):
@@ -112,25 +99,14 @@ class RunLog:
         epochs, self.epochs = self.epochs, []
         if not self.world.is_main:
             return
-        goal = [(i, seconds) for i, (seconds, accuracy) in enumerate(epochs, 1) if accuracy >= GOAL]
-        goal_epoch, goal_seconds = goal[0] if goal else ("", "")
-        row = self.rows[run] = {
-            **self.facts,
-            "run": run,
-            "seed": self.settings.seed + run,
-            "train_accuracy": train.accuracy,
-            "train_loss": train.loss,
-            "validation_accuracy": validation.accuracy,
-            "validation_count": validation.correct,
-            "validation_images": validation.images,
-            "validation_loss": validation.loss,
-            **{part: clock.seconds[part] for part in PARTS},
-            "seconds": clock.total,
-            "last_validation": clock.last["validation"],
-            "goal_epoch": goal_epoch,
-            "goal_seconds": goal_seconds,
-            "peak_memory": peak_memory(self.world.device),
-        }
+        goal = next(((i, seconds) for i, (seconds, accuracy) in enumerate(epochs, 1) if accuracy >= GOAL), ("", ""))
+        row = self.rows[run] = self.facts | {"run": run, "seed": self.settings.seed + run}
+        row |= {"train_accuracy": train.accuracy, "train_loss": train.loss}
+        row |= {"validation_accuracy": validation.accuracy, "validation_loss": validation.loss}
+        row |= {"validation_count": validation.correct, "validation_images": validation.images}
+        row |= {part: clock.seconds[part] for part in PARTS}
+        row |= {"seconds": clock.total, "last_validation": clock.last["validation"]}
+        row |= {"goal_epoch": goal[0], "goal_seconds": goal[1], "peak_memory": peak_memory(self.world.device)}
         if run == 0:
             write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
         self._journal.append(row)

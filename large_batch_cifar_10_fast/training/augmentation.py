@@ -34,26 +34,18 @@ class CropAndFlip:
     padding: int
     deal: Deal
 
-    @property
-    def places(self) -> int:
-        """Places a side where a crop may begin."""
-        return 2 * self.padding + 1
-
     def choose(self, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """For each of `count` images, crops (0 to places² - 1, row by row) and flips (1: mirrored), int64 [count]."""
-        return self.deal(count, self.places**2, generator), self.deal(count, 2, generator)
+        """For each image, where its crop begins (row by row) and whether it is mirrored (1), both int64 [count]."""
+        return self.deal(count, (2 * self.padding + 1) ** 2, generator), self.deal(count, 2, generator)
 
     def __call__(self, images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor) -> Tensor:
-        """`images[rows]` padded, cropped and mirrored in one gather: [B, 3, 32, 32], channels-last.
-
-        `images` are [n, 32, 32, 3]. Padding is an index here, and takes no memory.
-        """
-        span = torch.arange(SIZE, device=images.device)
+        """Of `images` [n, 32, 32, 3], a batch [B, 3, 32, 32], channels-last, in one gather: padding is but an index."""
+        places, span = 2 * self.padding + 1, torch.arange(SIZE, device=images.device)
         reflected = torch.arange(-self.padding, SIZE + self.padding, device=images.device).abs()
         reflected = torch.where(reflected < SIZE, reflected, 2 * (SIZE - 1) - reflected)
-        down = reflected[(crops // self.places)[:, None] + span]
+        down = reflected[(crops // places)[:, None] + span]
         columns = torch.where(flips[:, None] == 1, SIZE - 1 - span, span)
-        across = reflected[(crops % self.places)[:, None] + columns]
+        across = reflected[(crops % places)[:, None] + columns]
         return images[rows[:, None, None], down[:, :, None], across[:, None, :]].permute(0, 3, 1, 2)
 
 

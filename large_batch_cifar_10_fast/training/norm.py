@@ -7,13 +7,13 @@ from torch import Tensor, nn
 class GhostBatchNorm(nn.Module):
     """Batch norm in which every `ghost_batch` images in a row are normalised by their own statistics.
 
-    Small groups add the noise that lets large batches generalise. As no group reaches beyond a worker's batch,
-    many workers can be computed as one larger batch; with `ghost_batch` a worker's whole batch this is plain
-    batch norm per worker. The bias is always trained, the scale with `affine` (else it is 1); both, and the
-    statistics, are float32 (float64 if the input is). Takes and returns [B, C, H, W], B a multiple of ghost_batch.
+    Small groups add the noise that lets large batches generalise. As no group reaches beyond a worker's batch, many
+    workers can be computed as one larger batch; `ghost_batch` = a worker's batch is plain batch norm per worker. The
+    bias is always trained, the scale with `affine` (else it is 1); both, and the statistics, are float32 (float64 if
+    the input is). Takes and returns [B, C, H, W], B a multiple of ghost_batch.
 
-    While `tracking`, the batch's first `groups` groups (so worker 0's) each feed running statistics of their own,
-    [groups, C]. Evaluation uses their mean.
+    While `tracking`, the first `groups` groups (so worker 0's) each feed running statistics of their own, [groups, C];
+    evaluation uses their mean.
     """
 
     def __init__(
@@ -53,9 +53,8 @@ class GhostBatchNorm(nn.Module):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        unbiased = variance[: self.groups] * (count / (count - 1))
         self.running_mean.lerp_(mean[: self.groups], self.momentum)
-        self.running_var.lerp_(unbiased, self.momentum)
+        self.running_var.lerp_(variance[: self.groups] * (count / (count - 1)), self.momentum)  # unbiased
 
 
 def norms_of(network: nn.Module) -> list[GhostBatchNorm]:

@@ -44,16 +44,17 @@ class NesterovSGD(Optimizer):
 
     def __init__(self, groups: Iterable[dict], momentum: float) -> None:
         super().__init__(groups, {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
+        for group in self.param_groups:
+            group["velocities"] = [torch.zeros_like(weight) for weight in group["params"]]
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            w = group["params"]
-            for weight in w:
-                if not self.state[weight]:
-                    self.state[weight]["velocity"] = torch.zeros_like(weight)
-            grad, v = [weight.grad for weight in w], [self.state[weight]["velocity"] for weight in w]
-            nesterov_update(w, grad, v, group["lr"], group["weight_decay"], group["momentum"])
+            grad, rates = (
+                [w.grad for w in group["params"]],
+                [group[name] for name in ("lr", "weight_decay", "momentum")],
+            )
+            nesterov_update(group["params"], grad, group["velocities"], *rates)
 
 
 def nesterov_update(w: Tensors, grad: Tensors, v: Tensors, lr: float, weight_decay: float, momentum: float) -> None:

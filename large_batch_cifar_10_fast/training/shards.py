@@ -1,8 +1,4 @@
-"""From images on the host to batches on the device: preprocessing, and each worker's own shard of the images.
-
-A worker owns one shard for good (method, section 2). A process holds the shards of all its workers side by
-side, and every step takes one batch of each.
-"""
+"""From images on the host to batches on the device: preprocessing, and each worker's own shard (method, section 2)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Shards:
-    """The training images of a process's workers.
+    """The training images of a process's workers, each worker's own for good; every step takes one batch of each.
 
     `images` [n, 32, 32, 3] and `labels` int64 [n] hold the data set's images i, in their order, whose i % W
     is one of `workers`. So worker `workers[q]`'s j-th image stands at row j * len(workers) + q.
@@ -93,8 +89,7 @@ def upload_shards(images: np.ndarray, labels: np.ndarray, recipe: Recipe, world:
 
 def upload_test(images: np.ndarray, labels: np.ndarray, world: World) -> Batch:
     """Move this process's share of the test images, every P-th, to its device."""
-    share = slice(world.rank, None, world.world_size)
-    return _upload(images[share], labels[share], world.device)
+    return _upload(images[world.rank :: world.world_size], labels[world.rank :: world.world_size], world.device)
 
 
 def _upload(images: np.ndarray, labels: np.ndarray, device: torch.device) -> Batch:
@@ -103,13 +98,11 @@ def _upload(images: np.ndarray, labels: np.ndarray, device: torch.device) -> Bat
 
 def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel, computed in `dtype`."""
-    mean = torch.tensor(MEAN, dtype=dtype, device=images.device)
-    std = torch.tensor(STD, dtype=dtype, device=images.device)
+    mean, std = (torch.tensor(figure, dtype=dtype, device=images.device) for figure in (MEAN, STD))
     return images.to(dtype).sub_(mean).div_(std)
 
 
 def evaluation_batches(images: Tensor, labels: Tensor) -> Iterator[Batch]:
     """Test images [n, 32, 32, 3] as channels-last [B, 3, 32, 32] in chunks that fit any device."""
     for start in range(0, len(images), EVALUATION_BATCH):
-        chunk = slice(start, start + EVALUATION_BATCH)
-        yield images[chunk].permute(0, 3, 1, 2), labels[chunk]
+        yield images[start : start + EVALUATION_BATCH].permute(0, 3, 1, 2), labels[start : start + EVALUATION_BATCH]

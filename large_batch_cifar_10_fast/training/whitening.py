@@ -10,9 +10,8 @@ MOST_IMAGES = 10_000
 def whitening_filters(images: Tensor, size: int = 3) -> Tensor:
     """Filters [3 size², 3, size, size] whose outputs on these images are uncorrelated, of variance 1 or a little less.
 
-    `images` [n, H, W, 3] are worker 0's, normalised and unpadded. The rows X are all their 3 x size x size
-    patches; the eigenvectors of X'X / (n - 1), strongest first, are each divided by sqrt(eigenvalue + 0.01).
-    Computed in float32, or float64 if the images are; returned in the images' type.
+    `images` [n, H, W, 3] are normalised and unpadded. The rows X are all their 3 x size x size patches; eigenvectors of
+    X'X / (n - 1), strongest first, are divided by sqrt(eigenvalue + 0.01); in float32, or float64 if the images are.
     """
     dtype = torch.promote_types(images.dtype, torch.float32)
     patches = images[:MOST_IMAGES].unfold(1, size, 1).unfold(2, size, 1)  # [n, 30, 30, 3, 3, 3] for 3x3 of 32x32

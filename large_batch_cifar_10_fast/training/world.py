@@ -19,17 +19,22 @@ TIMEOUT = timedelta(minutes=60)  # one epoch on a slow machine may keep the othe
 
 @dataclass(frozen=True)
 class World:
-    """One process's view of all: its rank, how many processes, its device, and its workers out of all."""
+    """One process's view of all: its rank, how many processes, its device, and how many workers all have together."""
 
     rank: int
     world_size: int
     device: torch.device
-    workers: range
     total_workers: int
 
     @property
+    def workers(self) -> range:
+        """The workers that live on this process: equal consecutive parts, so that worker 0 is on rank 0."""
+        share = self.total_workers // self.world_size
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    @property
     def is_main(self) -> bool:
-        """Whether this is the process that speaks and writes; worker 0 lives on it."""
+        """Whether this is the process that speaks and writes, with worker 0."""
         return self.rank == 0
 
     @property
@@ -66,8 +71,7 @@ class World:
         """The mean over all workers, in place; a process's gradients are sums over its own workers.
 
         Divided before they are summed, as published: half precision does not reach as far as the sum. All of one
-        type go in one message: a compiled backward hands over all gradients at its end, so nothing could be sent
-        earlier; without buckets and hooks around the network, what is sent and when stands in the training step.
+        type go in one message, at the end: a compiled backward hands over nothing earlier.
         """
         gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
         torch._foreach_div_(gradients, self.total_workers)
@@ -92,9 +96,8 @@ def join_world(total_workers: int) -> Iterator[World]:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
@@ -103,21 +106,10 @@ def join_world(total_workers: int) -> Iterator[World]:
         if one_machine:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        private = one_machine and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            store=loopback_store(rank, world_size, TIMEOUT) if private else None,
-            rank=rank if private else -1,
-            world_size=world_size if private else -1,
-            timeout=TIMEOUT,
-            device_id=device if cuda else None,
-        )
-    yield World(rank, world_size, device, workers_of(rank, world_size, total_workers), total_workers)
+        meeting = {"timeout": TIMEOUT, "device_id": device if cuda else None}
+        if one_machine and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+            meeting |= {"store": loopback_store(rank, world_size, TIMEOUT), "rank": rank, "world_size": world_size}
+        dist.init_process_group("nccl" if cuda else "gloo", **meeting)
+    yield World(rank, world_size, device, total_workers)
     if world_size > 1:
         dist.destroy_process_group()
-
-
-def workers_of(rank: int, world_size: int, total_workers: int) -> range:
-    """The workers that live on a process: equal consecutive parts, so that worker 0 is on rank 0."""
-    share = total_workers // world_size
-    return range(rank * share, (rank + 1) * share)
