@@ -46,7 +46,7 @@ part facts 30 '^torch' bash -c "nvidia-smi; nvidia-smi topo -m; '$python' -c '
 import torch, torchvision
 print(\"torch\", torch.__version__, \"CUDA\", torch.version.cuda, \"cuDNN\", torch.backends.cudnn.version(),
       \"torchvision\", torchvision.__version__, \"GPUs\", torch.cuda.device_count())'; git log -1 --format=%H"
-part tests 240 'passed|failed|error' bash run_tests.sh tests/test_gpu.py ${MEASURE_TESTS:-}
+part tests 240 "passed|failed|error" bash run_tests.sh tests/test_gpu.py ${MEASURE_TESTS:-}
 part bench 120 '^step ' $bench
 part first.fp16 90 '^Train acc' $train --precision ${MEASURE_PRECISION:-fp16} --runs 2 --out "$out/fp16"
 part first.bf16 90 '^Train acc' $train --precision bf16 --runs 2 --out "$out/bf16"

@@ -102,7 +102,7 @@ def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
 
 def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: float) -> None:
     """The share of runs at or below each value, one step a run: mine in black, the reference in grey."""
-    for log, name, color in zip(logs, names, (INK, BEHIND), strict=True):
+    for log, name, color in zip(logs, names, (INK, BEHIND), strict=False):
         axes.ecdf(factor * getattr(log, figure), color=color, lw=1, label=name)
     axes.set_ylabel("share of runs")
     axes.legend(frameon=False, fontsize=6)
@@ -129,11 +129,12 @@ def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> No
     axes[0, 0].xaxis.set_major_formatter("{x:g}")
     if campaign is not None:
         sides, names = [logs[campaign], reference], [labels[campaign], reference.name]
+        sides = sides[: len(set(names))]  # the reference is not drawn over itself
         draw_runs(axes[1, 0], sides, names, "accuracy", 100)
         axes[1, 0].axvline(100 * GOAL, color=INK, lw=0.6, ls=(0, (4, 3)), zorder=0)
         axes[1, 0].set_xlabel("final test accuracy, %", labelpad=1)
         draw_runs(axes[2, 0], sides, names, "seconds", 1)
-        axes[2, 0].set(xscale="log", xlabel="seconds")
+        axes[2, 0].set_xlabel("seconds", labelpad=1)
     figure.savefig(out, dpi=200)
     plt.close(figure)
 
@@ -152,7 +153,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--out {out}: there is no folder {out.absolute().parent}")
     with refusals_end("plot"):
         logs, reference = [read_log(name) for name in options.files], read_log(options.reference)
-    labels = ["mine"] if len(logs) == 1 else [Path(log.name).name for log in logs]
+    alone = len(logs) == 1 and logs[0].name != reference.name
+    labels = ["mine"] if alone else [Path(log.name).name for log in logs]
     picture(logs, labels, reference, out)
 
 

@@ -6,7 +6,6 @@ What is trained, and how, is a recipe (recipes/). "Section 6" is that of docs/me
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,7 +115,7 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
     log.run(run, clock, tally.read(), validation)
 
 
-def take_step(learner: Learner, optimizers: Sequence[Optimizer], micro_batches: list[Batch], tally: Tally) -> None:
+def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list[Batch], tally: Tally) -> None:
     """One update from one batch of every worker, in one forward and backward pass or several."""
     network, recipe, world = learner.network, learner.recipe, learner.world
     for index, (images, labels) in enumerate(micro_batches):

@@ -15,6 +15,7 @@ from large_batch_cifar_10_fast.images.sources import load_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.advice import explaining_memory
 from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.results.provenance import driver_and_clocks
 from large_batch_cifar_10_fast.results.tables import COLUMNS, write_timing_log, written_whole
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.training.world import World
@@ -66,6 +67,8 @@ def test_stdout_is_the_log_and_stderr_is_silent(campaign, tiny_npz):
         lines[lines.index(published[2]) + 1],
     )
     total = float(RUN_LINE.fullmatch(published[2])[5])
+    aside = r"# not in it: the last validation \d+\.\d{3}s; peak memory \d+\.\d\d GiB"
+    assert re.fullmatch(aside, lines[lines.index(published[2]) + 2])
     assert sum(map(float, parts.groups())) == pytest.approx(total, abs=0.003)
 
 
@@ -81,6 +84,8 @@ def test_runs_table_has_a_row_for_each_run_that_the_log_confirms(campaign):
         assert f"{row['validation_accuracy']:.4f}" == line[3]
         assert f"{row['train_loss']:.3f}" == line[2]
         assert row[["upload", "preprocessing", "whitening", "training"]].sum() == pytest.approx(row["seconds"])
+        assert 0 < row["last_validation"] < row["seconds"]
+        assert 2**26 < row["peak_memory"] < 2**36
     maximum, median = re.search(r"Maximum training time (\S+) median (\S+)", result.stdout).groups()
     assert (float(maximum), float(median)) == (rows["seconds"].max(), rows["seconds"].median())
 
@@ -128,7 +133,7 @@ def test_a_diverged_run_is_a_result_with_a_warning(tiny_npz, tmp_path, capsys):
     assert "loss nan" in out
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert np.isnan(row["train_loss"])
-    assert row["validation_count"] >= 0
+    assert row["validation_images"] == 101
 
 
 def test_warm_up_leaves_no_trace(tiny_npz, tmp_path):
@@ -183,3 +188,15 @@ def test_the_clock_counts_parts_and_waits_at_both_ends(monkeypatch):
     assert fork.seconds == {"upload": 2, "training": 6}
     assert (fork.total, clock.total) == (8, 2)
     assert waits == [100, 102, 152, 155, 155, 158]
+
+
+def test_a_log_names_driver_and_clocks_where_there_is_a_gpu(tmp_path, monkeypatch):
+    stand_in = tmp_path / "nvidia-smi"
+    stand_in.write_text('#!/bin/sh\necho "$@" >&2\necho "550.54, 1980 MHz, 1980 MHz, 2619 MHz, 700.00 W"\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    gpu = World(0, 1, torch.device("cuda", 0), 8)
+    clocks = "SM 1980 MHz (at most 1980 MHz), memory 2619 MHz, power limit 700.00 W"
+    assert driver_and_clocks(gpu) == {"driver": "550.54", "clocks": clocks}
+    stand_in.unlink()
+    assert driver_and_clocks(gpu) == {"driver": "", "clocks": ""}

@@ -60,3 +60,25 @@ def test_runs_needed_gives_the_power_it_promises():
         for _ in range(300)
     )
     assert 0.7 < hits / 300 < 0.9
+
+
+def test_the_mean_at_94_percent_is_scipys_one_sided_t_test():
+    random = np.random.default_rng(3)
+    above, near, below = (random.normal(mean, 0.15, 50) for mean in (94.1, 94.02, 93.9))
+    for accuracy, verdict in ((above, "shown"), (near, "open"), (below, "open")):
+        conclusion = ours.judge_goal(accuracy, 94.0)
+        p = stats.ttest_1samp(accuracy, 94.0, alternative="greater").pvalue
+        assert conclusion.verdict == verdict == ("shown" if p < 0.01 else "open")
+        assert f"p = {p:.2g}" in conclusion.text
+    assert "no number of such runs would show it" in ours.judge_goal(below, 94.0).text
+    assert ours.judge_goal(near[:1], 94.0).verdict == "open"
+
+
+def test_the_runs_it_would_take_show_the_mean_in_four_of_five_cases():
+    few = 94.03 + 0.15 * np.array([-1.3, 0.2, 1.1]) / np.std([-1.3, 0.2, 1.1], ddof=1)
+    told = ours.judge_goal(few, 94.0).text
+    runs = int(told.split("about ")[1].split()[0])
+    assert runs == 251  # (0.15 (2.326 + 0.842) / 0.03)^2 = 250.9
+    random = np.random.default_rng(4)
+    shown = sum(ours.judge_goal(random.normal(94.03, 0.15, runs), 94.0).verdict == "shown" for _ in range(300))
+    assert 0.72 < shown / 300 < 0.88

@@ -30,5 +30,5 @@ class Clock:
 
     @property
     def total(self) -> float:
-        """The time that counts: of what was measured, the four parts."""
+        """The time that counts."""
         return sum(self.seconds.get(part, 0.0) for part in PARTS)

@@ -39,15 +39,10 @@ class RunLog:
         if not world.is_main:
             return
         now = datetime.now(timezone.utc)
-        campaign, started = f"{now:%Y%m%dT%H%M%S}-{os.getpid()}", f"{now:%Y-%m-%dT%H:%M:%SZ}"
-        self.facts = {"campaign": campaign, "started": started, "runs": settings.runs}
+        self.facts = {"campaign": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}", "started": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
         self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
-        self.facts |= {
-            "processes": world.world_size,
-            "device": device_name(world),
-            **driver_and_clocks(world),
-            **images,
-        }
+        self.facts |= {"runs": settings.runs, "processes": world.world_size, "device": device_name(world)}
+        self.facts |= driver_and_clocks(world) | images
         self.facts |= {name: getattr(settings, name) for name in CONDITIONS}
         self.facts |= {"data": os.path.abspath(settings.data) if os.path.exists(settings.data) else settings.data}
         self.facts |= {"version": __version__, "commit": commit(), "code": code_digest(), "torch": version("torch")}

@@ -37,7 +37,7 @@ class Recipe(Protocol):
         """Set the network's frozen weights from worker 0's images [n, 32, 32, 3], normalised and unpadded."""
         ...
 
-    def optimizers(self, network: nn.Module) -> Sequence[Optimizer]:
+    def optimizers(self, network: nn.Module) -> list[Optimizer]:
         """Each parameter group has `schedules`: what moves in it (lr, momentum), as functions of the time in epochs."""
         ...
 
