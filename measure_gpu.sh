@@ -23,36 +23,41 @@ done
 mkdir -p "$out" || { echo "measure_gpu.sh: --out $out cannot be written" >&2; exit 2; }
 choose_python
 out=$(cd "$out" && pwd)
-[ -e "$data" ] && data=$(readlink -f "$data")
+case $data in synthetic | /*) ;; *) data=$PWD/$data ;; esac
 export PYTHON="$python" PYTHONUNBUFFERED=1 PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}"
 # MEASURE_OPTIONS, for a try without a GPU: options that make every run small.
-train="bash $top/train_cifar_parallel.sh --data $data ${MEASURE_OPTIONS:-}"
-bench="$python -m large_batch_cifar_10_fast.bench ${MEASURE_OPTIONS:-}"
-short="--epochs 3 --ema_ep 0.3"
+small=(${MEASURE_OPTIONS:-})
+train=(bash "$top/train_cifar_parallel.sh" --data "$data" "${small[@]}")
+short=(--data "$data" "${small[@]}" --epochs 3 --ema_ep 0.3)
 cd "$top"
-: >"$out/summary.txt"
+touch "$out/summary.txt"
+# CIFAR-10 is fetched here, if it has to be, with all the time that takes.
+"$python" -c 'import sys; from large_batch_cifar_10_fast.images.sources import count_training_images as see; see(sys.argv[1])' \
+    "$data" 2>&1 >/dev/null | tail -n 1 >&2
 
 part() { # NAME SECONDS PATTERN COMMAND...: run within the limit, keep the log, and its last line like PATTERN
     local name=$1 limit=$2 pattern=$3 start=$SECONDS
     shift 3
     case " $parts " in *" ${name%%.*} "*) ;; *) return ;; esac
+    sed -i "/^$name /d" "$out/summary.txt"
     timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1
     local status=$?
     printf '%-16s status %3d, %4d s  %s\n' "$name" "$status" $((SECONDS - start)) \
         "$(grep -aE "$pattern" "$out/$name.log" | tail -n 1 | cut -c 1-150)" | tee -a "$out/summary.txt"
 }
 
-part facts 30 '^torch' bash -c "nvidia-smi; nvidia-smi topo -m; '$python' -c '
+part facts 30 '^torch' bash -c 'nvidia-smi; nvidia-smi topo -m; git log -1 --format=%H; exec "$0" -c "
 import torch, torchvision
 print(\"torch\", torch.__version__, \"CUDA\", torch.version.cuda, \"cuDNN\", torch.backends.cudnn.version(),
-      \"torchvision\", torchvision.__version__, \"GPUs\", torch.cuda.device_count())'; git log -1 --format=%H"
+      \"torchvision\", torchvision.__version__, \"GPUs\", torch.cuda.device_count())"' "$python"
 part tests 240 "passed|failed|error" bash run_tests.sh tests/test_gpu.py ${MEASURE_TESTS:-}
-part bench 120 '^step ' $bench
-part first.fp16 90 '^Train acc' $train --precision ${MEASURE_PRECISION:-fp16} --runs 2 --out "$out/fp16"
-part first.bf16 90 '^Train acc' $train --precision bf16 --runs 2 --out "$out/bf16"
-part compare.plain 120 'runs reached' $train --runs 8 --no_compile --out "$out/plain"
-part compare.compiled 120 'runs reached' $train --runs 8 --compile --out "$out/compiled"
-part compare.said 30 '^Time' "$python" -m large_batch_cifar_10_fast.compare "$out/compiled/runs.tsv" "$out/plain/runs.tsv"
+part bench 120 '^step ' "$python" -m large_batch_cifar_10_fast.bench "${small[@]}"
+part first.fp16 90 '^Train acc' "${train[@]}" --precision ${MEASURE_PRECISION:-fp16} --runs 2 --out "$out/fp16"
+part first.bf16 90 '^Train acc' "${train[@]}" --precision bf16 --runs 2 --out "$out/bf16"
+part compare.plain 120 'runs reached' "${train[@]}" --runs 8 --no_compile --out "$out/plain"
+part compare.compiled 120 'runs reached' "${train[@]}" --runs 8 --compile --out "$out/compiled"
+part compare.said 30 '^Time' bash -c '"$0" -m large_batch_cifar_10_fast.compare "$@"; [ $? -le 1 ]' \
+    "$python" "$out/compiled/runs.tsv" "$out/plain/runs.tsv" # 1: worse is an answer, too
 part profile 90 '(CPU|CUDA) time total' "$python" -c '
 import sys
 from torch.profiler import ProfilerActivity, profile
@@ -61,10 +66,10 @@ from large_batch_cifar_10_fast.request.command_line import read_request
 with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
     train.main(*read_request(sys.argv[1:], {}))
 by = "cuda_time_total" if train.torch.cuda.is_available() else "cpu_time_total"
-print(seen.key_averages().table(sort_by=by, row_limit=40))' --data "$data" ${MEASURE_OPTIONS:-} $short --out "$out/profile"
+print(seen.key_averages().table(sort_by=by, row_limit=40))' "${short[@]}" --out "$out/profile"
 # Two NCCL ranks on one GPU, slow, over sockets, but real: each names a host of its own.
 part nccl 120 '^Train acc' "$python" -m torch.distributed.run --standalone --nproc-per-node 2 --no-python \
     bash -c 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$0" "$@"' "$python" -m large_batch_cifar_10_fast.train \
-    --data "$data" ${MEASURE_OPTIONS:-} $short --out "$out/nccl"
-part campaign 560 'runs reached' $train --runs 50 --out "$out/campaign"
+    "${short[@]}" --out "$out/nccl"
+part campaign 560 'runs reached' "${train[@]}" --runs 50 --out "$out/campaign"
 ! grep -qv 'status   0,' "$out/summary.txt"

@@ -1,10 +1,10 @@
-"""Where the time goes: the parts of a run, and a step against a plain one, measured in turn.
+"""Where the time goes: the parts of a run, and a step against the baseline's, measured in turn.
 
     python -m large_batch_cifar_10_fast.bench [--json] [--repeats N] [options of train.py]
 
-The plain path is the same mathematics without any of our speed: contiguous NCHW, eager, the norm as its formula
-stands, the update parameter by parameter, and float32 unless --plain_precision says otherwise. Without CUDA it
-takes one worker a process, or a step would last half a minute. Works under torchrun too.
+The baseline is the same mathematics without any of our speed: contiguous NCHW, eager, the norm as its formula
+stands, the update parameter by parameter, and float32 unless --baseline_precision says otherwise. Without CUDA the
+bench takes one worker a process, or a step would last half a minute. Works under torchrun too.
 """
 
 import argparse
@@ -14,14 +14,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .images.sources import Images, random_images
-from .measuring.baseline import PlainNesterov, plain_network
+from .measuring.baseline import BaselineNesterov, baseline_network
 from .measuring.roofline import matrix_rate, seconds_since_start
 from .request.advice import settle
 from .request.checks import check_processes
@@ -33,7 +33,7 @@ from .train import Data, Learner, evaluate, make_learner, prepare, take_step
 from .training.networks import DTYPES, autocast, reset, training_flop
 from .training.norm import track_running_statistics
 from .training.optimizers import follow_schedules
-from .training.recipe import Recipe
+from .training.recipe import Recipe, reduced
 from .training.shards import EVALUATION_BATCH, Batch
 from .training.tally import Tally
 from .training.world import World, join_world, launched_world_size
@@ -57,7 +57,8 @@ def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batc
 
     def forward() -> Tensor:
         with autocast(learner.settings.precision, world.device):
-            return learner.recipe.loss(learner.forward(images), labels).sum()
+            losses = learner.recipe.loss(learner.forward(images), labels)
+        return reduced(learner.recipe, losses)
 
     def update() -> None:
         for optimizer in optimizers:
@@ -70,35 +71,35 @@ def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batc
     timed(world, parts["update"], update)
 
 
-def measure_steps(ours: Learner, plain: Learner, batches: list[Batch], repeats: int) -> tuple[Figures, Figures]:
-    """Steps of ours and of the plain path in turn, so that a drift of the machine's speed falls on both."""
+def measure_steps(ours: Learner, baseline: Learner, batches: list[Batch], repeats: int) -> tuple[Figures, Figures]:
+    """Steps of ours and of the baseline path in turn, so that a drift of the machine's speed falls on both."""
     optimizers = ours.recipe.optimizers(ours.network)
-    plain_optimizers = [PlainNesterov(o.param_groups) for o in plain.recipe.optimizers(plain.network)]
-    follow_schedules([*optimizers, *plain_optimizers], epoch=1)
+    baseline_optimizers = [BaselineNesterov(o.param_groups) for o in baseline.recipe.optimizers(baseline.network)]
+    follow_schedules([*optimizers, *baseline_optimizers], epoch=1)
     whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
-    plain_batch = (whole[0].to(DTYPES[plain.settings.precision]).contiguous(), whole[1])
+    baseline_batch = (whole[0].to(DTYPES[baseline.settings.precision]).contiguous(), whole[1])
     for repeat in range(repeats + 1):
         if repeat <= 1:  # what came before was the warm-up
-            our_figures, plain_figures = {"step": []}, {"step": []}
+            our_figures, baseline_figures = {"step": []}, {"step": []}
         for learner, opts, parts, figures in (
             (ours, optimizers, batches, our_figures),
-            (plain, plain_optimizers, [plain_batch], plain_figures),
+            (baseline, baseline_optimizers, [baseline_batch], baseline_figures),
         ):
             tally = Tally(learner.world)
             timed(learner.world, figures["step"], lambda a=(learner, opts, parts, tally): take_step(*a))
         track_running_statistics(ours.network, False)
         if len(batches) == 1:
             step_in_parts(ours, optimizers, batches[0], our_figures)
-        step_in_parts(plain, plain_optimizers, plain_batch, plain_figures)
-    return our_figures, plain_figures
+        step_in_parts(baseline, baseline_optimizers, baseline_batch, baseline_figures)
+    return our_figures, baseline_figures
 
 
-def bench(settings: Settings, recipe: Recipe, plain_precision: str, repeats: int, start_up: float) -> dict | None:
+def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: int, start_up: float) -> dict | None:
     """All figures; None on all processes but the main one."""
     check_processes(settings, recipe, launched_world_size())
     with join_world(recipe.workers) as world:
         settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
-        plain_settings = replace(settings, precision=plain_precision or "fp32", compile=False, micro_batches=1)
+        baseline_settings = replace(settings, precision=baseline_precision or "fp32", compile=False, micro_batches=1)
         figures: Figures = {}
         learner = timed(world, figures.setdefault("compilation", []), lambda: make_learner(settings, recipe, world))
         data = measure_set_up(random_images(50_000, 10_000), learner, repeats, figures)
@@ -107,13 +108,13 @@ def bench(settings: Settings, recipe: Recipe, plain_precision: str, repeats: int
             torch.cuda.reset_peak_memory_stats(world.device)
         batches = next(data.train.epoch(seed=0, epoch=0))
         peak = measure_first_steps(learner, batches, repeats, figures)
-        network = plain_network(recipe, plain_settings.precision, world)
+        network = baseline_network(recipe, baseline_settings.precision, world)
         recipe.whiten(network, data.train.images)
-        plain = Learner(network, network, recipe, plain_settings, world)
+        baseline = Learner(network, network, recipe, baseline_settings, world)
         for seed in range(repeats):
             part = figures.setdefault("augmentation of an epoch", [])
             timed(world, part, lambda s=seed: [None for _ in data.train.epoch(s, epoch=1)])
-        ours, theirs = measure_steps(learner, plain, batches, repeats)
+        ours, theirs = measure_steps(learner, baseline, batches, repeats)
         # A CPU would take minutes over 10,000 test images: a chunk, scaled, tells the same.
         chunk = len(data.test[0]) if world.on_gpu else EVALUATION_BATCH // 4
         test = data.test[0][:chunk], data.test[1][:chunk]
@@ -135,14 +136,14 @@ def bench(settings: Settings, recipe: Recipe, plain_precision: str, repeats: int
                 "width": getattr(recipe, "width", "-"),
                 "precision": settings.precision,
                 "compiled": learner.forward is not learner.network,
-                "plain precision": plain_settings.precision,
+                "baseline precision": baseline_settings.precision,
                 "repeats": repeats,
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
             },
             **{name: summary(values) for name, values in {**figures, **ours}.items()},
             "start-up": summary([start_up]),
-            "plain": {name: summary(values) for name, values in theirs.items()},
+            "baseline": {name: summary(values) for name, values in theirs.items()},
             "step": {**summary(ours["step"]), "ratio": ratio(theirs["step"], ours["step"])},
             "images per second": count / step,
             "TFLOP/s": done / step / 1e12,
@@ -162,7 +163,7 @@ def measure_set_up(noise: Images, learner: Learner, repeats: int, figures: Figur
 
 
 def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, figures: Figures) -> int:
-    """The peak memory, in bytes, of a step of ours before anything of the plain path has run.
+    """The peak memory, in bytes, of a step of ours before anything of the baseline path has run.
 
     On a GPU also what launches cost: when the host has handed a step over, and how long the step takes as one
     CUDA graph. Training uses none: first it has to show here that it pays.
@@ -201,22 +202,22 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"seconds": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def ratio(plain: list[float], ours: list[float]) -> float:
+def ratio(baseline: list[float], ours: list[float]) -> float:
     """How many times faster ours is: the median over pairs measured one after the other."""
-    return statistics.median(p / o for p, o in zip(plain, ours, strict=True))
+    return statistics.median(p / o for p, o in zip(baseline, ours, strict=True))
 
 
 def as_text(figures: dict) -> str:
     lines = [", ".join(f"{name} {value}" for name, value in figures["conditions"].items()), ""]
-    lines.append(f"{'':28}{'seconds':>10}{'least':>10}{'most':>10}{'plain':>10}{'ratio':>8}")
+    lines.append(f"{'':28}{'seconds':>10}{'least':>10}{'most':>10}{'baseline':>10}{'ratio':>8}")
     for name, value in figures.items():
         if not isinstance(value, dict) or "seconds" not in value:
             continue
         line = f"{name:28}{value['seconds']:10.4f}{value['least']:10.4f}{value['most']:10.4f}"
-        if name in figures["plain"]:
-            plain = figures["plain"][name]["seconds"]
-            times = value.get("ratio", plain / value["seconds"] if value["seconds"] else None)
-            line += f"{plain:10.4f}" + (f"{times:8.2f}" if times else f"{'-':>8}")
+        if name in figures["baseline"]:
+            baseline = figures["baseline"][name]["seconds"]
+            times = value.get("ratio", baseline / value["seconds"] if value["seconds"] else None)
+            line += f"{baseline:10.4f}" + (f"{times:8.2f}" if times else f"{'-':>8}")
         lines.append(line)
     lines.append("")
     lines += [f"{name:42}{value:12.4g}" for name, value in figures.items() if isinstance(value, float)]
@@ -233,15 +234,17 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the same for programs")
     parser.add_argument("--repeats", type=int, default=5, help="measured repetitions of a step (default 5)")
-    parser.add_argument("--plain_precision", choices=list(DTYPES), default="", help="of the plain path (default fp32)")
+    text = "precision of the baseline (default fp32)"
+    parser.add_argument("--baseline_precision", "--plain_precision", choices=list(DTYPES), default="", help=text)
     options, others = parser.parse_known_args()
-    environment = dict(os.environ)
-    if not torch.cuda.is_available():
-        environment.setdefault("WORKERS", str(launched_world_size()))
     with refusals_end("bench"):
         if options.repeats < 1:
             raise Refusal(f"--repeats {options.repeats} must be at least 1")
-        figures = bench(*read_request(others, environment), options.plain_precision, options.repeats, start_up)
+        settings, recipe = read_request(others, os.environ)
+        open_workers = "workers" in {entry.name for entry in fields(recipe)} and "WORKERS" not in os.environ
+        if open_workers and not torch.cuda.is_available():
+            recipe = replace(recipe, workers=launched_world_size())
+        figures = bench(settings, recipe, options.baseline_precision, options.repeats, start_up)
     if figures:
         print(json.dumps(figures, indent=2) if options.json else as_text(figures))
 

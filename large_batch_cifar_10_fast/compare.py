@@ -83,8 +83,8 @@ def _reached_row(*logs: Log) -> Row:
         (least, most), total = log.reached, len(log.accuracy)
         counts += [least, total]
         low, high = wilson(least, total)
-        share = f"{least} of {total}, {least / total:.0%} ({low:.0%} to {high:.0%})"
-        shown.append(share if least == most else f"{least} to {most} of {total} (hidden by rounding)")
+        exactly = f"{least} of {total}, {least / total:.0%} ({low:.0%} to {high:.0%})"
+        shown.append(exactly if least == most else f"{least} to {most} of {total} (hidden by rounding)")
     if any(least < most for least, most in (log.reached for log in logs)):
         return Row("reached 94%", *shown)
     difference = 100 * (counts[0] / counts[1] - counts[2] / counts[3])
@@ -96,10 +96,10 @@ def conclude(mine: Log, reference: Log, margin: float) -> dict[str, Conclusion]:
     a, b = (100 * finite(log.accuracy) for log in (mine, reference))
     # Times are compared as ratios, so through their logarithms.
     c, d = (np.log(finite(log.seconds)) for log in (mine, reference))
-    share = math.log1p(TIME_MARGIN)
+    ratio_margin = math.log1p(TIME_MARGIN)
     return {
         "accuracy": judge(a, b, margin, "Accuracy", lambda x: f"{x:+.3f} points", more_is_better=True),
-        "time": judge(c, d, share, "Time", lambda x: f"{100 * math.expm1(x):+.1f}%", more_is_better=False),
+        "time": judge(c, d, ratio_margin, "Time", lambda x: f"{100 * math.expm1(x):+.1f}%", more_is_better=False),
         "goal": judge_goal(a, 100 * GOAL),
     }
 
@@ -170,10 +170,10 @@ def main(arguments: list[str] | None = None) -> int:
     conclusions = conclude(mine, reference, options.margin)
     result = status(mine, reference, conclusions)
     if options.json:
-        told = {"mine": mine.name, "reference": reference.name, "goal": GOAL, "margin": options.margin, "notes": notes}
-        told["rows"] = [asdict(row) for row in rows]
-        told["conclusions"] = {name: asdict(conclusion) for name, conclusion in conclusions.items()}
-        print(json.dumps(told | {"status": result}, indent=2))
+        summary = {"mine": mine.name, "reference": reference.name, "goal": GOAL, "margin": options.margin}
+        summary["rows"] = [asdict(row) for row in rows]
+        summary["conclusions"] = {name: asdict(conclusion) for name, conclusion in conclusions.items()}
+        print(json.dumps(summary | {"notes": notes, "status": result}, indent=2))
     else:
         print(as_text(notes, rows, conclusions))
     return result

@@ -25,7 +25,7 @@ from .training.networks import DTYPES, autocast, cast, frozen_weights, make_netw
 from .training.norm import norms_of, track_running_statistics
 from .training.optimizers import follow_schedules
 from .training.process import leave
-from .training.recipe import Recipe
+from .training.recipe import Recipe, reduced
 from .training.shards import Batch, Shards, evaluation_batches, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
 from .training.world import World, join_world, launched_world_size
@@ -123,7 +123,7 @@ def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list
         with autocast(learner.settings.precision, world.device):
             logits = learner.forward(images)
         losses = recipe.loss(logits, labels)
-        (losses.sum() if recipe.reduction == "sum" else losses.sum() / recipe.batch_size).backward()
+        reduced(recipe, losses).backward()
         tally.count(logits, labels, losses)
     world.average_gradients(network)  # over the workers; the mean is taken here and nowhere else
     for optimizer in optimizers:

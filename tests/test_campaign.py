@@ -134,7 +134,7 @@ def test_resume_refuses_where_there_is_nothing_to_resume(uninterrupted, tmp_path
 
 
 def test_a_second_campaign_in_the_same_folder_is_refused(tiny_npz, tmp_path):
-    with _start(tmp_path, *_arguments(tiny_npz, "--runs", 1000)) as process:
+    with _start(tmp_path, *_arguments(tiny_npz, "--runs", 1000, "--no_compile")) as process:
         _until(tmp_path, 1, process)
         second = launch(*_arguments(tiny_npz), cwd=tmp_path)
         process.terminate()

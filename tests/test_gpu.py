@@ -58,7 +58,7 @@ def test_the_demo_passes_94_percent_compiled_in_half_precision(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stderr == "", "not compiled?"
     assert "precision=fp16" in result.stdout
-    assert "compile=True" in result.stdout
+    assert " compile=True " in result.stdout
     assert result.stdout.endswith("1 runs reached 0.94 out of 1\n")
 
 

@@ -49,7 +49,7 @@ def test_parameters_statistics_and_counts_do_not_depend_on_processes(
     assert row["validation_loss"] == pytest.approx(expected_row["validation_loss"], rel=1e-9)
 
 
-def test_weights_have_moved_and_statistics_were_followed(alone):
+def test_weights_have_moved_and_statistics_were_tracked(alone):
     _, weights, _ = alone
     assert all(tensor.abs().max() > 0 for name, tensor in weights.items() if "bias" in name or "running_mean" in name)
 

@@ -35,7 +35,19 @@ def _alive(pid: int) -> bool:
 def campaign_at_run_two(tiny_npz, tmp_path):
     """A campaign too long to end by itself, with at least one finished run; its process and its workers'."""
     process = subprocess.Popen(
-        ["bash", str(LAUNCHER), "--demo", *TINY, "--runs", "5000", "--data", str(tiny_npz), "--out", str(tmp_path)],
+        [
+            "bash",
+            str(LAUNCHER),
+            "--demo",
+            *TINY,
+            "--runs",
+            "5000",
+            "--no_compile",
+            "--data",
+            str(tiny_npz),
+            "--out",
+            str(tmp_path),
+        ],
         env=environment(NPROC=2),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -10,7 +10,7 @@ from conftest import REPO, TINY, environment
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from large_batch_cifar_10_fast.images.sources import random_images
-from large_batch_cifar_10_fast.measuring.baseline import PlainNesterov, plain_network
+from large_batch_cifar_10_fast.measuring.baseline import BaselineNesterov, baseline_network
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.advice import settle
 from large_batch_cifar_10_fast.results.clock import Clock
@@ -61,19 +61,19 @@ def test_the_compiled_network_has_the_same_gradients_and_statistics(capsys):
         torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def test_the_plain_path_of_the_bench_is_the_same_mathematics():
-    plain, ours = _whitened(plain_network(SMALL, "fp64", ALONE)), _network()
-    got, expected = _step(plain, plain), _step(ours, ours)
+def test_the_baseline_of_the_bench_is_the_same_mathematics():
+    baseline, ours = _whitened(baseline_network(SMALL, "fp64", ALONE)), _network()
+    got, expected = _step(baseline, baseline), _step(ours, ours)
     for name, parameter in ours.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-11, msg=name)
             parameter.grad = expected[name]
     optimizers = SMALL.optimizers(ours)
-    plain_optimizers = [PlainNesterov(o.param_groups) for o in SMALL.optimizers(plain)]
-    follow_schedules([*optimizers, *plain_optimizers], epoch=0.5)
-    for optimizer in (*optimizers, *plain_optimizers):
+    baseline_optimizers = [BaselineNesterov(o.param_groups) for o in SMALL.optimizers(baseline)]
+    follow_schedules([*optimizers, *baseline_optimizers], epoch=0.5)
+    for optimizer in (*optimizers, *baseline_optimizers):
         optimizer.step()
-    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+    for a, b in zip(baseline.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
@@ -210,6 +210,6 @@ def test_the_bench_tells_all_parts_and_the_ratio():
     of_a_step = ("forward", "backward", "averaging", "update")
     assert {"step", *parts, *of_a_step} <= told.keys()
     assert sum(told[part]["seconds"] for part in of_a_step) == pytest.approx(told["step"]["seconds"], rel=0.5)
-    assert {"step", "forward", "backward", "update"} <= told["plain"].keys()
+    assert {"step", "forward", "backward", "update"} <= told["baseline"].keys()
     assert told["images per second"] == pytest.approx(16 / told["step"]["seconds"])
     assert 0 < told["utilization, of the matrix product's rate"] < 1.5

@@ -136,10 +136,10 @@ def _check_npz(path: Path) -> int:
 
 
 def _array_header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    with archive.open(f"{name}.npy") as stream:
-        version = np.lib.format.read_magic(stream)
+    with archive.open(f"{name}.npy") as file:
+        version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, kind = read(stream)
+        shape, _, kind = read(file)
     return shape or (0,), kind
 
 

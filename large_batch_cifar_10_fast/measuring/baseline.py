@@ -9,7 +9,7 @@ from ..training.recipe import Recipe
 from ..training.world import World
 
 
-class PlainNorm(GhostBatchNorm):
+class BaselineNorm(GhostBatchNorm):
     """Ghost batch norm as one would write it down."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -23,24 +23,27 @@ class PlainNorm(GhostBatchNorm):
         return (x_hat + self.bias.view(-1, 1, 1)).reshape(x.shape).to(x.dtype)
 
 
-def plain_network(recipe: Recipe, precision: str, world: World) -> nn.Module:
+def baseline_network(recipe: Recipe, precision: str, world: World) -> nn.Module:
     network = cast(make_network(recipe, seed=0), precision, world.device)
     for norm in norms_of(network):
-        norm.__class__ = PlainNorm
+        norm.__class__ = BaselineNorm
     return network.to(memory_format=torch.contiguous_format)
 
 
-class PlainNesterov(torch.optim.Optimizer):
+class BaselineNesterov(torch.optim.Optimizer):
     """The update of NesterovSGD, one parameter and one operation at a time."""
 
     def __init__(self, groups: list[dict]) -> None:
         super().__init__(groups, {})
+        for group in self.param_groups:
+            for w in group["params"]:
+                self.state[w] = torch.zeros_like(w)
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             for w in group["params"]:
-                v = self.state[w].setdefault("velocity", torch.zeros_like(w))
+                v = self.state[w]
                 d = -group["lr"] * (w.grad + group["weight_decay"] * w)
                 v.copy_(group["momentum"] * v + d)
                 w.copy_(w + d + group["momentum"] * v)

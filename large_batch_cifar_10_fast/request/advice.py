@@ -20,7 +20,7 @@ def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) 
     pays = world.on_gpu or hours > 1 / 6
     use_compiler = settings.compile or (pays and not settings.no_compile)
     precision = settings.precision or ("fp16" if world.on_gpu else "fp32")
-    if not world.on_gpu and hours > 1 / 6:
+    if not world.on_gpu and hours > 1 / 6 and not settings.demo:
         world.warn(f"without a GPU this takes about {hours:.1f} hours; --demo is the same method in two minutes")
     return replace(settings, precision=precision, compile=use_compiler, no_compile=not use_compiler)
 
@@ -43,10 +43,10 @@ def explaining_memory(settings: Settings, recipe: Recipe, world: World) -> Itera
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
             raise
-        share = len(world.workers)
-        images = f"{share} workers x {recipe.batch_size} images in {settings.micro_batches} micro-batches"
+        count = len(world.workers)
+        images = f"{count} workers x {recipe.batch_size} images in {settings.micro_batches} micro-batches"
         advice = (
-            f"raise --micro_batches (at most {share}), or use more processes, fewer WORKERS or a smaller --batch_size"
+            f"raise --micro_batches (at most {count}), or use more processes, fewer WORKERS or a smaller --batch_size"
         )
         print(f"train_cifar_parallel.sh: out of memory with {images} on {world.device}: {advice}", file=sys.stderr)
         sys.exit(2)

@@ -71,14 +71,15 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(kind: type) -> _Parser:
     """All options of a recipe and of the settings; those left out leave no trace, so that what was asked shows."""
+    workers = next((f"WORKERS (default {entry.default}), " for entry in fields(kind) if entry.name == "workers"), "")
     parser = _Parser(
         prog="train_cifar_parallel.sh",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=f"recipe {kind.name}: {kind.__doc__.splitlines()[0]}",
-        epilog="From the environment: WORKERS (default 8), NPROC (processes on this machine; default: as many "
-        "as fit), PYTHON (interpreter), CIFAR10_URL (a mirror of your own), and for several machines NNODES, "
-        "NODE_RANK, RDZV_ENDPOINT=host:port.",
+        epilog=f"From the environment: {workers}NPROC (processes on this machine; default: as many as fit), PYTHON "
+        "(interpreter), CIFAR10_URL (a mirror of your own), and for several machines NNODES, NODE_RANK, "
+        "RDZV_ENDPOINT=host:port.",
     )
     parser.add_argument("--recipe", choices=RECIPES, help=f"what is trained, and how (default {DEFAULT})")
     for title, owner in ((f"the recipe {kind.name}", kind), ("settings", Settings)):
@@ -110,8 +111,8 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
         raise Refusal(f"--resume: there is no campaign in {settings.out}: start one without --resume")
     row = rows[-1]
     if len(rows) >= int(row["runs"]):
-        told = f"the last campaign in {settings.out}, {row['campaign']}, has all its {row['runs']} runs"
-        raise Refusal(f"--resume: {told}")
+        message = f"the last campaign in {settings.out}, {row['campaign']}, has all its {row['runs']} runs"
+        raise Refusal(f"--resume: {message}")
     if row["recipe"] not in RECIPES:
         raise Refusal(f"--resume: this version has no recipe {row['recipe']}: start without --resume")
     kind = RECIPES[row["recipe"]]

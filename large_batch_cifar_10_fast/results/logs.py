@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ..settings.settings import REPO, Refusal
+from ..settings.settings import REPO, Refusal, Settings
 from . import lines
 from .tables import COLUMNS, CONDITIONS, GOAL
 
@@ -164,9 +164,11 @@ def _read_run_log(path: Path, text: list[str]) -> Log:
     return _with_summary(log, text)
 
 
-def _conditions(told: Mapping[str, str]) -> dict[str, str]:
-    """Of what a log tells, what may explain a difference: FACTS, and each of the recipe's options."""
-    return {name: told[name] for name in FACTS if name in told} | lines.from_pairs(told.get("options", ""))
+def _conditions(facts: Mapping[str, str]) -> dict[str, str]:
+    """Of what a log says, what may explain a difference: FACTS, and the recipe's options (once among the settings)."""
+    options = lines.from_pairs(facts.get("options", facts.get("settings", "")))
+    options = {name: value for name, value in options.items() if name not in Settings.__dataclass_fields__}
+    return {name: facts[name] for name in FACTS if name in facts} | options
 
 
 def _with_summary(log: Log, text: list[str]) -> Log:

@@ -46,12 +46,12 @@ def device_name(world: World) -> str:
 
 def driver_and_clocks(world: World) -> dict[str, str]:
     """Of the main process's GPU, as nvidia-smi tells them; empty without one."""
-    told = ""
+    output = ""
     if world.on_gpu:
         index = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
         query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-        told = _said_by("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
-    driver, _, clocks = told.partition(", ")
+        output = _said_by("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
+    driver, _, clocks = output.partition(", ")
     if clocks:
         clocks = "SM {} (at most {}), memory {}, power limit {}".format(*clocks.split(", "))
     return {"driver": driver, "clocks": clocks}

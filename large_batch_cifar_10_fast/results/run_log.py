@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 class RunLog:
     """Prints and writes for the whole world; on all processes but the main one it does nothing."""
 
-    def __init__(self, settings: Settings, recipe: Recipe, world: World, images: Row, finished: list[Row]) -> None:
+    def __init__(self, settings: Settings, recipe: Recipe, world: World, images: dict, finished: list[Row]) -> None:
         """`images` are facts of the data set, `finished` the rows of a campaign that is resumed. Raises Refusal."""
         self.settings, self.recipe, self.world = settings, recipe, world
         self.rows = {int(row["run"]): row for row in finished}

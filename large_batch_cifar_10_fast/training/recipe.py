@@ -44,3 +44,8 @@ class Recipe(Protocol):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Losses [B], of logits [B, 10] and labels int64 [B]."""
         ...
+
+
+def reduced(recipe: Recipe, losses: Tensor) -> Tensor:
+    """The sum over workers, here side by side, of each one's loss over its batch."""
+    return losses.sum() if recipe.reduction == "sum" else losses.sum() / recipe.batch_size

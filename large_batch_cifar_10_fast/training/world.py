@@ -74,15 +74,14 @@ class World:
         type go in one message, at the end: a compiled backward hands over nothing earlier.
         """
         gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
-        torch._foreach_div_(gradients, self.total_workers)
-        if self.world_size == 1:
-            return
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             # A gradient has its weight's strides, which leave no gaps: as a line of numbers it needs no copy.
             lines = [g.as_strided((g.numel(),), (1,)) for g in gradients if g.dtype == dtype]
-            message = torch.cat(lines)
-            dist.all_reduce(message)
-            torch._foreach_copy_(lines, message.split([len(line) for line in lines]))
+            torch._foreach_div_(lines, self.total_workers)
+            if self.world_size > 1:
+                message = torch.cat(lines)
+                dist.all_reduce(message)
+                torch._foreach_copy_(lines, message.split([len(line) for line in lines]))
 
 
 def launched_world_size() -> int:
