@@ -197,6 +197,7 @@ def test_damaged_batches_are_refused_not_unpickled(small_cifar10, tmp_path):
         load_images(str(folder))
 
 
+@pytest.mark.slow
 def test_synthetic_images_are_a_constant_balanced_and_hard_for_a_linear_model():
     train, labels, test, test_labels = draw_shapes()
     assert count_training_images("synthetic") == len(train)

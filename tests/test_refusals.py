@@ -75,6 +75,7 @@ def test_the_launcher_answers_a_refusal_with_one_line_and_status_2(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_images_that_no_mirror_sends_are_refused(tmp_path):
     nowhere = "http://127.0.0.1:9"
     result = launch("--data", "images", cwd=tmp_path, http_proxy=nowhere, https_proxy=nowhere)
@@ -97,6 +98,7 @@ def test_wrong_labels_are_refused(tmp_path):
         prepare_launch(["--demo", "--data", str(path)], {})
 
 
+@pytest.mark.slow
 def test_train_alone_refuses_likewise(tmp_path):
     command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", "--demo", "--epochs", "-1"]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True)
@@ -104,6 +106,7 @@ def test_train_alone_refuses_likewise(tmp_path):
     assert result.stderr == "train_cifar_parallel.sh: --epochs -1 must be greater than 0\n"
 
 
+@pytest.mark.slow
 def test_a_fault_that_only_shows_in_reading_is_told_once_by_all_processes(tmp_path):
     path = write_npz(tmp_path / "bits.npz", *draw_shapes(300, 20))
     content = bytearray(path.read_bytes())
@@ -158,6 +161,7 @@ def test_the_published_command_line_still_works():
     assert read_request([*line.split(), "--runs", "50"], {}) == (Settings(runs=50), Apple2019())
 
 
+@pytest.mark.slow
 def test_help_and_version_answer_without_training(tmp_path):
     shown = launch("--help", cwd=tmp_path)
     assert shown.returncode == 0
