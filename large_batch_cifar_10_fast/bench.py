@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from .request.checks import check_processes
 from .request.command_line import read_request
 from .results.clock import Clock
 from .results.provenance import peak_memory
-from .settings.settings import Refusal, Settings, refusals_end
+from .settings.settings import Refusal, Settings, has_option, refusals_end
 from .train import Data, Learner, evaluate, make_learner, prepare, take_step
 from .training.networks import DTYPES, autocast, reset, training_flop
 from .training.norm import track_running_statistics
@@ -72,7 +72,7 @@ def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batc
 
 
 def measure_steps(ours: Learner, baseline: Learner, batches: list[Batch], repeats: int) -> tuple[Figures, Figures]:
-    """Steps of ours and of the baseline path in turn, so that a drift of the machine's speed falls on both."""
+    """Steps of ours and of the baseline in turn, so that a drift of the machine's speed falls on both."""
     optimizers = ours.recipe.optimizers(ours.network)
     baseline_optimizers = [BaselineNesterov(o.param_groups) for o in baseline.recipe.optimizers(baseline.network)]
     follow_schedules([*optimizers, *baseline_optimizers], epoch=1)
@@ -163,7 +163,7 @@ def measure_set_up(noise: Images, learner: Learner, repeats: int, figures: Figur
 
 
 def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, figures: Figures) -> int:
-    """The peak memory, in bytes, of a step of ours before anything of the baseline path has run.
+    """The peak memory, in bytes, of a step of ours before anything of the baseline has run.
 
     On a GPU also what launches cost: when the host has handed a step over, and how long the step takes as one
     CUDA graph. Training uses none: first it has to show here that it pays.
@@ -241,8 +241,7 @@ def main() -> None:
         if options.repeats < 1:
             raise Refusal(f"--repeats {options.repeats} must be at least 1")
         settings, recipe = read_request(others, os.environ)
-        open_workers = "workers" in {entry.name for entry in fields(recipe)} and "WORKERS" not in os.environ
-        if open_workers and not torch.cuda.is_available():
+        if has_option(recipe, "workers") and "WORKERS" not in os.environ and not torch.cuda.is_available():
             recipe = replace(recipe, workers=launched_world_size())
         figures = bench(settings, recipe, options.baseline_precision, options.repeats, start_up)
     if figures:

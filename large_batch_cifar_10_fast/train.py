@@ -41,7 +41,7 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     """All runs of a launch: what they share is made once, and only the first part of it is not timed."""
     images = load_images(settings.data)
     settings = settle(settings, recipe, world, len(images.train_images))
-    log = RunLog(settings, recipe, world, images.facts(), finished_rows(settings))
+    log = RunLog(settings, recipe, world, images.facts, finished_rows(settings))
     learner = make_learner(settings, recipe, world)
     if not settings.no_warmup:
         warm_up(learner, test_images=len(images.test_images) if world.on_gpu else world.world_size)
@@ -150,10 +150,8 @@ def warm_up(learner: Learner, test_images: int) -> None:
     """Two steps and an evaluation on random data of the right shapes, thrown away: the timed runs then find kernels
     chosen, memory at hand and the processes connected."""
     noise = random_images(2 * learner.recipe.workers * learner.recipe.batch_size, test_images)
-    data, optimizers = (
-        prepare(noise, learner, Clock(learner.world.synchronize)),
-        learner.recipe.optimizers(learner.network),
-    )
+    data = prepare(noise, learner, Clock(learner.world.synchronize))
+    optimizers = learner.recipe.optimizers(learner.network)
     for micro_batches in data.train.epoch(seed=0, epoch=0):
         take_step(learner, optimizers, micro_batches, Tally(learner.world))
     evaluate(learner, data.test)

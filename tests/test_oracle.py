@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import Recorder
 from torch import nn
 
 from large_batch_cifar_10_fast.images.sources import Images
@@ -21,23 +22,6 @@ from large_batch_cifar_10_fast.training.world import World
 
 WORKERS, BATCH, GHOST, WIDTH, STEPS, EPOCHS, SEED = 8, 16, 8, 3, 3, 2, 11
 ALONE = World(0, 1, torch.device("cpu"), WORKERS)
-
-
-class Recorder:
-    """Takes down what a run tells."""
-
-    def __init__(self):
-        self.validations, self.train = [], None
-
-    def progress(self, steps, run, epoch):
-        return steps
-
-    def epoch(self, clock, validation):
-        self.validations.append(validation)
-
-    def run(self, run, clock, train, validation):
-        self.train = train
-        assert validation is self.validations[-1]
 
 
 class Reference:

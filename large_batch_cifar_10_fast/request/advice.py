@@ -16,11 +16,11 @@ from ..training.world import World
 
 def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) -> Settings:
     """Decide what depends on the device: precision, and whether compiling pays. Warns of hours on a CPU."""
-    hours = hours_on_cpu(settings, recipe, train_images)
-    pays = world.on_gpu or hours > 1 / 6
-    use_compiler = settings.compile or (pays and not settings.no_compile)
+    hours = 0.0 if world.on_gpu else hours_on_cpu(settings, recipe, train_images)
+    long = hours > 1 / 6
+    use_compiler = settings.compile or ((world.on_gpu or long) and not settings.no_compile)
     precision = settings.precision or ("fp16" if world.on_gpu else "fp32")
-    if not world.on_gpu and hours > 1 / 6 and not settings.demo:
+    if long and not settings.demo:
         world.warn(f"without a GPU this takes about {hours:.1f} hours; --demo is the same method in two minutes")
     return replace(settings, precision=precision, compile=use_compiler, no_compile=not use_compiler)
 

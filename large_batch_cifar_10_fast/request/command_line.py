@@ -12,7 +12,7 @@ from ..recipes.apple2019 import DEMO, Apple2019
 from ..results.lines import from_pairs
 from ..results.provenance import code_digest
 from ..results.tables import CONDITIONS, Row, changes, finished_rows, refuse_other
-from ..settings.settings import Refusal, Settings, count_from
+from ..settings.settings import Refusal, Settings, count_from, has_option
 from ..training.recipe import Recipe
 
 RECIPES = {recipe.name: recipe for recipe in (Apple2019,)}  # what --recipe knows; a new recipe joins here
@@ -53,7 +53,7 @@ def _variables(kind: type, environment: Mapping[str, str]) -> dict[str, int]:
     if not environment.get("WORKERS"):
         return {}
     workers = count_from(environment, "WORKERS", 1)
-    if "workers" not in {entry.name for entry in fields(kind)}:
+    if not has_option(kind, "workers"):
         raise Refusal(f"WORKERS={workers} cannot be set: recipe {kind.name} has {kind.workers}; unset it")
     return {"workers": workers}
 
@@ -71,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(kind: type) -> _Parser:
     """All options of a recipe and of the settings; those left out leave no trace, so that what was asked shows."""
-    workers = next((f"WORKERS (default {entry.default}), " for entry in fields(kind) if entry.name == "workers"), "")
+    workers = f"WORKERS (default {kind.workers}), " if has_option(kind, "workers") else ""
     parser = _Parser(
         prog="train_cifar_parallel.sh",
         allow_abbrev=False,

@@ -4,6 +4,7 @@ import re
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 NUMBER = r"nan|inf|\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 
@@ -19,12 +20,16 @@ class Line:
 
     def read(self, line: str) -> dict[str, str] | None:
         """The fields by name, as text; None if this is another line."""
+        match = self._pattern.fullmatch(line.rstrip())
+        return match.groupdict() if match else None
+
+    @cached_property
+    def _pattern(self) -> re.Pattern:
         pattern = ""
         for literal, name, spec, conversion in string.Formatter().parse(self.template):
             field = f"(?P<{name}>{NUMBER if spec or conversion else '.*?'})" if name else ""
             pattern += re.escape(literal) + field
-        match = re.fullmatch(pattern, line.rstrip())
-        return match.groupdict() if match else None
+        return re.compile(pattern)
 
 
 HEAD = Line("# large_batch_cifar_10_fast {version}, commit {commit}, code {code}, {started}")

@@ -4,7 +4,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -31,8 +31,10 @@ Item = TypeVar("Item")
 class RunLog:
     """Prints and writes for the whole world; on all processes but the main one it does nothing."""
 
-    def __init__(self, settings: Settings, recipe: Recipe, world: World, images: dict, finished: list[Row]) -> None:
-        """`images` are facts of the data set, `finished` the rows of a campaign that is resumed. Raises Refusal."""
+    def __init__(
+        self, settings: Settings, recipe: Recipe, world: World, images: Callable[[], dict], finished: list[Row]
+    ) -> None:
+        """`images` gives facts of the data set, `finished` are the rows of a resumed campaign. Raises Refusal."""
         self.settings, self.recipe, self.world = settings, recipe, world
         self.rows = {int(row["run"]): row for row in finished}
         self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
@@ -42,7 +44,7 @@ class RunLog:
         self.facts = {"campaign": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}", "started": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
         self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
         self.facts |= {"runs": settings.runs, "processes": world.world_size, "device": device_name(world)}
-        self.facts |= driver_and_clocks(world) | images
+        self.facts |= driver_and_clocks(world) | images()
         self.facts |= {name: getattr(settings, name) for name in CONDITIONS}
         self.facts |= {"data": os.path.abspath(settings.data) if os.path.exists(settings.data) else settings.data}
         self.facts |= {"version": __version__, "commit": commit(), "code": code_digest(), "torch": version("torch")}
@@ -70,9 +72,9 @@ class RunLog:
     def set_up(self, clock: Clock, steps_per_epoch: int) -> None:
         """The published lines about what all runs share; from here on the steps go by on a terminal."""
         steps = self.recipe.epochs * steps_per_epoch
-        shown = None if self.world.is_main else True  # None: only on a terminal
+        hidden = None if self.world.is_main else True  # None: where there is no terminal
         made, total = len(self.rows) * steps, self.settings.runs * steps
-        self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=shown)
+        self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=hidden)
         self._print(lines.UPLOAD, **clock.seconds)
         self._print(lines.WHITENING, **clock.seconds)
         for run in sorted(self.rows):

@@ -15,7 +15,7 @@ SIGNIFICANCE = 0.01
 
 @dataclass(frozen=True)
 class Conclusion:
-    """`verdict` is equivalent, better, worse, or open; `text` says it in a sentence."""
+    """`verdict` is equivalent, better, worse, open, or (of the goal) shown; `text` says it in a sentence."""
 
     verdict: str
     text: str

@@ -17,14 +17,8 @@ COLUMNS = [
     *["campaign", "started", "run", "runs", "seed", "recipe", "options", "workers", "processes"],
     *CONDITIONS,
     *["device", "driver", "clocks", "data", "images", "digest", "version", "commit", "code", "torch"],
-    *[
-        "train_accuracy",
-        "train_loss",
-        "validation_accuracy",
-        "validation_count",
-        "validation_images",
-        "validation_loss",
-    ],
+    *["train_accuracy", "train_loss"],
+    *["validation_accuracy", "validation_count", "validation_images", "validation_loss"],
     *PARTS,
     *["seconds", "last_validation", "goal_epoch", "goal_seconds", "peak_memory"],
 ]

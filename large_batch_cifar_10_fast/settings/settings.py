@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -31,6 +31,11 @@ def refusals_end(command: str) -> Iterator[None]:
 def option(default, text: str, **more):
     """A dataclass field that is an option of the command line, or with `environment` a variable."""
     return field(default=default, metadata={"help": text, **more})
+
+
+def has_option(owner: object, name: str) -> bool:
+    """Whether a recipe, or its class, leaves this open (else it is fixed, a ClassVar)."""
+    return name in {entry.name for entry in fields(owner)}
 
 
 def spelled(value: object, name: str) -> str:

@@ -15,7 +15,7 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def make_network(recipe, seed: int) -> nn.Module:
+def make_network(recipe: Recipe, seed: int) -> nn.Module:
     """A recipe's network; `seed` alone determines its initial weights, and the global stream is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -44,7 +44,6 @@ def reset(network: nn.Module, recipe: Recipe, seed: int) -> None:
 
 def training_flop(recipe: Recipe) -> int:
     """Floating-point operations of an image's forward and backward pass: backward takes twice what forward does."""
-    network = make_network(recipe, seed=0).to("meta").eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        network(torch.empty(1, 3, 32, 32, device="meta"))
+    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
+        recipe.network().eval()(torch.empty(1, 3, 32, 32))
     return 3 * counter.get_total_flops()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .recipe import Recipe
+from .recipe import Augmentation, Recipe
 from .world import World
 
 MEAN = (125.31, 122.95, 113.87)  # of CIFAR-10's channels, on the 0..255 scale
@@ -60,7 +60,7 @@ class Shards:
             yield [(augment(self.images, *chosen[m]), labels[s, m]) for m in range(self.micro_batches)]
 
 
-def deal_epoch(rows: Tensor, augmentation, seed: int, worker: int, epoch: int) -> tuple[Tensor, ...]:
+def deal_epoch(rows: Tensor, augmentation: Augmentation, seed: int, worker: int, epoch: int) -> tuple[Tensor, ...]:
     """A worker's epoch: the rows of its shard in random order, and what augmentation chose for each image.
 
     All are [len(rows)]. The random numbers belong to the worker, not to the process, so the outcome is the
