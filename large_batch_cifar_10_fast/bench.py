@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .images.sources import Images, random_images
-from .measuring.baseline import BaselineNesterov, baseline_network
+from .measuring.baseline import baseline_network, baseline_optimizers
 from .measuring.roofline import matrix_rate, seconds_since_start
 from .request.advice import settle
 from .request.checks import check_processes
@@ -30,8 +30,8 @@ from .results.clock import Clock
 from .results.provenance import peak_memory
 from .settings.settings import Refusal, Settings, has_option, refusals_end
 from .train import Data, Learner, evaluate, make_learner, prepare, take_step
-from .training.networks import DTYPES, autocast, reset, training_flop
-from .training.norm import track_running_statistics
+from .training.networks import DTYPES, autocast, reset, training_flop, weight_dtype
+from .training.norm import prepare_norms
 from .training.optimizers import follow_schedules
 from .training.recipe import Recipe, reduced
 from .training.shards import EVALUATION_BATCH, Batch
@@ -52,13 +52,13 @@ def timed(world: World, figures: list[float], work: Callable[[], object]) -> obj
 
 def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batch, figures: Figures) -> None:
     """Forward, backward, averaging and update, each waited for."""
-    (images, labels), world = batch, learner.world
+    (images, labels), world, recipe = batch, learner.world, learner.recipe
     parts = {name: figures.setdefault(name, []) for name in ("forward", "backward", "averaging", "update")}
 
     def forward() -> Tensor:
-        with autocast(learner.settings.precision, world.device):
-            losses = learner.recipe.loss(learner.forward(images), labels)
-        return reduced(learner.recipe, losses)
+        with autocast(recipe, learner.settings.precision, world.device):
+            losses = recipe.loss(learner.forward(images), labels)
+        return reduced(recipe, losses, len(world.workers))
 
     def update() -> None:
         for optimizer in optimizers:
@@ -67,30 +67,30 @@ def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batc
 
     loss = timed(world, parts["forward"], forward)
     timed(world, parts["backward"], loss.backward)
-    timed(world, parts["averaging"], lambda: world.average_gradients(learner.network))
+    timed(world, parts["averaging"], lambda: world.average_gradients(learner.network, recipe.loss_scale))
     timed(world, parts["update"], update)
 
 
 def measure_steps(ours: Learner, baseline: Learner, batches: list[Batch], repeats: int) -> tuple[Figures, Figures]:
     """Steps of ours and of the baseline in turn, so that a drift of the machine's speed falls on both."""
     optimizers = ours.recipe.optimizers(ours.network)
-    baseline_optimizers = [BaselineNesterov(o.param_groups) for o in baseline.recipe.optimizers(baseline.network)]
-    follow_schedules([*optimizers, *baseline_optimizers], epoch=1)
+    slow_optimizers = baseline_optimizers(baseline.recipe, baseline.network)
+    follow_schedules([*optimizers, *slow_optimizers], epoch=1)
     whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
-    baseline_batch = (whole[0].to(DTYPES[baseline.settings.precision]).contiguous(), whole[1])
+    baseline_batch = (whole[0].to(weight_dtype(ours.recipe, baseline.settings.precision)).contiguous(), whole[1])
     for repeat in range(repeats + 1):
         if repeat <= 1:  # what came before was the warm-up
             our_figures, baseline_figures = {"step": []}, {"step": []}
         for learner, opts, parts, figures in (
             (ours, optimizers, batches, our_figures),
-            (baseline, baseline_optimizers, [baseline_batch], baseline_figures),
+            (baseline, slow_optimizers, [baseline_batch], baseline_figures),
         ):
             tally = Tally(learner.world)
             timed(learner.world, figures["step"], lambda a=(learner, opts, parts, tally): take_step(*a))
-        track_running_statistics(ours.network, False)
+        prepare_norms(ours.network, len(ours.world.workers), tracking=False)
         if len(batches) == 1:
             step_in_parts(ours, optimizers, batches[0], our_figures)
-        step_in_parts(baseline, baseline_optimizers, baseline_batch, baseline_figures)
+        step_in_parts(baseline, slow_optimizers, baseline_batch, baseline_figures)
     return our_figures, baseline_figures
 
 

@@ -21,8 +21,8 @@ from .results.run_log import RunLog
 from .results.tables import finished_rows
 from .settings.settings import Settings, refusals_end
 from .training.compiling import compiled
-from .training.networks import DTYPES, autocast, cast, frozen_weights, make_network, reset
-from .training.norm import norms_of, track_running_statistics
+from .training.networks import autocast, cast, frozen_weights, make_network, reset, weight_dtype
+from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules
 from .training.process import leave
 from .training.recipe import Recipe, reduced
@@ -44,7 +44,7 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     log = RunLog(settings, recipe, world, images.facts, finished_rows(settings))
     learner = make_learner(settings, recipe, world)
     if not settings.no_warmup:
-        warm_up(learner, test_images=len(images.test_images) if world.on_gpu else world.world_size)
+        warm_up(learner, len(images.train_images), len(images.test_images) if world.on_gpu else world.world_size)
 
     clock = Clock(world.synchronize)
     data = prepare(images, learner, clock)
@@ -67,7 +67,8 @@ class Learner:
 
 
 def make_learner(settings: Settings, recipe: Recipe, world: World) -> Learner:
-    forward = network = cast(make_network(recipe, settings.seed), settings.precision, world.device)
+    dtype = weight_dtype(recipe, settings.precision)
+    forward = network = cast(make_network(recipe, settings.seed), dtype, world.device)
     if settings.compile:
         forward = compiled(network, recipe, settings.precision, settings.micro_batches, world)
     return Learner(network, forward, recipe, settings, world)
@@ -83,7 +84,7 @@ class Data:
 
 def prepare(images: Images, learner: Learner, clock: Clock) -> Data:
     """Upload, normalise, find the whitening filters: all of it counts as training time (section 6)."""
-    world, dtype = learner.world, DTYPES[learner.settings.precision]
+    world, dtype = learner.world, weight_dtype(learner.recipe, learner.settings.precision)
     with clock.counting("upload"):
         train = upload_shards(*images.train, learner.recipe, world, learner.settings.micro_batches)
         test_images, test_labels = upload_test(*images.test, world)
@@ -118,14 +119,15 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
 def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list[Batch], tally: Tally) -> None:
     """One update from one batch of every worker, in one forward and backward pass or several."""
     network, recipe, world = learner.network, learner.recipe, learner.world
+    workers = len(world.workers) // len(micro_batches)  # whose images stand one after the other in a micro-batch
     for index, (images, labels) in enumerate(micro_batches):
-        track_running_statistics(network, world.is_main and index == 0)  # worker 0's alone
-        with autocast(learner.settings.precision, world.device):
+        prepare_norms(network, workers, tracking=world.is_main and index == 0)  # worker 0's statistics alone
+        with autocast(recipe, learner.settings.precision, world.device):
             logits = learner.forward(images)
         losses = recipe.loss(logits, labels)
-        reduced(recipe, losses).backward()
+        reduced(recipe, losses, workers).backward()
         tally.count(logits, labels, losses)
-    world.average_gradients(network)  # over the workers; the mean is taken here and nowhere else
+    world.average_gradients(network, recipe.loss_scale)  # over the workers; the mean is taken here and nowhere else
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -139,19 +141,21 @@ def evaluate(learner: Learner, test: Batch) -> Score:
     world.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
     tally = Tally(world)
     for images, labels in evaluation_batches(*test):
-        with autocast(learner.settings.precision, world.device):
+        with autocast(recipe, learner.settings.precision, world.device):
             logits = sum(network(view(images)) for view in recipe.views) / len(recipe.views)
         tally.count(logits, labels, recipe.loss(logits, labels))
     network.train()
     return tally.read()
 
 
-def warm_up(learner: Learner, test_images: int) -> None:
-    """Two steps and an evaluation on random data of the right shapes, thrown away: the timed runs then find kernels
-    chosen, memory at hand and the processes connected."""
-    noise = random_images(2 * learner.recipe.workers * learner.recipe.batch_size, test_images)
+def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
+    """Two steps, of every size there is, and an evaluation on random data of the right shapes, thrown away: the timed
+    runs then find kernels chosen, memory at hand and the processes connected."""
+    recipe = learner.recipe
+    left = train_images // recipe.workers % recipe.batch_size if recipe.whole_epochs else 0
+    noise = random_images(recipe.workers * (recipe.batch_size + (left or recipe.batch_size)), test_images)
     data = prepare(noise, learner, Clock(learner.world.synchronize))
-    optimizers = learner.recipe.optimizers(learner.network)
+    optimizers = recipe.optimizers(learner.network)
     for micro_batches in data.train.epoch(seed=0, epoch=0):
         take_step(learner, optimizers, micro_batches, Tally(learner.world))
     evaluate(learner, data.test)

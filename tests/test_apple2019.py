@@ -8,7 +8,7 @@ import torch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.settings.settings import Refusal
 from large_batch_cifar_10_fast.training.networks import cast, frozen_weights, make_network, reset, training_flop
-from large_batch_cifar_10_fast.training.norm import norms_of, track_running_statistics
+from large_batch_cifar_10_fast.training.norm import norms_of, prepare_norms
 
 SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def test_parameters_work_and_shapes_are_the_methods():
 
 
 def test_half_precision_keeps_norms_in_float32():
-    network = cast(SMALL.network(), "fp16", CPU)
+    network = cast(SMALL.network(), torch.float16, CPU)
     kinds = {name: p.dtype for name, p in network.named_parameters()}
     assert {kind for name, kind in kinds.items() if name.endswith("bias")} == {torch.float32}
     assert {kind for name, kind in kinds.items() if name.endswith("weight")} == {torch.float16}
@@ -86,14 +86,14 @@ def test_seed_alone_decides_the_weights():
 
 
 def test_a_reset_network_is_a_fresh_one_but_for_its_whitening():
-    used = cast(make_network(SMALL, seed=3), "fp64", CPU)
+    used = cast(make_network(SMALL, seed=3), torch.float64, CPU)
     SMALL.whiten(used, torch.randn(9, 32, 32, 3, dtype=torch.float64))
     whitening = used.whitening.weight.clone()
-    track_running_statistics(used, True)
+    prepare_norms(used, 1, tracking=True)
     used(torch.randn(16, 3, 32, 32, dtype=torch.float64)).sum().backward()
     reset(used, SMALL, seed=4)
     assert list(frozen_weights(used)) == ["whitening.weight"]
-    fresh = cast(make_network(SMALL, seed=4), "fp64", CPU).state_dict() | {"whitening.weight": whitening}
+    fresh = cast(make_network(SMALL, seed=4), torch.float64, CPU).state_dict() | {"whitening.weight": whitening}
     for name, tensor in fresh.items():
         assert torch.equal(used.state_dict()[name], tensor), name
 

@@ -14,7 +14,10 @@ pytestmark = pytest.mark.slow
 
 # (processes, micro-batches), against one process in one; the campaign tests run two processes
 SPLITS = [(2, 2), (4, 1), (8, 1)]
-SMALL = {"apple2019": ["--demo", *TINY]}  # each recipe, small enough for a test
+SMALL = {  # each recipe of several workers, small enough for a test
+    "apple2019": ["--demo", *TINY],
+    "fastai": ["--width", "2", "--batch_size", "24", "--epochs", "1", "--no_warmup"],
+}
 
 
 def _train(recipe, npz, folder, processes, micro_batches):
@@ -24,7 +27,7 @@ def _train(recipe, npz, folder, processes, micro_batches):
     return torch.load(folder / "weights.pt", weights_only=True), pd.read_csv(folder / "runs.tsv", sep="\t").iloc[0]
 
 
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(scope="module", params=[name for name, kind in RECIPES.items() if kind().workers > 1])
 def alone(request, tiny_npz, tmp_path_factory):
     return request.param, *_train(request.param, tiny_npz, tmp_path_factory.mktemp("alone"), 1, 1)
 

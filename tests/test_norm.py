@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from large_batch_cifar_10_fast.training.norm import GhostBatchNorm, track_running_statistics
+from large_batch_cifar_10_fast.training.norm import GhostBatchNorm, prepare_norms
 from large_batch_cifar_10_fast.training.whitening import whitening_filters
 
 
@@ -45,7 +45,7 @@ def test_it_is_batch_norm_on_each_group_alone_forward_and_backward(ghost_batch, 
 def test_evaluation_uses_the_mean_of_its_first_groups_running_statistics(groups):
     ours = GhostBatchNorm(5, 16, momentum=0.2, eps=1e-3, groups=groups).double()
     nn.init.normal_(ours.weight)
-    track_running_statistics(ours, True)
+    prepare_norms(ours, 1, tracking=True)
     theirs = [nn.BatchNorm2d(5, momentum=0.2).double() for _ in range(groups)]
     for step in range(4):
         x = _inputs(4).detach() * (1 + step) + step
@@ -59,6 +59,17 @@ def test_evaluation_uses_the_mean_of_its_first_groups_running_statistics(groups)
     x_hat = (x - mean.view(-1, 1, 1)) / (variance.view(-1, 1, 1) + 1e-3).sqrt()
     expected = x_hat * ours.weight.view(-1, 1, 1) + ours.bias.view(-1, 1, 1)
     torch.testing.assert_close(ours.eval()(x), expected)
+
+
+def test_a_short_last_batch_of_two_workers_is_two_groups():
+    norm = GhostBatchNorm(5, 16).double()
+    prepare_norms(norm, workers=2, tracking=True)
+    x = _inputs(1).detach()[:14]
+    stock = nn.BatchNorm2d(5).double()
+    first, second = stock(x[:7]), nn.BatchNorm2d(5).double()(x[7:])
+    torch.testing.assert_close(norm(x), torch.cat([first, second]))
+    torch.testing.assert_close(norm.running_mean[0], stock.running_mean)
+    torch.testing.assert_close(norm.running_var[0], stock.running_var)
 
 
 def test_nothing_is_tracked_unless_asked_for():

@@ -6,12 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.recipes.basenet import Basenet
+from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.training.augmentation import MOST_OPTIONS, deal_evenly, mirrored
 from large_batch_cifar_10_fast.training.shards import deal_epoch, normalise, upload_shards, upload_test
 from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
-CROP_AND_FLIP = Apple2019.augmentation
+APPLE = Apple2019(batch_size=16)
+CROP_AND_FLIP = APPLE.augmentation
 
 
 def _numbered(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -26,9 +29,9 @@ def _number(image: torch.Tensor) -> torch.Tensor:
     return image[:, 0, 0, 0].long() * 256 + image[:, 1, 0, 0].long()
 
 
-def _shards(rank=0, processes=1, micro_batches=1):
-    world = World(rank, processes, CPU, 8)
-    return upload_shards(*_numbered(643), Apple2019(batch_size=16), world, micro_batches)
+def _shards(rank=0, processes=1, micro_batches=1, recipe=APPLE):
+    world = World(rank, processes, CPU, recipe.workers)
+    return upload_shards(*_numbered(643), recipe, world, micro_batches)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
@@ -53,6 +56,23 @@ def test_an_epoch_never_leaves_the_shards_and_shows_no_image_twice():
             assert (numbers % 10).tolist() == labels.tolist()
         numbers = torch.cat([_number(images) for images, _ in batches])
         assert len(numbers.unique()) == len(numbers)
+
+
+@pytest.mark.parametrize("recipe", [Basenet(batch_size=100), FastAI(batch_size=24), FastAI(batch_size=20)])
+def test_whole_epochs_end_with_a_short_batch_and_show_every_image_once(recipe):
+    batches = [batch for [batch] in _shards(recipe=recipe).epoch(seed=0, epoch=1)]
+    shortest, workers = 643 // recipe.workers, recipe.workers
+    sizes = [len(labels) // workers for _, labels in batches]
+    full, left = divmod(shortest, recipe.batch_size)
+    assert sizes == [recipe.batch_size] * full + [left] * (left > 0)
+    assert len(sizes) == _shards(recipe=recipe).steps_per_epoch
+    for images, labels in batches:
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        assert images.shape == (len(labels), 3, 32, 32)
+    if workers == 1:  # whose images still carry their numbers: colours are left as they are
+        numbers = torch.cat([_number(images) for images, _ in batches])
+        assert sorted(numbers.tolist()) == list(range(643))
+        assert torch.equal(numbers % 10, torch.cat([labels for _, labels in batches]))
 
 
 def test_epochs_seeds_and_workers_differ():

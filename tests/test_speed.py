@@ -7,17 +7,21 @@ import sys
 import pytest
 import torch
 from conftest import REPO, TINY, environment
+from test_story import Stock
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from large_batch_cifar_10_fast.images.sources import random_images
-from large_batch_cifar_10_fast.measuring.baseline import BaselineNesterov, baseline_network
+from large_batch_cifar_10_fast.measuring.baseline import baseline_network, baseline_optimizers
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.recipes.basenet import Basenet
+from large_batch_cifar_10_fast.recipes.fastai import FastAI
+from large_batch_cifar_10_fast.recipes.page import Page
 from large_batch_cifar_10_fast.request.advice import settle
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import Learner, make_learner, prepare, take_step
 from large_batch_cifar_10_fast.training.networks import cast, make_network, reset
-from large_batch_cifar_10_fast.training.norm import track_running_statistics
+from large_batch_cifar_10_fast.training.norm import prepare_norms
 from large_batch_cifar_10_fast.training.optimizers import follow_schedules
 from large_batch_cifar_10_fast.training.tally import Tally
 from large_batch_cifar_10_fast.training.world import World
@@ -38,7 +42,7 @@ def _whitened(network: torch.nn.Module) -> torch.nn.Module:
 
 
 def _network() -> torch.nn.Module:
-    return _whitened(cast(make_network(SMALL, seed=1), "fp64", torch.device("cpu")))
+    return _whitened(cast(make_network(SMALL, seed=1), torch.float64, torch.device("cpu")))
 
 
 def _step(network: torch.nn.Module, forward) -> dict[str, torch.Tensor]:
@@ -46,7 +50,7 @@ def _step(network: torch.nn.Module, forward) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     images = torch.randn(32, 3, 32, 32, generator=generator, dtype=torch.float64)
     labels = torch.arange(32) % 10
-    track_running_statistics(network, True)
+    prepare_norms(network, 2, tracking=True)
     SMALL.loss(forward(images.to(memory_format=torch.channels_last)), labels).sum().backward()
     trained = {n: p.grad for n, p in network.named_parameters() if p.requires_grad}
     return {**trained, **dict(network.named_buffers())}
@@ -61,6 +65,25 @@ def test_the_compiled_network_has_the_same_gradients_and_statistics(capsys):
         torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
 
 
+def test_a_compiled_network_takes_a_short_last_batch_too():
+    recipe, weights = Stock(batch_size=16), []
+    for settings in (Settings(precision="fp64"), COMPILED):
+        learner = make_learner(settings, recipe, ALONE)
+        data = prepare(random_images(2 * 19, 10), learner, Clock(ALONE.synchronize))
+        reset(learner.network, recipe, seed=0)
+        optimizers = recipe.optimizers(learner.network)
+        follow_schedules(optimizers, epoch=1)
+        sizes = []
+        for micro_batches in data.train.epoch(0, 1):
+            sizes.append(len(micro_batches[0][1]))
+            take_step(learner, optimizers, micro_batches, Tally(ALONE))
+        assert sizes == [32, 6]
+        weights.append([*learner.network.parameters(), *learner.network.buffers()])
+    assert learner.forward is not learner.network, "no compiler here?"
+    for eager, compiled in zip(*weights, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-11)
+
+
 def test_the_baseline_of_the_bench_is_the_same_mathematics():
     baseline, ours = _whitened(baseline_network(SMALL, "fp64", ALONE)), _network()
     got, expected = _step(baseline, baseline), _step(ours, ours)
@@ -69,9 +92,9 @@ def test_the_baseline_of_the_bench_is_the_same_mathematics():
             torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-11, msg=name)
             parameter.grad = expected[name]
     optimizers = SMALL.optimizers(ours)
-    baseline_optimizers = [BaselineNesterov(o.param_groups) for o in SMALL.optimizers(baseline)]
-    follow_schedules([*optimizers, *baseline_optimizers], epoch=0.5)
-    for optimizer in (*optimizers, *baseline_optimizers):
+    slow_optimizers = baseline_optimizers(SMALL, baseline)
+    follow_schedules([*optimizers, *slow_optimizers], epoch=0.5)
+    for optimizer in (*optimizers, *slow_optimizers):
         optimizer.step()
     for a, b in zip(baseline.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
@@ -110,7 +133,8 @@ def test_a_compilation_that_was_broken_off_names_the_file_to_delete(monkeypatch,
     )
 
 
-def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch):
+@pytest.mark.parametrize("recipe", [SMALL, Basenet(width=8), Page(width=8), FastAI(width=2)], ids=lambda r: r.name)
+def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch, recipe):
     """FakeTensorMode knows shapes and devices alone: what needs a value, or tensors of two devices, raises.
 
     Backward would need a driver; zeros stand for its gradients.
@@ -128,9 +152,11 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
 
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(torch, "randperm", lambda n, generator, device: torch.arange(n, device=device))
-    world, settings = World(0, 1, gpu, 2), Settings(precision="fp32", micro_batches=2)
+    monkeypatch.setattr(torch, "randint", lambda n, size, generator, device: torch.arange(*size, device=device) % n)
+    monkeypatch.setattr(torch, "rand", lambda n, generator, device: torch.ones(n, device=device))
+    world, settings = World(0, 1, gpu, recipe.workers), Settings(precision="fp32", micro_batches=min(2, recipe.workers))
     with FakeTensorMode(allow_non_fake_inputs=False):
-        network = make_network(SMALL, seed=0)
+        network = make_network(recipe, seed=0)
         for module in network.modules():
             for name, weight in module.named_parameters(recurse=False):
                 setattr(module, name, torch.nn.Parameter(weight.to(gpu), requires_grad=weight.requires_grad))
@@ -142,9 +168,9 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
             "backward",
             lambda _: [setattr(weight, "grad", torch.zeros_like(weight)) for weight in weights],
         )
-        learner = Learner(network, network, SMALL, settings, world)
-        data = prepare(random_images(96, 10), learner, Clock(lambda: None))
-        optimizers, tally, steps = SMALL.optimizers(network), Tally(world), 0
+        learner = Learner(network, network, recipe, settings, world)
+        data = prepare(random_images(3 * recipe.workers * recipe.batch_size, 10), learner, Clock(lambda: None))
+        optimizers, tally, steps = recipe.optimizers(network), Tally(world), 0
         for micro_batches in data.train.epoch(seed=0, epoch=1):
             take_step(learner, optimizers, micro_batches, tally)
             steps += 1

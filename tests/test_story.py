@@ -17,7 +17,7 @@ from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.provenance import code_digest
 from large_batch_cifar_10_fast.settings.settings import PACKAGE, Refusal, Settings, option
-from large_batch_cifar_10_fast.training.augmentation import CropAndFlip, unchanged
+from large_batch_cifar_10_fast.training.augmentation import CropAndFlip, draw_independently, unchanged
 from large_batch_cifar_10_fast.training.norm import GhostBatchNorm
 from large_batch_cifar_10_fast.training.optimizers import PiecewiseLinear
 from large_batch_cifar_10_fast.training.tally import Score
@@ -55,10 +55,6 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
     assert hours.tolist() == pytest.approx([1.125 + epoch * steps for epoch in (1, 2, 3, 4)])
 
 
-def draw(count: int, options: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(options, (count,), generator=generator)
-
-
 @dataclasses.dataclass(frozen=True)
 class Stock:
     """Two workers, plain batch norm with a scale, torch's SGD, the loss's mean, one view."""
@@ -68,13 +64,18 @@ class Stock:
 
     name: ClassVar = "stock"
     workers: ClassVar = 2
-    augmentation: ClassVar = CropAndFlip(padding=4, deal=draw)
+    augmentation: ClassVar = CropAndFlip(padding=4, deal=draw_independently)
+    whole_epochs: ClassVar = True
     reduction: ClassVar = "mean"
+    half_weights: ClassVar = True
+    loss_scale: ClassVar = 8
     views: ClassVar = (unchanged,)
 
     def network(self) -> nn.Module:
         norm = GhostBatchNorm(6, ghost_batch=self.batch_size)
-        return nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.ReLU(), nn.AvgPool2d(30), nn.Flatten(), nn.Linear(6, 10))
+        return nn.Sequential(
+            nn.Conv2d(3, 6, 3, bias=False), norm, nn.ReLU(), nn.AvgPool2d(30), nn.Flatten(), nn.Linear(6, 10)
+        )
 
     def whiten(self, network, images) -> None:
         pass
@@ -95,7 +96,7 @@ def test_another_recipe_trains_as_stock_pytorch_would():
     train.train_once(0, learner, data, Clock(world.synchronize), log := Recorder())
 
     torch.manual_seed(4)
-    convolution, linear = nn.Conv2d(3, 6, 3), nn.Linear(6, 10)
+    convolution, linear = nn.Conv2d(3, 6, 3, bias=False), nn.Linear(6, 10)
     norms = [nn.BatchNorm2d(6) for _ in range(2)]
     norms[1].weight, norms[1].bias = norms[0].weight, norms[0].bias
     tail = nn.Sequential(nn.ReLU(), nn.AvgPool2d(30), nn.Flatten(), linear)
@@ -127,7 +128,11 @@ def test_a_recipe_has_its_own_options_and_refuses_anothers(two_recipes, capsys):
     for arguments, variables, message in (
         (["--recipe", "stock", "--lr_scaler", "1"], {}, "recipe stock has no option --lr_scaler; --help lists"),
         (["--recipe", "stock", "--demo"], {}, "--demo is apple2019, small, not stock"),
-        (["--recipe", "stock"], {"WORKERS": "4"}, "WORKERS=4 cannot be set: recipe stock has 2; unset it"),
+        (
+            ["--recipe", "stock"],
+            {"WORKERS": "4"},
+            "WORKERS=4 cannot be set: recipe stock has its own number of workers; unset it",
+        ),
     ):
         with pytest.raises(Refusal, match=message):
             read_request(arguments, variables)

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from ..training.networks import cast, make_network
+from ..training.networks import cast, make_network, weight_dtype
 from ..training.norm import GhostBatchNorm, norms_of
+from ..training.optimizers import NesterovSGD
 from ..training.recipe import Recipe
 from ..training.world import World
 
@@ -24,10 +25,16 @@ class BaselineNorm(GhostBatchNorm):
 
 
 def baseline_network(recipe: Recipe, precision: str, world: World) -> nn.Module:
-    network = cast(make_network(recipe, seed=0), precision, world.device)
+    network = cast(make_network(recipe, seed=0), weight_dtype(recipe, precision), world.device)
     for norm in norms_of(network):
         norm.__class__ = BaselineNorm
     return network.to(memory_format=torch.contiguous_format)
+
+
+def baseline_optimizers(recipe: Recipe, network: nn.Module) -> list[torch.optim.Optimizer]:
+    """The recipe's own, ours in a slow form; torch's are their own baseline."""
+    made = recipe.optimizers(network)
+    return [BaselineNesterov(o.param_groups) if isinstance(o, NesterovSGD) else o for o in made]
 
 
 class BaselineNesterov(torch.optim.Optimizer):

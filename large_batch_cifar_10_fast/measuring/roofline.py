@@ -12,7 +12,7 @@ from ..training.networks import DTYPES
 def matrix_rate(precision: str, device: torch.device) -> float:
     """This device's own floating-point operations a second in a large matrix product."""
     size = 8192 if device.type == "cuda" else 2048
-    dtype = torch.bfloat16 if precision == "bf16" else DTYPES[precision]
+    dtype = DTYPES[precision]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     seconds = []
     for _ in range(7):

@@ -50,7 +50,10 @@ class Apple2019:
 
     name: ClassVar = "apple2019"
     augmentation: ClassVar = CropAndFlip(padding=4, deal=deal_evenly)
+    whole_epochs: ClassVar = False  # 24 full batches; what is left of a shard waits for another epoch
     reduction: ClassVar = "sum"
+    half_weights: ClassVar = True
+    loss_scale: ClassVar = 1
     views: ClassVar = (unchanged, mirrored)
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..images.sources import count_training_images, load_images
 from ..results.tables import changes, finished_rows, read_rows, refuse_other
-from ..settings.settings import Refusal, Settings, spelled
+from ..settings.settings import Refusal, Settings, has_option, spelled
 from ..training.recipe import Recipe
 
 
@@ -22,11 +22,16 @@ def check_processes(settings: Settings, recipe: Recipe, world_size: int) -> None
     """Refuse a number of processes, or of micro-batches, that would split a worker."""
     if recipe.workers % world_size:
         fitting = " or ".join(str(p) for p in range(1, recipe.workers + 1) if recipe.workers % p == 0)
-        spread = f"WORKERS={recipe.workers} cannot be spread over NPROC={world_size} processes"
-        raise Refusal(f"{spread}: use {fitting}")
+        raise Refusal(f"{_workers_of(recipe)} cannot be spread over NPROC={world_size} processes: use {fitting}")
     if (recipe.workers // world_size) % settings.micro_batches:
         here = f"the {recipe.workers // world_size} workers of a process"
         raise Refusal(f"{spelled(settings, 'micro_batches')} does not divide {here}")
+
+
+def _workers_of(recipe: Recipe) -> str:
+    if has_option(recipe, "workers"):
+        return spelled(recipe, "workers")
+    return f"the workers of recipe {recipe.name} ({recipe.workers})"
 
 
 def check_images(recipe: Recipe, train_count: int) -> None:
@@ -34,7 +39,7 @@ def check_images(recipe: Recipe, train_count: int) -> None:
     needed = recipe.workers * recipe.batch_size
     if needed > train_count:
         raise Refusal(
-            f"WORKERS={recipe.workers} x --batch_size {recipe.batch_size} = {needed} images a step, more than "
+            f"{_workers_of(recipe)} x --batch_size {recipe.batch_size} = {needed} images a step, more than "
             f"the training set's {train_count}: use a smaller batch, fewer workers or more images"
         )
 

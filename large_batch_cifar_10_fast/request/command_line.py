@@ -9,13 +9,18 @@ from typing import get_type_hints
 
 from .. import __version__
 from ..recipes.apple2019 import DEMO, Apple2019
+from ..recipes.basenet import Basenet
+from ..recipes.fastai import FastAI
+from ..recipes.page import Page
 from ..results.lines import from_pairs
 from ..results.provenance import code_digest
 from ..results.tables import CONDITIONS, Row, changes, finished_rows, refuse_other
 from ..settings.settings import Refusal, Settings, count_from, has_option
 from ..training.recipe import Recipe
 
-RECIPES = {recipe.name: recipe for recipe in (Apple2019,)}  # what --recipe knows; a new recipe joins here
+RECIPES = {
+    recipe.name: recipe for recipe in (Apple2019, Basenet, Page, FastAI)
+}  # what --recipe knows; a new recipe joins here
 DEFAULT = Apple2019.name
 PRESET = {"data": "synthetic", **DEMO}
 
@@ -54,7 +59,7 @@ def _variables(kind: type, environment: Mapping[str, str]) -> dict[str, int]:
         return {}
     workers = count_from(environment, "WORKERS", 1)
     if not has_option(kind, "workers"):
-        raise Refusal(f"WORKERS={workers} cannot be set: recipe {kind.name} has {kind.workers}; unset it")
+        raise Refusal(f"WORKERS={workers} cannot be set: recipe {kind.name} has its own number of workers; unset it")
     return {"workers": workers}
 
 

@@ -56,6 +56,11 @@ def refuse_unless_finite(value: object, *names: str) -> None:
             raise Refusal(f"{spelled(value, name)} must be a finite number, not below 0")
 
 
+def refuse_outside(value: object, name: str, least: int, most: float, why: str) -> None:
+    if not least <= getattr(value, name) <= most:
+        raise Refusal(f"{spelled(value, name)} must lie in {least} to {most}: {why}")
+
+
 def count_from(environment: Mapping[str, str], name: str, default: int) -> int:
     """A whole number from an environment variable; raises Refusal if it is none or not positive."""
     text = environment.get(name) or str(default)

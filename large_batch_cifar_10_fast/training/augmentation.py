@@ -27,6 +27,11 @@ def deal_evenly(count: int, options: int, generator: Generator) -> Tensor:
     return dealt
 
 
+def draw_independently(count: int, options: int, generator: Generator) -> Tensor:
+    """One of `options` for each of `count` images, each drawn by itself (int64 [count])."""
+    return torch.randint(options, (count,), generator=generator, device=generator.device)
+
+
 @dataclass(frozen=True)
 class CropAndFlip:
     """Reflect-pad by `padding`, cut 32x32 out of it, mirror: each image as `deal` assigns it, once an epoch."""

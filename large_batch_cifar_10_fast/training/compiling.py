@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .networks import DTYPES, autocast, reset
-from .norm import track_running_statistics
+from .networks import autocast, reset, weight_dtype
+from .norm import prepare_norms
 from .recipe import Recipe
 from .world import World
 
@@ -24,13 +24,14 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
     The network's weights, gradients and statistics are of no use afterwards: reset it.
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would remark on a missing GPU
-    batch = noise(recipe.batch_size * len(world.workers) // micro_batches, precision, world)
+    workers = len(world.workers) // micro_batches
+    batch = noise(recipe.batch_size * workers, weight_dtype(recipe, precision), world)
     recipe.whiten(network, batch[0].permute(0, 2, 3, 1))
     reset(network, recipe, seed=0)
     fused = torch.compile(network, dynamic=False)
     try:
         for tracking in [True] * world.is_main + [False] * (micro_batches > 1 or not world.is_main):
-            track_running_statistics(network, tracking)
+            prepare_norms(network, workers, tracking)
             expected = gradients(network, network, recipe, batch, precision)
             check_agreement(gradients(network, fused, recipe, batch, precision), expected)
     except torch.OutOfMemoryError:
@@ -44,11 +45,11 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
     return fused
 
 
-def noise(count: int, precision: str, world: World) -> tuple[Tensor, Tensor]:
+def noise(count: int, dtype: torch.dtype, world: World) -> tuple[Tensor, Tensor]:
     """Images [count, 3, 32, 32] as training's are laid out, and labels."""
     images = torch.randn(count, 32, 32, 3, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(count, dtype=torch.int64, device=world.device)  # all alike, or gradients would cancel out
-    return images.to(world.device, DTYPES[precision]).permute(0, 3, 1, 2), labels
+    return images.to(world.device, dtype).permute(0, 3, 1, 2), labels
 
 
 def gradients(
@@ -61,7 +62,7 @@ def gradients(
     """The gradient of each of the network's trained weights, by name, from one forward and backward pass."""
     images, labels = batch
     network.zero_grad()
-    with autocast(precision, images.device):
+    with autocast(recipe, precision, images.device):
         logits = forward(images)
     recipe.loss(logits, labels).sum().backward()
     return {name: weight.grad for name, weight in network.named_parameters() if weight.requires_grad}

@@ -7,12 +7,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from .norm import norms_of
 from .recipe import Recipe
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Within it, bf16 keeps float32 weights and computes in bfloat16; the other precisions are their weights'."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+def weight_dtype(recipe: Recipe, precision: str) -> torch.dtype:
+    """Of weights and images: float32 where bf16 computes, or fp16 for a recipe that keeps float32 weights beside it."""
+    mixed = precision == "bf16" or (precision == "fp16" and not recipe.half_weights)
+    return torch.float32 if mixed else DTYPES[precision]
+
+
+def autocast(recipe: Recipe, precision: str, device: torch.device) -> torch.autocast:
+    """Within it the network computes in its precision, whatever its weights are."""
+    dtype = DTYPES[precision]
+    return torch.autocast(device.type, dtype, enabled=dtype != weight_dtype(recipe, precision))
 
 
 def make_network(recipe: Recipe, seed: int) -> nn.Module:
@@ -22,9 +29,8 @@ def make_network(recipe: Recipe, seed: int) -> nn.Module:
         return recipe.network()
 
 
-def cast(network: nn.Module, precision: str, device: torch.device) -> nn.Module:
-    """Move to the device: half weights for fp16, float64 for fp64, float32 else; norms never in half."""
-    dtype = DTYPES[precision]
+def cast(network: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Move to the device and to this type of weights; norms never in half."""
     network.to(device, dtype, memory_format=torch.channels_last)
     if dtype == torch.float16:
         for norm in norms_of(network):

@@ -8,9 +8,10 @@ class GhostBatchNorm(nn.Module):
     """Batch norm in which every `ghost_batch` images in a row are normalised by their own statistics.
 
     Small groups add the noise that lets large batches generalise. As no group reaches beyond a worker's batch, many
-    workers can be computed as one larger batch; `ghost_batch` = a worker's batch is plain batch norm per worker. The
-    bias is always trained, the scale with `affine` (else it is 1); both, and the statistics, are float32 (float64 if
-    the input is). Takes and returns [B, C, H, W], B a multiple of ghost_batch.
+    workers can be computed as one larger batch; `ghost_batch` = a worker's batch is plain batch norm per worker, whose
+    short last batch is a group of its own. The bias is always trained, the scale with `affine` (else it is 1); both,
+    and the statistics, are float32 (float64 if the input is). Takes and returns [B, C, H, W], B a multiple of
+    ghost_batch unless the batch is a short one.
 
     While `tracking`, the first `groups` groups (so worker 0's) each feed running statistics of their own, [groups, C];
     evaluation uses their mean.
@@ -27,7 +28,7 @@ class GhostBatchNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.ghost_batch, self.momentum, self.eps, self.groups = ghost_batch, momentum, eps, groups
-        self.tracking = False
+        self.tracking, self.workers = False, 1  # how many workers' images a training batch holds
         self.weight = nn.Parameter(torch.ones(channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(groups, channels))
@@ -37,10 +38,11 @@ class GhostBatchNorm(nn.Module):
         if not self.training:
             scale, shift = self._scale_and_shift(self.running_mean.mean(0), self.running_var.mean(0))
             return torch.addcmul(shift.view(-1, 1, 1), x.to(shift.dtype), scale.view(-1, 1, 1)).to(x.dtype)
-        groups = x.unflatten(0, (-1, self.ghost_batch)).to(self.bias.dtype)
+        ghost_batch = min(self.ghost_batch, len(x) // self.workers)
+        groups = x.unflatten(0, (-1, ghost_batch)).to(self.bias.dtype)
         variance, mean = torch.var_mean(groups, dim=(1, 3, 4), correction=0)  # [groups, C]
         if self.tracking:
-            self._track(mean, variance, self.ghost_batch * x.shape[2] * x.shape[3])
+            self._track(mean, variance, ghost_batch * x.shape[2] * x.shape[3])
         scale, shift = (y[:, None, :, None, None] for y in self._scale_and_shift(mean, variance))
         return torch.addcmul(shift, groups, scale).flatten(0, 1).to(x.dtype)
 
@@ -61,7 +63,8 @@ def norms_of(network: nn.Module) -> list[GhostBatchNorm]:
     return [module for module in network.modules() if isinstance(module, GhostBatchNorm)]
 
 
-def track_running_statistics(network: nn.Module, tracking: bool) -> None:
-    """Let the batches to come feed the running statistics, or not: worker 0's images come first in them, or do not."""
+def prepare_norms(network: nn.Module, workers: int, tracking: bool) -> None:
+    """Say of the training batch to come how many workers' images it holds, and whether worker 0's come first: then it
+    feeds the running statistics."""
     for norm in norms_of(network):
-        norm.tracking = tracking
+        norm.workers, norm.tracking = workers, tracking

@@ -13,7 +13,10 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class PiecewiseLinear:
-    """A figure as a function of the time in epochs: through `values` at `knots`, constant before and after."""
+    """A figure as a function of the time in epochs: through `values` at `knots`, constant before and after.
+
+    Two knots at one time are a jump; at that time the later value holds.
+    """
 
     knots: tuple[float, ...]
     values: tuple[float, ...]

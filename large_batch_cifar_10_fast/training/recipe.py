@@ -26,7 +26,10 @@ class Recipe(Protocol):
     batch_size: int  # images a worker takes each step
     epochs: int
     augmentation: Augmentation
+    whole_epochs: bool  # whether what is left of a shard after its full batches is trained on too, as a short one
     reduction: Literal["sum", "mean"]  # of the loss over a worker's batch; over the workers it is always the mean
+    half_weights: bool  # in fp16; else it trains float32 weights and only computes in half
+    loss_scale: int  # the loss is multiplied by it, and gradients divided: half precision loses small ones
     views: Sequence[Callable[[Tensor], Tensor]]  # of a test image; their logits are averaged
 
     def network(self) -> nn.Module:
@@ -46,6 +49,7 @@ class Recipe(Protocol):
         ...
 
 
-def reduced(recipe: Recipe, losses: Tensor) -> Tensor:
-    """The sum over workers, here side by side, of each one's loss over its batch."""
-    return losses.sum() if recipe.reduction == "sum" else losses.sum() / recipe.batch_size
+def reduced(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:
+    """The sum over workers, so many side by side, of each one's loss over its batch; scaled."""
+    total = losses.sum() if recipe.reduction == "sum" else losses.sum() / (len(losses) // workers)
+    return total * recipe.loss_scale

@@ -34,8 +34,9 @@ class Shards:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in the shortest shard; every worker drops its tail beyond them."""
-        return self.total_images // self.recipe.workers // self.recipe.batch_size
+        """Batches in the shortest shard: full ones, and with `whole_epochs` the short one that is left."""
+        full, left = divmod(self.total_images // self.recipe.workers, self.recipe.batch_size)
+        return full + (left > 0 and self.recipe.whole_epochs)
 
     def rows_of(self, worker: int) -> Tensor:
         """Where a worker's shard stands in `images` (int64 [shard size])."""
@@ -46,18 +47,25 @@ class Shards:
         """One epoch of steps, each a list of micro-batches of augmented images and their labels.
 
         Images come as [B, 3, 32, 32] in channels-last memory, labels as int64 [B]; B is the batch size times
-        the workers in a micro-batch. It holds its workers one after the other, worker 0's images first.
+        the workers in a micro-batch. It holds its workers one after the other, worker 0's images first. A short
+        last batch is as short for every worker.
         """
-        augment, steps, size = self.recipe.augmentation, self.steps_per_epoch, self.recipe.batch_size
+        augment = self.recipe.augmentation
         deals = [deal_epoch(self.rows_of(w), augment, seed, w, epoch) for w in self.workers]
-        # Of rows and of each choice, [workers, steps * batch] -> [steps, micro-batches, workers in one * batch]
-        parts = (torch.stack([deal[: steps * size] for deal in part]) for part in zip(*deals, strict=True))
-        parts = (part.view(-1, steps, size).transpose(0, 1).reshape(steps, self.micro_batches, -1) for part in parts)
-        rows, *choices = parts
-        labels = self.labels[rows]
-        for s in range(steps):
-            chosen = [(rows[s, m], *(choice[s, m] for choice in choices)) for m in range(self.micro_batches)]
-            yield [(augment(self.images, *chosen[m]), labels[s, m]) for m in range(self.micro_batches)]
+        rows, *choices = map(self._by_step, zip(*deals, strict=True))
+        for step in zip(rows, *choices, strict=True):
+            yield [(augment(self.images, *chosen), self.labels[chosen[0]]) for chosen in zip(*step, strict=True)]
+
+    def _by_step(self, deals: tuple[Tensor, ...]) -> list[Tensor]:
+        """What every worker was dealt, [shard size] each, as steps of [micro-batches, workers in one * batch]."""
+        size = self.recipe.batch_size
+        dealt = torch.stack(
+            [deal[: min(self.steps_per_epoch * size, self.total_images // self.recipe.workers)] for deal in deals]
+        )
+        full = dealt.shape[1] // size * size
+        steps = dealt[:, :full].unflatten(1, (-1, size)).transpose(0, 1).flatten()
+        steps = torch.cat([steps, dealt[:, full:].flatten()])
+        return [step.view(self.micro_batches, -1) for step in steps.split(len(self.workers) * size)]
 
 
 def deal_epoch(rows: Tensor, augmentation: Augmentation, seed: int, worker: int, epoch: int) -> tuple[Tensor, ...]:

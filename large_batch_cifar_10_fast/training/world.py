@@ -67,8 +67,8 @@ class World:
                 dist.broadcast(tensor, src=0)
 
     @torch.no_grad()
-    def average_gradients(self, network: nn.Module) -> None:
-        """The mean over all workers, in place; a process's gradients are sums over its own workers.
+    def average_gradients(self, network: nn.Module, loss_scale: int) -> None:
+        """The mean over all workers, in place; a process's gradients are sums over its own workers, of scaled losses.
 
         Divided before they are summed, as published: half precision does not reach as far as the sum. All of one
         type go in one message, at the end: a compiled backward hands over nothing earlier.
@@ -77,7 +77,7 @@ class World:
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             # A gradient has its weight's strides, which leave no gaps: as a line of numbers it needs no copy.
             lines = [g.as_strided((g.numel(),), (1,)) for g in gradients if g.dtype == dtype]
-            torch._foreach_div_(lines, self.total_workers)
+            torch._foreach_div_(lines, self.total_workers * loss_scale)
             if self.world_size > 1:
                 message = torch.cat(lines)
                 dist.all_reduce(message)

@@ -1,0 +1,92 @@
+"""Ben Johnson, 2018: DAWNBench's first winner below six minutes, a pre-activation ResNet-18 (docs/lineage.md).
+
+One worker of 128 images; 40 epochs, in which the rate rises to 0.1, jumps to 0.105 and falls; torch's Nesterov 0.9,
+decay 5e-4 on everything; cross-entropy's mean; pad 4, crop, flip, drawn for each image.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from ..settings.settings import option, refuse_outside, refuse_unless_positive
+from ..training.augmentation import CropAndFlip, draw_independently, unchanged
+from ..training.norm import GhostBatchNorm, norms_of
+from ..training.optimizers import PiecewiseLinear
+from ..training.preactivation import TOO_NARROW, Norm, PreactivationBlock, convolution
+
+RATE = PiecewiseLinear((0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
+SCHEDULED = 40  # epochs
+SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
+
+
+@dataclass(frozen=True)
+class Basenet:
+    """The entry's own figures; a batch of another size does not change the rate."""
+
+    epochs: int = option(SCHEDULED, "epochs of a run: the first so many of the schedule, which is not stretched")
+    batch_size: int = option(128, "images of a step")
+    width: int = option(64, "channels of the first stage; the others scale with it")
+
+    name: ClassVar = "basenet"
+    workers: ClassVar = 1
+    augmentation: ClassVar = CropAndFlip(padding=4, deal=draw_independently)
+    whole_epochs: ClassVar = True
+    reduction: ClassVar = "mean"
+    half_weights: ClassVar = True
+    loss_scale: ClassVar = 1
+    views: ClassVar = (unchanged,)
+
+    def __post_init__(self) -> None:
+        refuse_unless_positive(self, "batch_size")
+        refuse_outside(self, "epochs", 1, SCHEDULED, "the schedule has no more")
+        refuse_outside(self, "width", 8, math.inf, TOO_NARROW)
+
+    def network(self) -> "Network":
+        return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))
+
+    def whiten(self, network: nn.Module, images: Tensor) -> None:
+        """Nothing here is computed from the images."""
+
+    def optimizers(self, network: nn.Module) -> list[Optimizer]:
+        group = {"params": list(network.parameters()), "schedules": {"lr": RATE}}
+        return [SGD([group], lr=0.0, momentum=SGD_MOMENTUM, nesterov=True, weight_decay=WEIGHT_DECAY)]
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")
+
+
+class Network(nn.Module):
+    """Images [B, 3, 32, 32] to logits [B, 10]; 5,205,962 parameters and 0.460 G multiply-adds at width 64."""
+
+    def __init__(
+        self,
+        width: int,
+        norm: Norm,
+        first_norm: bool = True,
+        shortcut_after_activation: bool = False,
+        pools: tuple[Callable[[Tensor, int], Tensor], ...] = (F.adaptive_avg_pool2d, F.adaptive_max_pool2d),
+    ) -> None:
+        super().__init__()
+        self.prep = nn.Sequential(convolution(3, width, 3), *((norm(width), nn.ReLU()) if first_norm else ()))
+        channels, strides = (width, width, 2 * width, 4 * width, 4 * width), (1, 2, 2, 2)
+        blocks = []
+        for (channels_in, channels_out), stride in zip(pairwise(channels), strides, strict=True):
+            blocks.append(PreactivationBlock(channels_in, channels_out, stride, norm, shortcut_after_activation))
+            blocks.append(PreactivationBlock(channels_out, channels_out, 1, norm, shortcut_after_activation))
+        self.blocks = nn.Sequential(*blocks)
+        self.pools = pools
+        self.linear = nn.Linear(8 * width, 10)
+        for made in norms_of(self):
+            nn.init.uniform_(made.weight)  # as PyTorch's norms did before version 1.2
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.blocks(self.prep(images))
+        return self.linear(torch.cat([pool(x, 1) for pool in self.pools], 1).flatten(1))

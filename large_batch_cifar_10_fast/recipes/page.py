@@ -1,0 +1,73 @@
+"""David Page, September 2018: Johnson's network reproduced, its surplus norm and kink removed (docs/lineage.md).
+
+One worker of 128 images; 35 epochs, rate 0, 0.1, 0.005, 0 at epochs 0, 15, 30, 35; Nesterov 0.9 with the rate inside
+the velocity, decay 5e-4 x 128; cross-entropy's sum, the rate divided by 128; pad 4, crop, flip, drawn for each image.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..settings.settings import option, refuse_outside, refuse_unless_positive
+from ..training.augmentation import CropAndFlip, draw_independently, unchanged
+from ..training.norm import GhostBatchNorm
+from ..training.optimizers import NesterovSGD, PiecewiseLinear
+from ..training.preactivation import TOO_NARROW
+from .basenet import Network
+
+RATE = PiecewiseLinear((0, 15, 30, 35), (0, 0.1, 0.005, 0))
+RATE_WITH_KINK = PiecewiseLinear((0, 15, 15, 30, 35), (0, 0.1, 0.105, 0.005, 0))
+SCHEDULED = 35  # epochs
+SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
+
+
+@dataclass(frozen=True)
+class Page:
+    """The article's own figures; a batch of another size keeps the rate per image that they amount to."""
+
+    epochs: int = option(SCHEDULED, "epochs of a run: the first so many of the schedule, which is not stretched")
+    batch_size: int = option(128, "images of a step")
+    width: int = option(64, "channels of the first stage; the others scale with it")
+    starting_point: bool = option(False, "what Page began with: a norm and ReLU more, and the kink in the rate")
+
+    name: ClassVar = "page"
+    workers: ClassVar = 1
+    augmentation: ClassVar = CropAndFlip(padding=4, deal=draw_independently)
+    whole_epochs: ClassVar = True
+    reduction: ClassVar = "sum"
+    half_weights: ClassVar = True
+    loss_scale: ClassVar = 1
+    views: ClassVar = (unchanged,)
+
+    def __post_init__(self) -> None:
+        refuse_unless_positive(self, "batch_size")
+        refuse_outside(self, "epochs", 1, SCHEDULED, "the schedule has no more")
+        refuse_outside(self, "width", 8, math.inf, TOO_NARROW)
+
+    def network(self) -> Network:
+        """5,205,834 parameters at width 64; 5,205,962 with the surplus norm."""
+        return Network(
+            self.width,
+            partial(GhostBatchNorm, ghost_batch=self.batch_size),
+            first_norm=self.starting_point,
+            shortcut_after_activation=True,
+            pools=(F.adaptive_max_pool2d, F.adaptive_avg_pool2d),
+        )
+
+    def whiten(self, network: nn.Module, images: Tensor) -> None:
+        """Nothing here is computed from the images."""
+
+    def optimizers(self, network: nn.Module) -> list[Optimizer]:
+        rate = (RATE_WITH_KINK if self.starting_point else RATE) * (1 / self.batch_size)
+        decay = WEIGHT_DECAY * self.batch_size
+        group = {"params": list(network.parameters()), "schedules": {"lr": rate}, "weight_decay": decay}
+        return [NesterovSGD([group], SGD_MOMENTUM)]
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")
