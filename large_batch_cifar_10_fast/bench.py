@@ -13,8 +13,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,11 +23,14 @@ from torch.optim import Optimizer
 
 from .images.sources import Images, random_images
 from .measuring.baseline import baseline_network, baseline_optimizers
+from .measuring.figures import Figures, as_text, ratio, summary, timed
+from .measuring.ladder import MOST_LOADERS, as_table, draw_ladder, rungs, seconds_of_an_epoch
 from .measuring.roofline import matrix_rate, seconds_since_start
-from .request.advice import settle
+from .request.advice import count_cores, settle
 from .request.checks import check_processes
 from .request.command_line import read_request
 from .results.clock import Clock
+from .results.pictures import refuse_picture
 from .results.provenance import peak_memory
 from .settings.settings import Refusal, Settings, has_option, refusals_end
 from .train import Data, Learner, evaluate, make_learner, prepare, take_step
@@ -36,18 +40,7 @@ from .training.optimizers import follow_schedules
 from .training.recipe import Recipe, reduced
 from .training.shards import EVALUATION_BATCH, Batch
 from .training.tally import Tally
-from .training.world import World, join_world, launched_world_size
-
-Figures = dict[str, list[float]]  # seconds of a part, one entry a repetition
-
-
-def timed(world: World, figures: list[float], work: Callable[[], object]) -> object:
-    world.synchronize()
-    start = time.perf_counter()
-    result = work()
-    world.synchronize()
-    figures.append(time.perf_counter() - start)
-    return result
+from .training.world import join_world, launched_world_size
 
 
 def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batch, figures: Figures) -> None:
@@ -153,6 +146,32 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
         }
 
 
+def climb(settings: Settings, recipe: Recipe, most: int) -> dict[str, tuple[float, float, float | None]]:
+    """For each rung of the ladder: seconds of an epoch handed over, the same with the training step, and Page's."""
+    if recipe.workers > 1 or launched_world_size() > 1:
+        raise Refusal(f"--ladder is of one worker on one process, recipe {recipe.name} has more: use --recipe page")
+    with join_world(recipe.workers) as world:
+        settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
+        learner, noise = make_learner(settings, recipe, world), random_images(50_000, 1)
+        shards = prepare(noise, learner, Clock(world.synchronize)).train
+        optimizers, tally, steps = recipe.optimizers(learner.network), Tally(world), shards.steps_per_epoch
+        reset(learner.network, recipe, seed=0)
+
+        def train(batch: Batch) -> None:
+            take_step(learner, optimizers, [batch], tally)
+
+        train(next(shards.epoch(seed=0, epoch=0))[0])  # kernels are chosen
+        most = most or (steps if world.on_gpu else 5)
+        return {
+            rung.name: (
+                seconds_of_an_epoch(rung, lambda batch: None, steps, steps, world),
+                seconds_of_an_epoch(rung, train, most, steps, world),
+                rung.published,
+            )
+            for rung in rungs(*noise.train, shards, min(MOST_LOADERS, count_cores()))
+        }
+
+
 def measure_set_up(noise: Images, learner: Learner, repeats: int, figures: Figures) -> Data:
     for _ in range(min(repeats, 3)):
         clock = Clock(learner.world.synchronize)
@@ -198,32 +217,6 @@ def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, fi
     return peak
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    return {"seconds": statistics.median(values), "least": min(values), "most": max(values)}
-
-
-def ratio(baseline: list[float], ours: list[float]) -> float:
-    """How many times faster ours is: the median over pairs measured one after the other."""
-    return statistics.median(p / o for p, o in zip(baseline, ours, strict=True))
-
-
-def as_text(figures: dict) -> str:
-    lines = [", ".join(f"{name} {value}" for name, value in figures["conditions"].items()), ""]
-    lines.append(f"{'':28}{'seconds':>10}{'least':>10}{'most':>10}{'baseline':>10}{'ratio':>8}")
-    for name, value in figures.items():
-        if not isinstance(value, dict) or "seconds" not in value:
-            continue
-        line = f"{name:28}{value['seconds']:10.4f}{value['least']:10.4f}{value['most']:10.4f}"
-        if name in figures["baseline"]:
-            baseline = figures["baseline"][name]["seconds"]
-            times = value.get("ratio", baseline / value["seconds"] if value["seconds"] else None)
-            line += f"{baseline:10.4f}" + (f"{times:8.2f}" if times else f"{'-':>8}")
-        lines.append(line)
-    lines.append("")
-    lines += [f"{name:42}{value:12.4g}" for name, value in figures.items() if isinstance(value, float)]
-    return "\n".join(lines)
-
-
 def main() -> None:
     start_up = seconds_since_start()
     parser = argparse.ArgumentParser(
@@ -235,12 +228,27 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the same for programs")
     parser.add_argument("--repeats", type=int, default=5, help="measured repetitions of a step (default 5)")
     text = "precision of the baseline (default fp32)"
+    text = "instead: an epoch of images handed over, in each way that Page's first article tried (docs/lineage.md)"
+    parser.add_argument("--ladder", action="store_true", help=text)
+    parser.add_argument("--picture", default="", help="file for a picture of the ladder: .png, .svg or .pdf")
+    text = "training steps timed on each rung of the ladder (default an epoch's; 5 without CUDA)"
+    parser.add_argument("--ladder_steps", type=int, default=0, help=text)
     parser.add_argument("--baseline_precision", "--plain_precision", choices=list(DTYPES), default="", help=text)
     options, others = parser.parse_known_args()
     with refusals_end("bench"):
         if options.repeats < 1:
             raise Refusal(f"--repeats {options.repeats} must be at least 1")
-        settings, recipe = read_request(others, os.environ)
+        if options.ladder_steps and (options.ladder_steps < 2 or not options.ladder):
+            raise Refusal(f"--ladder_steps {options.ladder_steps} must be at least 2, and belongs to --ladder")
+        settings, recipe = read_request([*(["--recipe", "page"] * options.ladder), *others], os.environ)
+        if options.ladder:
+            if options.picture:
+                refuse_picture("--picture", Path(options.picture))
+            seconds = climb(settings, recipe, options.ladder_steps)
+            if options.picture:
+                draw_ladder(seconds, options.picture)
+            print(json.dumps(seconds, indent=2) if options.json else as_table(seconds))
+            return
         if has_option(recipe, "workers") and "WORKERS" not in os.environ and not torch.cuda.is_available():
             recipe = replace(recipe, workers=launched_world_size())
         figures = bench(settings, recipe, options.baseline_precision, options.repeats, start_up)

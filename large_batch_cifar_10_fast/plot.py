@@ -7,13 +7,12 @@ behind. Below, where a log holds several runs, how their accuracies and times ar
 """
 
 import argparse
-import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from .results.logs import PUBLISHED, Log, read_log
+from .results.pictures import BEHIND, INK, WIDTH, refuse_picture, start_drawing
 from .results.tables import GOAL
 from .settings.settings import refusals_end
 
@@ -29,9 +28,6 @@ ENTRIES = {  # DAWNBench's files, and what to call them in a picture
     "fastai_pytorch_single_volta": "fast.ai, 1 V100",
     "basenet": "basenet",
 }
-SUFFIXES = (".png", ".svg", ".pdf")
-WIDTH = 3.5  # inches, a column's
-BEHIND, INK = "0.6", "0.0"
 
 
 def spread(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
@@ -110,16 +106,8 @@ def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: floa
 
 def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> None:
     """Draw and save; the runs of the first log that holds several are set over the reference's."""
-    # Matplotlib caches its fonts at import; a home folder that cannot be written must not matter.
-    os.environ.setdefault("MPLCONFIGDIR", os.path.join(tempfile.gettempdir(), "matplotlib-cache"))
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = start_drawing()
     campaign = next((i for i, log in enumerate(logs) if len(log.accuracy) > 1), None)
-    style = {"font.size": 7, "axes.linewidth": 0.5, "svg.fonttype": "none"}
-    plt.rcParams.update(style | {"axes.spines.right": False, "axes.spines.top": False})
     rows, height = (1, 3.0) if campaign is None else (3, 4.9)
     ratios = [2.4, 1, 1][:rows]
     figure, axes = plt.subplots(
@@ -147,11 +135,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--reference", default="published", help="campaign to set the first one over (published)")
     options = parser.parse_args(arguments)
     out = Path(options.out)
-    if out.suffix.lower() not in SUFFIXES:
-        parser.error(f"--out {out} must end in {', '.join(SUFFIXES)}")
-    if not out.absolute().parent.is_dir():
-        parser.error(f"--out {out}: there is no folder {out.absolute().parent}")
     with refusals_end("plot"):
+        refuse_picture("--out", out)
         logs, reference = [read_log(name) for name in options.files], read_log(options.reference)
     alone = len(logs) == 1 and logs[0].name != reference.name
     labels = ["mine"] if alone else [Path(log.name).name for log in logs]

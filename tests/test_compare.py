@@ -251,3 +251,13 @@ def test_diverged_runs_are_counted_and_their_loss_set_aside(tmp_path, conclusion
     assert rows["loss mean"]["mine"] == "0.991"
     assert rows["accuracy lowest, %"]["mine"] == "10.000"
     assert any("1 runs without a finite loss" in note for note in told["notes"])
+
+
+def test_a_clock_that_counts_validation_is_named(tmp_path, capsys):
+    mine = REPO / "logs" / "demo" / "runs.tsv"
+    compare.main([str(mine), str(REPO / "published" / "dawnbench" / "basenet.tsv")])
+    told = capsys.readouterr().out
+    expected = "clock: set-up and training, not validation (mine), training and validation, not set-up (reference)"
+    assert expected in told
+    compare.main([str(mine)])
+    assert "clock:" not in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """The heart of the design: the result does not depend on how many processes compute the workers."""
 
+import functools
 import socket
 import subprocess
 
@@ -12,8 +13,8 @@ from large_batch_cifar_10_fast.request.command_line import RECIPES
 
 pytestmark = pytest.mark.slow
 
-# (processes, micro-batches), against one process in one; the campaign tests run two processes
-SPLITS = [(2, 2), (4, 1), (8, 1)]
+# (recipe, processes, micro-batches), against one process in one; the campaign tests run two processes
+SPLITS = [("apple2019", 2, 2), ("apple2019", 4, 1), ("apple2019", 8, 1), ("fastai", 4, 2)]
 SMALL = {  # each recipe of several workers, small enough for a test
     "apple2019": ["--demo", *TINY],
     "fastai": ["--width", "2", "--batch_size", "24", "--epochs", "1", "--no_warmup"],
@@ -27,9 +28,10 @@ def _train(recipe, npz, folder, processes, micro_batches):
     return torch.load(folder / "weights.pt", weights_only=True), pd.read_csv(folder / "runs.tsv", sep="\t").iloc[0]
 
 
-@pytest.fixture(scope="module", params=[name for name, kind in RECIPES.items() if kind().workers > 1])
-def alone(request, tiny_npz, tmp_path_factory):
-    return request.param, *_train(request.param, tiny_npz, tmp_path_factory.mktemp("alone"), 1, 1)
+@pytest.fixture(scope="module")
+def alone(tiny_npz, tmp_path_factory):
+    """By recipe: weights and row of one process, made once."""
+    return functools.cache(lambda recipe: _train(recipe, tiny_npz, tmp_path_factory.mktemp("alone"), 1, 1))
 
 
 def _equal(weights, expected):
@@ -39,11 +41,15 @@ def _equal(weights, expected):
         assert error < 1e-9, f"{name} differs by {error:.1e}"
 
 
-@pytest.mark.parametrize(("processes", "micro_batches"), SPLITS)
+def test_every_recipe_of_several_workers_is_tried():
+    assert {recipe for recipe, *_ in SPLITS} == {name for name, kind in RECIPES.items() if kind().workers > 1}
+
+
+@pytest.mark.parametrize(("recipe", "processes", "micro_batches"), SPLITS)
 def test_parameters_statistics_and_counts_do_not_depend_on_processes(
-    tiny_npz, tmp_path, alone, processes, micro_batches
+    tiny_npz, tmp_path, alone, recipe, processes, micro_batches
 ):
-    recipe, expected, expected_row = alone
+    expected, expected_row = alone(recipe)
     weights, row = _train(recipe, tiny_npz, tmp_path, processes, micro_batches)
     _equal(weights, expected)
     assert row["processes"] == processes
@@ -53,7 +59,7 @@ def test_parameters_statistics_and_counts_do_not_depend_on_processes(
 
 
 def test_weights_have_moved_and_statistics_were_tracked(alone):
-    _, weights, _ = alone
+    weights, _ = alone("apple2019")
     assert all(tensor.abs().max() > 0 for name, tensor in weights.items() if "bias" in name or "running_mean" in name)
 
 
@@ -62,8 +68,8 @@ def test_two_machines_equal_one(tiny_npz, tmp_path, alone):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     folders = [tmp_path / name for name in ("first", "second")]
-    recipe, expected, _ = alone
-    command = ["bash", str(LAUNCHER), "--recipe", recipe, *SMALL[recipe], "--data", str(tiny_npz)]
+    expected, _ = alone("apple2019")
+    command = ["bash", str(LAUNCHER), *SMALL["apple2019"], "--data", str(tiny_npz)]
     command += ["--precision", "fp64", "--save", "w.pt"]
     machines = []
     for rank, folder in enumerate(folders):

@@ -1,7 +1,9 @@
 """The systems of 2018: their sizes, their schedules, and their training against stock layers in float64."""
 
 import copy
+from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -9,18 +11,21 @@ import torch.nn.functional as F
 from conftest import Recorder, train_here
 from torch import nn
 
+from large_batch_cifar_10_fast import lineage
 from large_batch_cifar_10_fast.images.sources import Images
 from large_batch_cifar_10_fast.images.synthetic import draw_shapes
+from large_batch_cifar_10_fast.measuring import ladder
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.request.command_line import RECIPES, read_request
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
 from large_batch_cifar_10_fast.training.compiling import gradients, noise
 from large_batch_cifar_10_fast.training.networks import autocast, training_flop, weight_dtype
 from large_batch_cifar_10_fast.training.norm import norms_of
+from large_batch_cifar_10_fast.training.shards import MEAN, STD, normalise, upload_shards
 from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
@@ -297,3 +302,60 @@ def test_in_bf16_gradients_point_where_those_of_float64_do(kind):
 def test_what_a_recipe_cannot_do_is_refused(arguments, message):
     with pytest.raises(Refusal, match=message):
         read_request(arguments, {})
+
+
+def test_the_table_of_the_lineage_tells_every_recipe_and_its_work(tmp_path, capsys):
+    lineage.main(["--picture", str(tmp_path / "p.svg")])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert {row[0].strip("`").split()[0] for row in rows} == RECIPES.keys()
+    assert ["`basenet`", "5,205,962", "1 x 128", "40", "5.52", "340.6", "1 V100"] in [row[:7] for row in rows]
+    apple = next(row for row in rows if row[0] == "`apple2019`")
+    assert apple[4] == "2.02", "docs/performance.md's figure"
+    assert "work of a run, PFLOP" in (tmp_path / "p.svg").read_text()
+
+
+def _ladder(images, labels):
+    shards = upload_shards(images, labels, Page(batch_size=16), World(0, 1, CPU, 1), 1)
+    return ladder.rungs(images, labels, replace(shards, images=normalise(shards.images, torch.float32)), 1)
+
+
+@pytest.mark.slow
+def test_every_rung_of_the_ladder_hands_over_every_image_cut_and_mirrored():
+    """Images that differ in one grey each: what is handed over can be told by it."""
+    greys = np.arange(40) * 6
+    images = np.broadcast_to(greys[:, None, None, None], (40, 32, 32, 3)).astype(np.uint8).copy()
+    for rung in _ladder(images, np.arange(40) % 10):
+        batches = list(rung.epoch())
+        assert [len(labels) for _, labels in batches] == [16, 16, 8], rung.name
+        pixels = torch.cat([batch[:, 0, 5, 5] for batch, _ in batches]) * STD[0] + MEAN[0]
+        numbers = (pixels / 6).round().long()
+        assert sorted(numbers.tolist()) == list(range(40)), rung.name
+        assert torch.equal(numbers % 10, torch.cat([labels for _, labels in batches])), rung.name
+
+
+def test_crops_by_hand_are_those_of_the_padded_image():
+    image = np.random.default_rng(0).integers(0, 256, (1, 32, 32, 3), np.uint8)
+    padded = np.pad(image[0], ((4, 4), (4, 4), (0, 0)), mode="reflect")
+    dataset = ladder.Prepared(image, np.array([3]), in_bulk=True)
+    dataset.choices = [[2, 7, 1]]
+    crop, label = dataset[0]
+    expected = (padded[2:34, 7:39][:, ::-1] - np.array(MEAN)) / np.array(STD)
+    np.testing.assert_allclose(crop.permute(1, 2, 0).numpy(), expected, atol=1e-5)
+    assert label == 3
+
+
+def test_a_rung_is_timed_to_its_end_or_at_the_pace_seen(monkeypatch):
+    """Three seconds to start, one a batch."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def epoch():
+        now[0] += 3
+        yield from range(10)
+
+    def work(batch):
+        now[0] += 1
+
+    rung, world = ladder.Rung("", None, epoch), World(0, 1, CPU, 1)
+    assert ladder.seconds_of_an_epoch(rung, work, 10, 10, world) == 13
+    assert ladder.seconds_of_an_epoch(rung, work, 4, 10, world) == 13

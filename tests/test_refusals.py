@@ -50,6 +50,12 @@ CASES = {
     "a file as folder": ((*DEMO, "--out", "/dev/null/there"), {}, "--out /dev/null/there cannot be written"),
     "a folder as file": ((*DEMO, "--save", "/tmp"), {}, "--save /tmp is a folder"),
     "a machine too many": (DEMO, {"NNODES": 2, "NODE_RANK": 2, "RDZV_ENDPOINT": "localhost:1"}, "NODE_RANK=2 must be"),
+    "two processes for one worker": (
+        ("--recipe", "basenet", "--data", "synthetic"),
+        {"NPROC": 2},
+        "the workers of recipe basenet (1) cannot be spread over NPROC=2 processes: use 1",
+    ),
+    "workers for a recipe that has its own": (("--recipe", "page"), {"WORKERS": 2}, "recipe page has its own number"),
     "no meeting point": (DEMO, {"NNODES": 2, "NODE_RANK": 0}, "RDZV_ENDPOINT= must be host:port"),
 }
 

@@ -1,0 +1,42 @@
+"""What all pictures share: their style, and where they may be written."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from ..settings.settings import Refusal
+
+SUFFIXES = (".png", ".svg", ".pdf")
+WIDTH = 3.5  # inches, a column's
+BEHIND, INK = "0.6", "0.0"
+STYLE = {"font.size": 7, "axes.linewidth": 0.5, "svg.fonttype": "none"}
+
+
+def refuse_picture(option: str, out: Path) -> None:
+    if out.suffix.lower() not in SUFFIXES:
+        raise Refusal(f"{option} {out} must end in {', '.join(SUFFIXES)}")
+    if not out.absolute().parent.is_dir():
+        raise Refusal(f"{option} {out}: there is no folder {out.absolute().parent}")
+
+
+def start_drawing():
+    """Matplotlib's pyplot, for files alone; imported here because it takes a second."""
+    # It caches its fonts at import; a home folder that cannot be written must not matter.
+    os.environ.setdefault("MPLCONFIGDIR", os.path.join(tempfile.gettempdir(), "matplotlib-cache"))
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(STYLE | {"axes.spines.right": False, "axes.spines.top": False})
+    return plt
+
+
+def draw_bars(axes, names: list[str], values: list[float], label: str) -> None:
+    """Horizontal bars from the top down, each with its figure at its end."""
+    axes.barh(names, values, color=BEHIND, height=0.6)
+    for place, value in enumerate(values):
+        axes.text(value, place, f" {value:.3g}", va="center", fontsize=6)
+    axes.set(xlabel=label, xlim=(0, 1.15 * max(values)))
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
