@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What does your GPU box do with this? Facts, tests, bench, runs, profile, NCCL: about nine minutes, a log a part.
 #     bash measure_gpu.sh [--data DATA] [--out DIR] [PART...]
-# Parts, the most important first: facts tests bench first compare profile nccl; and, worth a call of its own, campaign
-# (fifty runs). DATA as for train_cifar_parallel.sh. Each part has a time limit and a log in DIR (gpu_measured) of its
+# Parts, the most important first: facts tests bench first compare profile nccl; and, worth a call each, campaign (fifty
+# runs) and lineage (the systems of 2018, a run of each, and the ladder). DATA as for train_cifar_parallel.sh. Each part has a time limit and a log in DIR (gpu_measured) of its
 # own, so that one that fails costs the others nothing; DIR/summary.txt says in ten lines what they found.
 set -u
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -15,8 +15,8 @@ while [ $# -gt 0 ]; do
             [ $# -gt 1 ] || { echo "measure_gpu.sh: $1 needs a value" >&2; exit 2; }
             [ "$1" = --data ] && data=$2 || out=$2
             shift 2 ;;
-        facts | tests | bench | first | compare | profile | nccl | campaign) parts="$parts $1"; shift ;;
-        *) echo "measure_gpu.sh: $1 is no part: choose from facts tests bench first compare profile nccl campaign" >&2; exit 2 ;;
+        facts | tests | bench | first | compare | profile | nccl | campaign | lineage) parts="$parts $1"; shift ;;
+        *) echo "measure_gpu.sh: $1 is no part: choose from facts tests bench first compare profile nccl campaign lineage" >&2; exit 2 ;;
     esac
 done
 [ -n "$parts" ] || parts="facts tests bench first compare profile nccl"
@@ -25,7 +25,7 @@ choose_python
 out=$(cd "$out" && pwd)
 case $data in synthetic | /*) ;; *) data=$PWD/$data ;; esac
 export PYTHON="$python" PYTHONUNBUFFERED=1 PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}"
-# MEASURE_OPTIONS, for a try without a GPU: options that make every run small.
+# MEASURE_OPTIONS and MEASURE_LINEAGE, for a try without a GPU: options that make every run small.
 small=(${MEASURE_OPTIONS:-})
 train=(bash "$top/train_cifar_parallel.sh" --data "$data" "${small[@]}")
 short=(--data "$data" "${small[@]}" --epochs 3 --ema_ep 0.3)
@@ -72,4 +72,9 @@ part nccl 120 '^Train acc' "$python" -m torch.distributed.run --standalone --npr
     bash -c 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$0" "$@"' "$python" -m large_batch_cifar_10_fast.train \
     "${short[@]}" --out "$out/nccl"
 part campaign 560 'runs reached' "${train[@]}" --runs 50 --out "$out/campaign"
+part lineage.ladder 120 '^. .e.' "$python" -m large_batch_cifar_10_fast.bench --ladder ${MEASURE_LINEAGE:-}
+for recipe in basenet page fastai; do
+    part lineage.$recipe 240 '^Train acc' bash "$top/train_cifar_parallel.sh" --data "$data" --recipe $recipe \
+        --out "$out/$recipe" ${MEASURE_LINEAGE:-}
+done
 ! grep -qv 'status   0,' "$out/summary.txt"

@@ -25,7 +25,7 @@ recipe = Apple2019(width=16, batch_size=64)
 with join_world(recipe.workers) as world:
     learner = make_learner(Settings(precision="fp16", compile=True), recipe, world)
     assert learner.forward is not learner.network
-    warm_up(learner, 100)
+    warm_up(learner, 5000, 100)
     data = prepare(random_images(5000, 100), learner, Clock(world.synchronize))
     optimizers, tally = recipe.optimizers(learner.network), Tally(world)
     torch.cuda.set_sync_debug_mode("error")
@@ -51,6 +51,16 @@ def _python(*arguments: object, folder) -> subprocess.CompletedProcess:
         text=True,
         timeout=280,
     )
+
+
+@pytest.mark.parametrize("recipe", ["basenet", "page", "fastai"])
+def test_a_small_lineage_trains_compiled_in_half_precision(recipe, tmp_path):
+    options = ["--width", 16, "--epochs", 2, "--data", "synthetic"]
+    result = launch("--recipe", recipe, *options, cwd=tmp_path, NPROC=1, **GPU)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "", "not compiled?"
+    assert "precision=fp16" in result.stdout
+    assert "nan" not in result.stdout.split("Train acc")[1]
 
 
 def test_the_demo_passes_94_percent_compiled_in_half_precision(tmp_path):
