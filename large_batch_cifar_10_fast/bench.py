@@ -1,6 +1,7 @@
 """Where the time goes: the parts of a run, and a step against the baseline's, measured in turn.
 
     python -m large_batch_cifar_10_fast.bench [--json] [--repeats N] [options of train.py]
+    python -m large_batch_cifar_10_fast.bench --ladder [--picture FILE] [--json] [options of train.py]
 
 The baseline is the same mathematics without any of our speed: contiguous NCHW, eager, the norm as its formula
 stands, the update parameter by parameter, and float32 unless --baseline_precision says otherwise. Without CUDA the
@@ -228,22 +229,24 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the same for programs")
     parser.add_argument("--repeats", type=int, default=5, help="measured repetitions of a step (default 5)")
     text = "precision of the baseline (default fp32)"
+    parser.add_argument("--baseline_precision", "--plain_precision", choices=list(DTYPES), default="", help=text)
     text = "instead: an epoch of images handed over, in each way that Page's first article tried (docs/lineage.md)"
     parser.add_argument("--ladder", action="store_true", help=text)
     parser.add_argument("--picture", default="", help="file for a picture of the ladder: .png, .svg or .pdf")
     text = "training steps timed on each rung of the ladder (default an epoch's; 5 without CUDA)"
     parser.add_argument("--ladder_steps", type=int, default=0, help=text)
-    parser.add_argument("--baseline_precision", "--plain_precision", choices=list(DTYPES), default="", help=text)
     options, others = parser.parse_known_args()
     with refusals_end("bench"):
         if options.repeats < 1:
             raise Refusal(f"--repeats {options.repeats} must be at least 1")
-        if options.ladder_steps and (options.ladder_steps < 2 or not options.ladder):
-            raise Refusal(f"--ladder_steps {options.ladder_steps} must be at least 2, and belongs to --ladder")
+        if options.ladder_steps and options.ladder_steps < 2:
+            raise Refusal(f"--ladder_steps {options.ladder_steps} must be at least 2")
+        if (options.ladder_steps or options.picture) and not options.ladder:
+            raise Refusal("--ladder_steps and --picture belong to --ladder: add it, or leave them out")
+        if options.picture:
+            refuse_picture("--picture", Path(options.picture))
         settings, recipe = read_request([*(["--recipe", "page"] * options.ladder), *others], os.environ)
         if options.ladder:
-            if options.picture:
-                refuse_picture("--picture", Path(options.picture))
             seconds = climb(settings, recipe, options.ladder_steps)
             if options.picture:
                 draw_ladder(seconds, options.picture)

@@ -10,6 +10,7 @@ from conftest import REPO, TINY, environment
 from test_story import Stock
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from large_batch_cifar_10_fast import bench
 from large_batch_cifar_10_fast.images.sources import random_images
 from large_batch_cifar_10_fast.measuring.baseline import baseline_network, baseline_optimizers
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -239,3 +240,20 @@ def test_the_bench_tells_all_parts_and_the_ratio():
     assert {"step", "forward", "backward", "update"} <= told["baseline"].keys()
     assert told["images per second"] == pytest.approx(16 / told["step"]["seconds"])
     assert 0 < told["utilization, of the matrix product's rate"] < 1.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--picture", "p.png"], "belong to --ladder"),
+        (["--ladder", "--ladder_steps", "1"], "--ladder_steps 1 must be at least 2"),
+        (["--ladder", "--picture", "p.jpg"], "--picture p.jpg must end in .png"),
+        (["--ladder", "--recipe", "fastai"], "recipe fastai has more: use --recipe page"),
+    ],
+)
+def test_the_bench_refuses_what_it_cannot_measure(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err

@@ -29,7 +29,7 @@ SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
 @dataclass(frozen=True)
 class Page:
-    """The article's own figures; a batch of another size keeps the rate per image that they amount to."""
+    """The article's own figures; a batch of another size does not change the rate."""
 
     epochs: int = option(SCHEDULED, "epochs of a run: the first so many of the schedule, which is not stretched")
     batch_size: int = option(128, "images of a step")
