@@ -21,7 +21,7 @@ def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) 
     use_compiler = settings.compile or ((world.on_gpu or long) and not settings.no_compile)
     precision = settings.precision or ("fp16" if world.on_gpu else "fp32")
     if long and not settings.demo:
-        world.warn(f"without a GPU this takes about {hours:.1f} hours; --demo is the same method in two minutes")
+        world.warn(f"without a GPU this takes about {hours:.1f} hours; --demo shows a small run in two minutes")
     return replace(settings, precision=precision, compile=use_compiler, no_compile=not use_compiler)
 
 
