@@ -123,7 +123,7 @@ def draw_ladder(seconds: dict[str, tuple[float, float, float | None]], out: str)
     """Seconds of an epoch on each rung, with the training step left out and with it."""
     plt = start_drawing()
     figure, axes = plt.subplots(2, 1, figsize=(WIDTH, 2.8), layout="constrained")
-    for axis, column, label in zip(axes, (0, 1), ("handed over", "with the training step"), strict=True):
-        draw_bars(axis, list(seconds), [row[column] for row in seconds.values()], f"seconds of an epoch, {label}")
+    for axis, column, label in zip(axes, (0, 1), ("handed over", "with the training"), strict=True):
+        draw_bars(axis, list(seconds), [row[column] for row in seconds.values()], f"an epoch {label}, seconds")
     figure.savefig(out, dpi=200)
     plt.close(figure)

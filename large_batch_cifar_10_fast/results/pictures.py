@@ -36,7 +36,7 @@ def draw_bars(axes, names: list[str], values: list[float], label: str) -> None:
     """Horizontal bars from the top down, each with its figure at its end."""
     axes.barh(names, values, color=BEHIND, height=0.6)
     for place, value in enumerate(values):
-        axes.text(value, place, f" {value:.3g}", va="center", fontsize=6)
+        axes.text(value, place, f" {value:.3g}" if value < 1000 else f" {value:.0f}", va="center", fontsize=6)
     axes.set(xlabel=label, xlim=(0, 1.15 * max(values)))
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
