@@ -2,8 +2,8 @@
 # What does your GPU box do with this? Facts, tests, bench, runs, profile, NCCL: about nine minutes, a log a part.
 #     bash measure_gpu.sh [--data DATA] [--out DIR] [PART...]
 # Parts, the most important first: facts tests bench first compare profile nccl; and, worth a call each, campaign (fifty
-# runs) and lineage (the systems of 2018, a run of each, and the ladder). DATA as for train_cifar_parallel.sh. Each part has a time limit and a log in DIR (gpu_measured) of its
-# own, so that one that fails costs the others nothing; DIR/summary.txt says in ten lines what they found.
+# runs) and lineage (the systems of 2018, a run of each, and the ladder). DATA as for train_cifar_parallel.sh. Each part
+# has a time limit and a log in DIR (gpu_measured) of its own, so that one that fails costs the others nothing; DIR/summary.txt says in ten lines what they found.
 set -u
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"

@@ -16,7 +16,7 @@ from .recipes.page import Page
 from .results.pictures import WIDTH, draw_bars, refuse_picture, start_drawing
 from .settings.settings import refusals_end
 from .training.networks import training_flop
-from .training.recipe import Recipe
+from .training.recipe import Recipe, images_of_an_epoch
 
 TRAINING_IMAGES = 50_000
 
@@ -45,9 +45,8 @@ SYSTEMS = (
 
 def work(recipe: Recipe) -> float:
     """PFLOP of a run's forward and backward passes, without evaluation."""
-    shard = TRAINING_IMAGES // recipe.workers
-    used = shard if recipe.whole_epochs else shard - shard % recipe.batch_size
-    return training_flop(recipe) * recipe.workers * used * recipe.epochs / 1e15
+    images = recipe.workers * images_of_an_epoch(recipe, TRAINING_IMAGES)
+    return training_flop(recipe) * images * recipe.epochs / 1e15
 
 
 def as_table() -> str:

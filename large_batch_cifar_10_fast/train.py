@@ -25,7 +25,7 @@ from .training.networks import autocast, cast, frozen_weights, make_network, res
 from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules
 from .training.process import leave
-from .training.recipe import Recipe, reduced
+from .training.recipe import Recipe, images_of_an_epoch, reduced
 from .training.shards import Batch, Shards, evaluation_batches, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
 from .training.world import World, join_world, launched_world_size
@@ -152,7 +152,7 @@ def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
     """Two steps, of every size there is, and an evaluation on random data of the right shapes, thrown away: the timed
     runs then find kernels chosen, memory at hand and the processes connected."""
     recipe = learner.recipe
-    left = train_images // recipe.workers % recipe.batch_size if recipe.whole_epochs else 0
+    left = images_of_an_epoch(recipe, train_images) % recipe.batch_size
     noise = random_images(recipe.workers * (recipe.batch_size + (left or recipe.batch_size)), test_images)
     data = prepare(noise, learner, Clock(learner.world.synchronize))
     optimizers = recipe.optimizers(learner.network)

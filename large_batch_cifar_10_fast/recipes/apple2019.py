@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,6 +16,7 @@ from ..settings.settings import Refusal, option, refuse_unless_finite, refuse_un
 from ..training.augmentation import CropAndFlip, deal_evenly, mirrored, unchanged
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import NesterovSGD, PiecewiseLinear
+from ..training.recipe import cross_entropy
 from ..training.whitening import whitening_filters
 
 Norm = Callable[[int], nn.Module]  # made for so many channels
@@ -105,8 +104,7 @@ class Apple2019:
 
         Softened targets keep the network from growing ever surer of its training images.
         """
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=LABEL_SMOOTHING)
+        return cross_entropy(logits, labels, LABEL_SMOOTHING)
 
 
 class Network(nn.Module):

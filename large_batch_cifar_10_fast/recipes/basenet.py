@@ -21,6 +21,7 @@ from ..training.augmentation import CropAndFlip, draw_independently, unchanged
 from ..training.norm import GhostBatchNorm, norms_of
 from ..training.optimizers import PiecewiseLinear
 from ..training.preactivation import TOO_NARROW, Norm, PreactivationBlock, convolution
+from ..training.recipe import cross_entropy
 
 RATE = PiecewiseLinear((0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
 SCHEDULED = 40  # epochs
@@ -60,7 +61,7 @@ class Basenet:
         return [SGD([group], lr=0.0, momentum=SGD_MOMENTUM, nesterov=True, weight_decay=WEIGHT_DECAY)]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")
+        return cross_entropy(logits, labels)
 
 
 class Network(nn.Module):

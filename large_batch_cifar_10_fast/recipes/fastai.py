@@ -10,8 +10,6 @@ from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -20,6 +18,7 @@ from ..training.augmentation import CropAndFlip, draw_independently, unchanged
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import PiecewiseLinear
 from ..training.preactivation import TOO_NARROW, Norm, PreactivationBlock, convolution
+from ..training.recipe import cross_entropy
 from ..training.recolouring import CropRecolourRotateFlip
 
 
@@ -85,7 +84,7 @@ class FastAI:
         return [SGD([group], lr=0.0, momentum=MOMENTA[0], weight_decay=entry.decay)]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")
+        return cross_entropy(logits, labels)
 
 
 class Network(nn.Module):

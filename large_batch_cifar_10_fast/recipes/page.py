@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from ..training.augmentation import CropAndFlip, draw_independently, unchanged
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import NesterovSGD, PiecewiseLinear
 from ..training.preactivation import TOO_NARROW
+from ..training.recipe import cross_entropy
 from .basenet import Network
 
 RATE = PiecewiseLinear((0, 15, 30, 35), (0, 0.1, 0.005, 0))
@@ -70,4 +70,4 @@ class Page:
         return [NesterovSGD([group], SGD_MOMENTUM)]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")
+        return cross_entropy(logits, labels)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
@@ -53,3 +55,15 @@ def reduced(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:
     """The sum over workers, so many side by side, of each one's loss over its batch; scaled."""
     total = losses.sum() if recipe.reduction == "sum" else losses.sum() / (len(losses) // workers)
     return total * recipe.loss_scale
+
+
+def images_of_an_epoch(recipe: Recipe, total_images: int) -> int:
+    """How many images of each worker's shard an epoch trains on: the shortest shard's, or their full batches alone."""
+    shard = total_images // recipe.workers
+    return shard if recipe.whole_epochs else shard - shard % recipe.batch_size
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Losses [B], in float32 at least."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)

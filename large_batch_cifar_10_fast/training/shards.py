@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .recipe import Augmentation, Recipe
+from .recipe import Augmentation, Recipe, images_of_an_epoch
 from .world import World
 
 MEAN = (125.31, 122.95, 113.87)  # of CIFAR-10's channels, on the 0..255 scale
@@ -35,8 +35,7 @@ class Shards:
     @property
     def steps_per_epoch(self) -> int:
         """Batches in the shortest shard: full ones, and with `whole_epochs` the short one that is left."""
-        full, left = divmod(self.total_images // self.recipe.workers, self.recipe.batch_size)
-        return full + (left > 0 and self.recipe.whole_epochs)
+        return -(-images_of_an_epoch(self.recipe, self.total_images) // self.recipe.batch_size)
 
     def rows_of(self, worker: int) -> Tensor:
         """Where a worker's shard stands in `images` (int64 [shard size])."""
@@ -58,11 +57,9 @@ class Shards:
 
     def _by_step(self, deals: tuple[Tensor, ...]) -> list[Tensor]:
         """What every worker was dealt, [shard size] each, as steps of [micro-batches, workers in one * batch]."""
-        size = self.recipe.batch_size
-        dealt = torch.stack(
-            [deal[: min(self.steps_per_epoch * size, self.total_images // self.recipe.workers)] for deal in deals]
-        )
-        full = dealt.shape[1] // size * size
+        size, used = self.recipe.batch_size, images_of_an_epoch(self.recipe, self.total_images)
+        dealt = torch.stack([deal[:used] for deal in deals])
+        full = used // size * size
         steps = dealt[:, :full].unflatten(1, (-1, size)).transpose(0, 1).flatten()
         steps = torch.cat([steps, dealt[:, full:].flatten()])
         return [step.view(self.micro_batches, -1) for step in steps.split(len(self.workers) * size)]
