@@ -118,7 +118,7 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
         if not world.is_main:
             return None
         step, count = statistics.median(ours["step"]), recipe.batch_size * recipe.workers
-        rate, done = matrix_rate(settings.precision, world.device), training_flop(recipe) * count
+        rate, done = matrix_rate(settings.precision, world.device), training_flop(recipe, recipe.stages[0]) * count
         epoch = step * data.train.steps_per_epoch
         return {
             "conditions": {

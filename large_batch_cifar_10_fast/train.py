@@ -21,11 +21,11 @@ from .results.run_log import RunLog
 from .results.tables import finished_rows
 from .settings.settings import Settings, refusals_end
 from .training.compiling import compiled
-from .training.networks import autocast, cast, frozen_weights, make_network, reset, weight_dtype
+from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
 from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules
 from .training.process import leave
-from .training.recipe import Recipe, images_of_an_epoch, reduced
+from .training.recipe import Recipe, images_of_an_epoch, reduced, stage_of
 from .training.shards import Batch, Shards, evaluation_batches, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
 from .training.world import World, join_world, launched_world_size
@@ -106,6 +106,7 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
     for epoch in range(1, recipe.epochs + 1):
         tally = Tally(world)
         with clock.counting("training"):
+            enter(learner.network, stage_of(recipe, epoch))
             batches = log.progress(data.train.epoch(seed, epoch), run, epoch)
             for step, micro_batches in enumerate(batches, (epoch - 1) * steps + 1):
                 follow_schedules(optimizers, step / steps)
@@ -128,36 +129,44 @@ def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list
         reduced(recipe, losses, workers).backward()
         tally.count(logits, labels, losses)
     world.average_gradients(network, recipe.loss_scale)  # over the workers; the mean is taken here and nowhere else
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    update(learner, optimizers)
+
+
+def update(learner: Learner, optimizers: list[Optimizer]) -> None:
+    """What an optimizer multiplies, as Muon does, is computed in the network's precision."""
+    with autocast(learner.recipe, learner.settings.precision, learner.world.device):
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @torch.no_grad()
 def evaluate(learner: Learner, test: Batch) -> Score:
-    """All test images once, shared by the processes: logits averaged over the recipe's views of each image."""
+    """All test images once, shared by the processes, each in the recipe's views of it."""
     network, recipe, world = learner.network, learner.recipe, learner.world
     network.eval()
     world.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
     tally = Tally(world)
     for images, labels in evaluation_batches(*test):
         with autocast(recipe, learner.settings.precision, world.device):
-            logits = sum(network(view(images)) for view in recipe.views) / len(recipe.views)
+            logits = recipe.predict(network, images)
         tally.count(logits, labels, recipe.loss(logits, labels))
     network.train()
     return tally.read()
 
 
 def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
-    """Two steps, of every size there is, and an evaluation on random data of the right shapes, thrown away: the timed
-    runs then find kernels chosen, memory at hand and the processes connected."""
+    """Two steps of every stage, of every size there is, and an evaluation on random data of the right shapes, thrown
+    away: the timed runs then find kernels chosen, memory at hand and the processes connected."""
     recipe = learner.recipe
     left = images_of_an_epoch(recipe, train_images) % recipe.batch_size
     noise = random_images(recipe.workers * (recipe.batch_size + (left or recipe.batch_size)), test_images)
     data = prepare(noise, learner, Clock(learner.world.synchronize))
     optimizers = recipe.optimizers(learner.network)
-    for micro_batches in data.train.epoch(seed=0, epoch=0):
-        take_step(learner, optimizers, micro_batches, Tally(learner.world))
+    for stage in recipe.stages:
+        enter(learner.network, stage)
+        for micro_batches in data.train.epoch(seed=0, epoch=stage.first_epoch):
+            take_step(learner, optimizers, micro_batches, Tally(learner.world))
     evaluate(learner, data.test)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.settings.settings import Refusal
-from large_batch_cifar_10_fast.training.networks import cast, frozen_weights, make_network, reset, training_flop
+from large_batch_cifar_10_fast.training.networks import cast, frozen_weights, make_network, reset, work
 from large_batch_cifar_10_fast.training.norm import norms_of, prepare_norms
 
 SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
@@ -44,7 +44,7 @@ def test_groups_that_do_not_fit_are_refused(options, message):
 def test_parameters_work_and_shapes_are_the_methods():
     network = Apple2019().network()
     assert sum(p.numel() for p in network.parameters() if p.requires_grad) == 6_570_880
-    assert training_flop(Apple2019()) / 3 / 2 == pytest.approx(0.38e9, rel=0.01)  # multiply-adds forward
+    assert work(Apple2019(), 50_000) == pytest.approx(2.01e15, rel=0.002)
     shapes = {}
     for name in ("whitening", "prep", "layer1", "layer2", "layer3", "head"):
         getattr(network, name).register_forward_hook(
@@ -105,3 +105,12 @@ def test_loss_is_smoothed_by_a_fifth():
     expected = -0.8 * log_p[0] - 0.2 * sum(log_p) / 10
     assert Apple2019().loss(logits, torch.tensor([0])).item() == pytest.approx(expected, rel=1e-6)
     assert Apple2019().loss(logits.half(), torch.tensor([0])).dtype == torch.float32
+
+
+def test_whitening_looks_at_the_first_ten_thousand_images():
+    images = torch.rand(10_050, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    filters = []
+    for seen in (images, images[:10_000]):
+        Apple2019(width=4).whiten(network := Apple2019(width=4).network(), seen)
+        filters.append(network.whitening.weight)
+    assert torch.equal(*filters)

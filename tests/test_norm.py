@@ -81,7 +81,7 @@ def test_nothing_is_tracked_unless_asked_for():
 
 def test_whitened_patches_have_identity_covariance_up_to_the_floor():
     images = torch.from_numpy(np.random.default_rng(4).normal(size=(40, 32, 32, 3)).cumsum(1).cumsum(2) / 50)
-    filters = whitening_filters(images)
+    filters = whitening_filters(images, size=3, epsilon=0.01)
     x = torch.cat([nn.functional.unfold(image.permute(2, 0, 1)[None], 3)[0].T for image in images])
     covariance = (x.T @ x / (len(x) - 1)).numpy()
     eigenvalues = np.sort(np.linalg.eigvalsh(covariance))[::-1]
@@ -89,8 +89,3 @@ def test_whitened_patches_have_identity_covariance_up_to_the_floor():
     expected = np.diag(eigenvalues / (eigenvalues + 0.01))
     np.testing.assert_allclose(outputs.T @ outputs / (len(x) - 1), expected, atol=1e-8)
     assert expected[0, 0] > 0.99
-
-
-def test_whitening_looks_at_the_first_ten_thousand_images():
-    images = torch.rand(10_050, 3, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.testing.assert_close(whitening_filters(images), whitening_filters(images[:10_000]))

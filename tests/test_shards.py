@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
-from large_batch_cifar_10_fast.training.augmentation import MOST_OPTIONS, deal_evenly, mirrored
+from large_batch_cifar_10_fast.training.augmentation import MOST_OPTIONS, deal_evenly
 from large_batch_cifar_10_fast.training.shards import deal_epoch, normalise, upload_shards, upload_test
+from large_batch_cifar_10_fast.training.views import mirrored
 from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")

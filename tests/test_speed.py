@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,14 +17,16 @@ from large_batch_cifar_10_fast.measuring.baseline import baseline_network, basel
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
+from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.recipes.page import Page
 from large_batch_cifar_10_fast.request.advice import settle
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import Learner, make_learner, prepare, take_step
-from large_batch_cifar_10_fast.training.networks import cast, make_network, reset
+from large_batch_cifar_10_fast.training.networks import cast, enter, make_network, reset
 from large_batch_cifar_10_fast.training.norm import prepare_norms
 from large_batch_cifar_10_fast.training.optimizers import follow_schedules
+from large_batch_cifar_10_fast.training.recipe import stage_of
 from large_batch_cifar_10_fast.training.tally import Tally
 from large_batch_cifar_10_fast.training.world import World
 
@@ -64,6 +67,21 @@ def test_the_compiled_network_has_the_same_gradients_and_statistics(capsys):
     ours, expected = _step(_whitened(learner.network), learner.forward), _step(eager := _network(), eager)
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(monkeypatch):
+    recipe = MuonRecipe(width=4, batch_size=20, pixels="24,32", epochs=2)
+    alone = replace(ALONE, total_workers=recipe.workers)
+    learner = make_learner(COMPILED, recipe, alone)
+    assert learner.forward is not learner.network, "no compiler here?"
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    data = prepare(random_images(20, 10), learner, Clock(alone.synchronize))
+    reset(learner.network, recipe, seed=0)
+    for epoch in (1, 2):
+        enter(learner.network, stage_of(recipe, epoch))
+        (micro_batches,) = data.train.epoch(0, epoch)
+        assert micro_batches[0][0].shape[-1] == {1: 24, 2: 32}[epoch]
+        take_step(learner, recipe.optimizers(learner.network), micro_batches, Tally(alone))
 
 
 def test_a_compiled_network_takes_a_short_last_batch_too():
@@ -134,7 +152,12 @@ def test_a_compilation_that_was_broken_off_names_the_file_to_delete(monkeypatch,
     )
 
 
-@pytest.mark.parametrize("recipe", [SMALL, Basenet(width=8), Page(width=8), FastAI(width=2)], ids=lambda r: r.name)
+MUON = MuonRecipe(width=4, batch_size=20, workers=2, pixels="24,32", tail_epochs=7.95)
+
+
+@pytest.mark.parametrize(
+    "recipe", [SMALL, Basenet(width=8), Page(width=8), FastAI(width=2), MUON], ids=lambda recipe: recipe.name
+)
 def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch, recipe):
     """FakeTensorMode knows shapes and devices alone: what needs a value, or tensors of two devices, raises.
 

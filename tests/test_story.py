@@ -17,10 +17,12 @@ from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.provenance import code_digest
 from large_batch_cifar_10_fast.settings.settings import PACKAGE, Refusal, Settings, option
-from large_batch_cifar_10_fast.training.augmentation import CropAndFlip, draw_independently, unchanged
+from large_batch_cifar_10_fast.training.augmentation import CropAndFlip, draw_independently
 from large_batch_cifar_10_fast.training.norm import GhostBatchNorm
 from large_batch_cifar_10_fast.training.optimizers import PiecewiseLinear
+from large_batch_cifar_10_fast.training.recipe import Stage
 from large_batch_cifar_10_fast.training.tally import Score
+from large_batch_cifar_10_fast.training.views import ONE_VIEW
 from large_batch_cifar_10_fast.training.world import World
 
 
@@ -69,7 +71,8 @@ class Stock:
     reduction: ClassVar = "mean"
     half_weights: ClassVar = True
     loss_scale: ClassVar = 8
-    views: ClassVar = (unchanged,)
+    stages: ClassVar = (Stage(),)
+    predict: ClassVar = ONE_VIEW
 
     def network(self) -> nn.Module:
         norm = GhostBatchNorm(6, ghost_batch=self.batch_size)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..settings.settings import Refusal, option, refuse_unless_finite, refuse_unless_positive, spelled
-from ..training.augmentation import CropAndFlip, deal_evenly, mirrored, unchanged
+from ..training.augmentation import CropAndFlip, deal_evenly
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import NesterovSGD, PiecewiseLinear
-from ..training.recipe import cross_entropy
+from ..training.recipe import Stage, cross_entropy
+from ..training.views import TWO_VIEWS
 from ..training.whitening import whitening_filters
 
 Norm = Callable[[int], nn.Module]  # made for so many channels
@@ -53,7 +54,8 @@ class Apple2019:
     reduction: ClassVar = "sum"
     half_weights: ClassVar = True
     loss_scale: ClassVar = 1
-    views: ClassVar = (unchanged, mirrored)
+    stages: ClassVar = (Stage(),)
+    predict: ClassVar = TWO_VIEWS
 
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "epochs", "width", "batch_size", "workers", "lr_scaler")
@@ -79,7 +81,7 @@ class Apple2019:
         return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.ghost_batch, affine=False, groups=groups))
 
     def whiten(self, network: "Network", images: Tensor) -> None:
-        network.whitening.weight.copy_(whitening_filters(images))
+        network.whitening.weight.copy_(whitening_filters(images[:10_000], size=3, epsilon=0.01))
 
     def rate(self) -> PiecewiseLinear:
         """L: up from 0 to the peak, down, then constant, which does for the weights what an average would."""

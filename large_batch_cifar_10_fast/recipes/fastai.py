@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..settings.settings import option, refuse_outside, refuse_unless_positive
-from ..training.augmentation import CropAndFlip, draw_independently, unchanged
+from ..training.augmentation import CropAndFlip, draw_independently
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import PiecewiseLinear
 from ..training.preactivation import TOO_NARROW, Norm, PreactivationBlock, convolution
-from ..training.recipe import cross_entropy
+from ..training.recipe import Stage, cross_entropy
 from ..training.recolouring import CropRecolourRotateFlip
+from ..training.views import ONE_VIEW
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class FastAI:
     reduction: ClassVar = "mean"
     half_weights: ClassVar = False
     loss_scale: ClassVar = 512
-    views: ClassVar = (unchanged,)
+    stages: ClassVar = (Stage(),)
+    predict: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
         entry = ENTRIES[self.entry]

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..settings.settings import option, refuse_outside, refuse_unless_positive
-from ..training.augmentation import CropAndFlip, draw_independently, unchanged
+from ..training.augmentation import CropAndFlip, draw_independently
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import NesterovSGD, PiecewiseLinear
 from ..training.preactivation import TOO_NARROW
-from ..training.recipe import cross_entropy
+from ..training.recipe import Stage, cross_entropy
+from ..training.views import ONE_VIEW
 from .basenet import Network
 
 RATE = PiecewiseLinear((0, 15, 30, 35), (0, 0.1, 0.005, 0))
@@ -43,7 +44,8 @@ class Page:
     reduction: ClassVar = "sum"
     half_weights: ClassVar = True
     loss_scale: ClassVar = 1
-    views: ClassVar = (unchanged,)
+    stages: ClassVar = (Stage(),)
+    predict: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "batch_size")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ..settings.settings import Settings
-from ..training.networks import training_flop
+from ..training.networks import work
 from ..training.recipe import Recipe
 from ..training.world import World
 
@@ -27,8 +27,7 @@ def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) 
 
 def hours_on_cpu(settings: Settings, recipe: Recipe, train_images: int) -> float:
     """About how long plain float32 takes: a core was seen to do 70 GFLOP/s (30 images/s of the default recipe)."""
-    images = settings.runs * recipe.epochs * train_images
-    return images * training_flop(recipe) / (70e9 * count_cores()) / 3600
+    return settings.runs * work(recipe, train_images) / (70e9 * count_cores()) / 3600
 
 
 def count_cores() -> int:

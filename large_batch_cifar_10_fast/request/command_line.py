@@ -11,6 +11,7 @@ from .. import __version__
 from ..recipes.apple2019 import DEMO, Apple2019
 from ..recipes.basenet import Basenet
 from ..recipes.fastai import FastAI
+from ..recipes.muon import Muon2024, MuonRecipe
 from ..recipes.page import Page
 from ..results.lines import from_pairs
 from ..results.provenance import code_digest
@@ -18,9 +19,8 @@ from ..results.tables import CONDITIONS, Row, changes, finished_rows, refuse_oth
 from ..settings.settings import Refusal, Settings, count_from, has_option
 from ..training.recipe import Recipe
 
-RECIPES = {
-    recipe.name: recipe for recipe in (Apple2019, Basenet, Page, FastAI)
-}  # what --recipe knows; a new recipe joins here
+KINDS = (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)  # a new recipe joins here
+RECIPES = {recipe.name: recipe for recipe in KINDS}  # what --recipe knows
 DEFAULT = Apple2019.name
 PRESET = {"data": "synthetic", **DEMO}
 

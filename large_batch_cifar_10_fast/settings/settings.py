@@ -33,6 +33,11 @@ def option(default, text: str, **more):
     return field(default=default, metadata={"help": text, **more})
 
 
+def same_option(owner: type, name: str, default):
+    """An option of another recipe, with a default of its own."""
+    return field(default=default, metadata=owner.__dataclass_fields__[name].metadata)
+
+
 def has_option(owner: object, name: str) -> bool:
     """Whether a recipe, or its class, leaves this open (else it is fixed, a ClassVar)."""
     return name in {entry.name for entry in fields(owner)}

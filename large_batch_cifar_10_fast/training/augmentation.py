@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 
 SIZE = 32  # of an image, in pixels a side
@@ -39,7 +40,7 @@ class CropAndFlip:
     padding: int
     deal: Deal
 
-    def choose(self, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    def choose(self, count: int, generator: Generator, *_: object) -> tuple[Tensor, Tensor]:
         """For each image, where its crop begins (row by row) and whether it is mirrored (1), both int64 [count]."""
         return self.deal(count, (2 * self.padding + 1) ** 2, generator), self.deal(count, 2, generator)
 
@@ -54,11 +55,43 @@ class CropAndFlip:
         return images[rows[:, None, None], down[:, :, None], across[:, None, :]].permute(0, 3, 1, 2)
 
 
-def unchanged(images: Tensor) -> Tensor:
-    """The image itself, as a view to evaluate."""
-    return images
+@dataclass(frozen=True)
+class CropAndAlternate(CropAndFlip):
+    """Crops as CropAndFlip's; each image is mirrored or not at random in the first epoch, and then every other epoch.
+
+    Two epochs in a row so see every image both ways, which chance would give half of them.
+    """
+
+    def choose(self, count: int, generator: Generator, of_the_run: Generator, epoch: int) -> tuple[Tensor, Tensor]:
+        crops, _ = super().choose(count, generator)
+        return crops, (draw_independently(count, 2, of_the_run) + epoch) % 2
 
 
-def mirrored(images: Tensor) -> Tensor:
-    """Left and right exchanged, as a view to evaluate; images are [B, 3, H, W]."""
-    return images.flip(3)
+@dataclass(frozen=True)
+class Shaded:
+    """Another augmentation, then each image's own contrast (times 1 +- `contrast`) and brightness (+- `brightness`).
+
+    Both uniform, drawn once an epoch; of normalised images, so contrast is about the data set's mean colour.
+    """
+
+    augmentation: CropAndFlip
+    brightness: float
+    contrast: float
+
+    def choose(self, count: int, *generators_and_epoch: object) -> tuple[Tensor, ...]:
+        choices = self.augmentation.choose(count, *generators_and_epoch)
+        generator = generators_and_epoch[0]
+        both = 2 * torch.rand(2, count, generator=generator, device=generator.device) - 1
+        return *choices, 1 + self.contrast * both[0], self.brightness * both[1]
+
+    def __call__(self, images: Tensor, rows: Tensor, *choices: Tensor) -> Tensor:
+        *choices, factors, offsets = choices
+        factors, offsets = (x.to(images.dtype)[:, None, None, None] for x in (factors, offsets))
+        return torch.addcmul(offsets, self.augmentation(images, rows, *choices), factors)
+
+
+def scaled_down(images: Tensor, resolution: int) -> Tensor:
+    """Images [B, 3, H, W] with so many pixels a side, bilinear: what they cost falls with its square."""
+    if images.shape[-1] == resolution:
+        return images
+    return F.interpolate(images, size=(resolution, resolution), mode="bilinear", align_corners=False)

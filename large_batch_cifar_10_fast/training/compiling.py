@@ -1,12 +1,13 @@
 """torch.compile of the network: once per launch, before the clock starts, and checked against the network as it is."""
 
+import itertools
 import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from .networks import autocast, reset, weight_dtype
+from .networks import autocast, enter, reset, weight_dtype
 from .norm import prepare_norms
 from .recipe import Recipe
 from .world import World
@@ -21,17 +22,19 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
 
     All graphs that training needs are made here. Each is tried on a batch of noise, and its gradients held to
     the uncompiled network's: a compiler may go wrong without a word (docs/performance.md, "A trap").
-    The network's weights, gradients and statistics are of no use afterwards: reset it.
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would remark on a missing GPU
     workers = len(world.workers) // micro_batches
-    batch = noise(recipe.batch_size * workers, weight_dtype(recipe, precision), world)
+    batch = noise(recipe.batch_size * workers, 32, weight_dtype(recipe, precision), world)
     recipe.whiten(network, batch[0].permute(0, 2, 3, 1))
     reset(network, recipe, seed=0)
     fused = torch.compile(network, dynamic=False)
+    kinds = [True] * world.is_main + [False] * (micro_batches > 1 or not world.is_main)  # tracking or not
     try:
-        for tracking in [True] * world.is_main + [False] * (micro_batches > 1 or not world.is_main):
+        for stage, tracking in itertools.product(recipe.stages, kinds):
+            enter(network, stage)
             prepare_norms(network, workers, tracking)
+            batch = noise(recipe.batch_size * workers, stage.resolution, weight_dtype(recipe, precision), world)
             expected = gradients(network, network, recipe, batch, precision)
             check_agreement(gradients(network, fused, recipe, batch, precision), expected)
     except torch.OutOfMemoryError:
@@ -42,12 +45,13 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
         world.warn(f"not compiled ({reason}){broken}: training goes on uncompiled; --no_compile says so without a try")
         fused = network
     network.zero_grad()
+    reset(network, recipe, seed=0)  # what rests in the last stage is awake in the first
     return fused
 
 
-def noise(count: int, dtype: torch.dtype, world: World) -> tuple[Tensor, Tensor]:
-    """Images [count, 3, 32, 32] as training's are laid out, and labels."""
-    images = torch.randn(count, 32, 32, 3, generator=torch.Generator().manual_seed(0))
+def noise(count: int, resolution: int, dtype: torch.dtype, world: World) -> tuple[Tensor, Tensor]:
+    """Images [count, 3, H, W] of so many pixels a side as training's are laid out, and labels."""
+    images = torch.randn(count, resolution, resolution, 3, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(count, dtype=torch.int64, device=world.device)  # all alike, or gradients would cancel out
     return images.to(world.device, dtype).permute(0, 3, 1, 2), labels
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .norm import norms_of
-from .recipe import Recipe
+from .recipe import Recipe, Stage, images_of_an_epoch, stage_of
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -45,11 +45,30 @@ def frozen_weights(network: nn.Module) -> dict[str, Tensor]:
 
 def reset(network: nn.Module, recipe: Recipe, seed: int) -> None:
     """Begin again as if just made, in the same memory: what was compiled for it stays valid. Frozen weights stay."""
-    network.load_state_dict({**make_network(recipe, seed).state_dict(), **frozen_weights(network)})
+    fresh = make_network(recipe, seed)
+    for name, weight in fresh.named_parameters():
+        network.get_parameter(name).requires_grad_(weight.requires_grad)  # one that rested is awake again
+    network.load_state_dict({**fresh.state_dict(), **frozen_weights(network)})
 
 
-def training_flop(recipe: Recipe) -> int:
-    """Floating-point operations of an image's forward and backward pass: backward takes twice what forward does."""
-    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
-        recipe.network().eval()(torch.empty(1, 3, 32, 32))
-    return 3 * counter.get_total_flops()
+def enter(network: nn.Module, stage: Stage) -> None:
+    """Put to rest what is no longer trained from this stage on: no gradient of it is computed, until a reset."""
+    for name, weight in network.named_parameters():
+        if name.startswith(stage.resting):
+            weight.requires_grad_(False)
+
+
+def training_flop(recipe: Recipe, stage: Stage) -> int:
+    """Floating-point operations of an image's forward and backward pass in a stage, by torch's counter."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        network = recipe.network()
+        enter(network, stage)
+        network(torch.empty(1, 3, stage.resolution, stage.resolution)).sum().backward()
+    return counter.get_total_flops()
+
+
+def work(recipe: Recipe, total_images: int) -> int:
+    """Floating-point operations of a run's forward and backward passes; evaluation is left out."""
+    images = recipe.workers * images_of_an_epoch(recipe, total_images)
+    by_stage = {stage: training_flop(recipe, stage) for stage in recipe.stages}
+    return images * sum(by_stage[stage_of(recipe, epoch)] for epoch in range(1, recipe.epochs + 1))

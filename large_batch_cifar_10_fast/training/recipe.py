@@ -1,6 +1,7 @@
 """What training asks of a recipe: everything that decides the weights, and nothing about where or how it runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -10,17 +11,36 @@ from torch.optim import Optimizer
 
 
 class Augmentation(Protocol):
-    """Choices are dealt once an epoch for a whole shard; a batch is then made of its images and their choices."""
+    """Choices are dealt once an epoch for a whole shard; a batch is then made of its images and their choices.
 
-    def choose(self, count: int, generator: Generator) -> Sequence[Tensor]: ...
+    `generator` is the epoch's own; `of_the_run` begins alike in every epoch of a run.
+    """
+
+    def choose(self, count: int, generator: Generator, of_the_run: Generator, epoch: int) -> Sequence[Tensor]: ...
 
     def __call__(self, images: Tensor, rows: Tensor, *choices: Tensor) -> Tensor: ...
+
+
+class Prediction(Protocol):
+    """Logits [B, 10] of test images [B, 3, 32, 32], from one view of them or several."""
+
+    def __call__(self, network: nn.Module, images: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Stage:
+    """From its first epoch on, until the next stage: images scaled down to so many pixels a side, and weights that
+    rest, whose names begin with one of these. Each stage is compiled by itself, before the clock starts."""
+
+    first_epoch: int = 1
+    resolution: int = 32
+    resting: tuple[str, ...] = ()
 
 
 class Recipe(Protocol):
     """A frozen dataclass, whose fields are its options on the command line; write one beside apple2019.py.
 
-    Weights are averaged by an optimizer that does it, last in the list of `optimizers`; no recipe does so far.
+    Weights are averaged by an optimizer that does it, last in the list of `optimizers` (muon.py).
     """
 
     name: str
@@ -32,7 +52,8 @@ class Recipe(Protocol):
     reduction: Literal["sum", "mean"]  # of the loss over a worker's batch; over the workers it is always the mean
     half_weights: bool  # in fp16; else it trains float32 weights and only computes in half
     loss_scale: int  # the loss is multiplied by it, and gradients divided: half precision loses small ones
-    views: Sequence[Callable[[Tensor], Tensor]]  # of a test image; their logits are averaged
+    stages: Sequence[Stage]  # by their first epochs, of which the first is 1
+    predict: Prediction
 
     def network(self) -> nn.Module:
         """Images [B, 3, 32, 32] to logits [B, 10], initialised; its norms are GhostBatchNorm."""
@@ -61,6 +82,11 @@ def images_of_an_epoch(recipe: Recipe, total_images: int) -> int:
     """How many images of each worker's shard an epoch trains on: the shortest shard's, or their full batches alone."""
     shard = total_images // recipe.workers
     return shard if recipe.whole_epochs else shard - shard % recipe.batch_size
+
+
+def stage_of(recipe: Recipe, epoch: int) -> Stage:
+    """The stage that an epoch belongs to; epochs before the first belong to it, too."""
+    return [stage for stage in recipe.stages if stage.first_epoch <= max(epoch, 1)][-1]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -25,7 +25,7 @@ class CropRecolourRotateFlip:
     strength: float
     degrees: float
 
-    def choose(self, count: int, generator: Generator) -> tuple[Tensor, ...]:
+    def choose(self, count: int, generator: Generator, *_: object) -> tuple[Tensor, ...]:
         """Crops and flips as CropAndFlip's; float32 [count] each: three factors, and the angle in radians."""
 
         def uniform(middle: float, reach: float) -> Tensor:

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .recipe import Augmentation, Recipe, images_of_an_epoch
+from .augmentation import scaled_down
+from .recipe import Augmentation, Recipe, images_of_an_epoch, stage_of
 from .world import World
 
 MEAN = (125.31, 122.95, 113.87)  # of CIFAR-10's channels, on the 0..255 scale
@@ -45,15 +46,19 @@ class Shards:
     def epoch(self, seed: int, epoch: int) -> Iterator[list[Batch]]:
         """One epoch of steps, each a list of micro-batches of augmented images and their labels.
 
-        Images come as [B, 3, 32, 32] in channels-last memory, labels as int64 [B]; B is the batch size times
-        the workers in a micro-batch. It holds its workers one after the other, worker 0's images first. A short
-        last batch is as short for every worker.
+        Images come as [B, 3, H, W] of the stage's resolution in channels-last memory, labels as int64 [B]; B is the
+        batch size times the workers in a micro-batch. It holds its workers one after the other, worker 0's images
+        first. A short last batch is as short for every worker.
         """
         augment = self.recipe.augmentation
+        resolution = stage_of(self.recipe, epoch).resolution
         deals = [deal_epoch(self.rows_of(w), augment, seed, w, epoch) for w in self.workers]
         rows, *choices = map(self._by_step, zip(*deals, strict=True))
         for step in zip(rows, *choices, strict=True):
-            yield [(augment(self.images, *chosen), self.labels[chosen[0]]) for chosen in zip(*step, strict=True)]
+            yield [
+                (scaled_down(augment(self.images, *chosen), resolution), self.labels[chosen[0]])
+                for chosen in zip(*step, strict=True)
+            ]
 
     def _by_step(self, deals: tuple[Tensor, ...]) -> list[Tensor]:
         """What every worker was dealt, [shard size] each, as steps of [micro-batches, workers in one * batch]."""
@@ -69,11 +74,12 @@ def deal_epoch(rows: Tensor, augmentation: Augmentation, seed: int, worker: int,
     """A worker's epoch: the rows of its shard in random order, and what augmentation chose for each image.
 
     All are [len(rows)]. The random numbers belong to the worker, not to the process, so the outcome is the
-    same wherever the worker lives.
+    same wherever the worker lives. Epochs count from 1; what 0 would have is the run's.
     """
-    generator = torch.Generator(rows.device)
+    generator, of_the_run = torch.Generator(rows.device), torch.Generator(rows.device)
     generator.manual_seed(derive_seed(seed, worker, epoch))
-    choices = augmentation.choose(len(rows), generator)
+    of_the_run.manual_seed(derive_seed(seed, worker, 0))
+    choices = augmentation.choose(len(rows), generator, of_the_run, epoch)
     order = torch.randperm(len(rows), generator=generator, device=rows.device)
     return rows[order], *(choice[order] for choice in choices)
 

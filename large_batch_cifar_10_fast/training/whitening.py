@@ -3,19 +3,17 @@
 import torch
 from torch import Tensor
 
-EPSILON = 0.01  # added to the eigenvalues, so that faint directions are not blown up
-MOST_IMAGES = 10_000
 
-
-def whitening_filters(images: Tensor, size: int = 3) -> Tensor:
+def whitening_filters(images: Tensor, size: int, epsilon: float) -> Tensor:
     """Filters [3 size², 3, size, size] whose outputs on these images are uncorrelated, of variance 1 or a little less.
 
     `images` [n, H, W, 3] are normalised and unpadded. The rows X are all their 3 x size x size patches; eigenvectors of
-    X'X / (n - 1), strongest first, are divided by sqrt(eigenvalue + 0.01); in float32, or float64 if the images are.
+    X'X / (n - 1), strongest first, are divided by sqrt(eigenvalue + epsilon), so that faint directions are not blown
+    up; in float32, or float64 if the images are.
     """
     dtype = torch.promote_types(images.dtype, torch.float32)
-    patches = images[:MOST_IMAGES].unfold(1, size, 1).unfold(2, size, 1)  # [n, 30, 30, 3, 3, 3] for 3x3 of 32x32
+    patches = images.unfold(1, size, 1).unfold(2, size, 1)  # [n, 30, 30, 3, 3, 3] for 3x3 of 32x32
     rows = patches.reshape(-1, 3 * size * size).to(dtype)
     eigenvalues, eigenvectors = torch.linalg.eigh(rows.T @ rows / (len(rows) - 1))
-    filters = eigenvectors.T / (eigenvalues[:, None] + EPSILON).sqrt()
+    filters = eigenvectors.T / (eigenvalues[:, None] + epsilon).sqrt()
     return filters.flip(0).view(-1, 3, size, size).to(images.dtype)

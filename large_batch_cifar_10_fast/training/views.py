@@ -1,0 +1,53 @@
+"""What a network says of test images, averaged over views of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+View = Callable[[Tensor], Tensor]  # of images [B, 3, H, W]
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Logits averaged over views, each with its weight; weights add up to 1."""
+
+    views: Mapping[View, float]
+
+    def __call__(self, network: nn.Module, images: Tensor) -> Tensor:
+        return sum(weight * network(view(images)) for view, weight in self.views.items())
+
+
+def unchanged(images: Tensor) -> Tensor:
+    return images
+
+
+def mirrored(images: Tensor) -> Tensor:
+    """Left and right exchanged."""
+    return images.flip(3)
+
+
+def up_left(images: Tensor) -> Tensor:
+    """Moved by one pixel up and left; the reflected next row and column come in."""
+    return F.pad(images, (0, 1, 0, 1), "reflect")[:, :, 1:, 1:]
+
+
+def down_right(images: Tensor) -> Tensor:
+    return F.pad(images, (1, 0, 1, 0), "reflect")[:, :, :-1, :-1]
+
+
+def mirrored_up_left(images: Tensor) -> Tensor:
+    return mirrored(up_left(images))
+
+
+def mirrored_down_right(images: Tensor) -> Tensor:
+    return mirrored(down_right(images))
+
+
+ONE_VIEW = Averaged({unchanged: 1.0})
+TWO_VIEWS = Averaged({unchanged: 1 / 2, mirrored: 1 / 2})
+SIX_VIEWS = Averaged(
+    {unchanged: 1 / 4, mirrored: 1 / 4}
+    | dict.fromkeys((up_left, down_right, mirrored_up_left, mirrored_down_right), 1 / 8)
+)
