@@ -34,13 +34,14 @@ from .results.clock import Clock
 from .results.pictures import refuse_picture
 from .results.provenance import peak_memory
 from .settings.settings import Refusal, Settings, has_option, refusals_end
-from .train import Data, Learner, evaluate, make_learner, prepare, take_step
-from .training.networks import DTYPES, autocast, reset, training_flop, weight_dtype
+from .train import Data, Learner, evaluate, make_learner, prepare, take_step, update
+from .training.networks import DTYPES, autocast, enter, reset, training_flop, weight_dtype, work
 from .training.norm import prepare_norms
 from .training.optimizers import follow_schedules
-from .training.recipe import Recipe, reduced
-from .training.shards import EVALUATION_BATCH, Batch
+from .training.recipe import Recipe, Stage, reduced, stage_of
+from .training.shards import Batch
 from .training.tally import Tally
+from .training.views import MOST_AT_ONCE
 from .training.world import join_world, launched_world_size
 
 
@@ -54,15 +55,10 @@ def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batc
             losses = recipe.loss(learner.forward(images), labels)
         return reduced(recipe, losses, len(world.workers))
 
-    def update() -> None:
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
     loss = timed(world, parts["forward"], forward)
     timed(world, parts["backward"], loss.backward)
     timed(world, parts["averaging"], lambda: world.average_gradients(learner.network, recipe.loss_scale))
-    timed(world, parts["update"], update)
+    timed(world, parts["update"], lambda: update(learner, optimizers))
 
 
 def measure_steps(ours: Learner, baseline: Learner, batches: list[Batch], repeats: int) -> tuple[Figures, Figures]:
@@ -100,17 +96,20 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
         reset(learner.network, recipe, seed=0)
         if world.on_gpu:
             torch.cuda.reset_peak_memory_stats(world.device)
-        batches = next(data.train.epoch(seed=0, epoch=0))
+        earlier, stage = measure_earlier_stages(learner, data, repeats, figures), recipe.stages[-1]
+        enter(learner.network, stage)
+        batches = next(data.train.epoch(seed=0, epoch=stage.first_epoch))
         peak = measure_first_steps(learner, batches, repeats, figures)
         network = baseline_network(recipe, baseline_settings.precision, world)
         recipe.whiten(network, data.train.images)
+        enter(network, stage)
         baseline = Learner(network, network, recipe, baseline_settings, world)
         for seed in range(repeats):
             part = figures.setdefault("augmentation of an epoch", [])
             timed(world, part, lambda s=seed: [None for _ in data.train.epoch(s, epoch=1)])
         ours, theirs = measure_steps(learner, baseline, batches, repeats)
         # A CPU would take minutes over 10,000 test images: a chunk, scaled, tells the same.
-        chunk = len(data.test[0]) if world.on_gpu else EVALUATION_BATCH // 4
+        chunk = len(data.test[0]) if world.on_gpu else MOST_AT_ONCE // 4
         test = data.test[0][:chunk], data.test[1][:chunk]
         for _ in range(min(repeats, 3)):
             timed(world, validation := [], lambda: evaluate(learner, test))
@@ -118,8 +117,9 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
         if not world.is_main:
             return None
         step, count = statistics.median(ours["step"]), recipe.batch_size * recipe.workers
-        rate, done = matrix_rate(settings.precision, world.device), training_flop(recipe, recipe.stages[0]) * count
+        rate, done = matrix_rate(settings.precision, world.device), training_flop(recipe, stage) * count
         epoch = step * data.train.steps_per_epoch
+        epochs = [earlier.get(stage_of(recipe, number), step) for number in range(1, recipe.epochs + 1)]
         return {
             "conditions": {
                 "recipe": recipe.name,
@@ -140,6 +140,8 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
             "baseline": {name: summary(values) for name, values in theirs.items()},
             "step": {**summary(ours["step"]), "ratio": ratio(theirs["step"], ours["step"])},
             "images per second": count / step,
+            "work of a run, PFLOP": work(recipe, 50_000) / 1e15,
+            "training of a run at this pace, s": sum(epochs) * data.train.steps_per_epoch,
             "TFLOP/s": done / step / 1e12,
             "utilization, of the matrix product's rate": done / step / rate / world.world_size,
             "augmentation, share of an epoch": statistics.median(figures["augmentation of an epoch"]) / epoch,
@@ -180,6 +182,20 @@ def measure_set_up(noise: Images, learner: Learner, repeats: int, figures: Figur
         for part, seconds in clock.seconds.items():
             figures.setdefault(part, []).append(seconds)
     return data
+
+
+def measure_earlier_stages(learner: Learner, data: Data, repeats: int, figures: Figures) -> dict[Stage, float]:
+    """Median seconds of a step in each stage before the last, which is measured at length."""
+    optimizers, tally = learner.recipe.optimizers(learner.network), Tally(learner.world)
+    follow_schedules(optimizers, epoch=1)
+    for stage in learner.recipe.stages[:-1]:
+        enter(learner.network, stage)
+        batches = next(data.train.epoch(seed=0, epoch=stage.first_epoch))
+        take_step(learner, optimizers, batches, tally)
+        part = figures.setdefault(f"step from epoch {stage.first_epoch} on", [])
+        for _ in range(repeats):
+            timed(learner.world, part, lambda b=batches: take_step(learner, optimizers, b, tally))
+    return {s: statistics.median(figures[f"step from epoch {s.first_epoch} on"]) for s in learner.recipe.stages[:-1]}
 
 
 def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, figures: Figures) -> int:

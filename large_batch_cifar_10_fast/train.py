@@ -26,7 +26,7 @@ from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules
 from .training.process import leave
 from .training.recipe import Recipe, images_of_an_epoch, reduced, stage_of
-from .training.shards import Batch, Shards, evaluation_batches, normalise, upload_shards, upload_test
+from .training.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
 from .training.world import World, join_world, launched_world_size
 
@@ -146,11 +146,10 @@ def evaluate(learner: Learner, test: Batch) -> Score:
     network, recipe, world = learner.network, learner.recipe, learner.world
     network.eval()
     world.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
-    tally = Tally(world)
-    for images, labels in evaluation_batches(*test):
-        with autocast(recipe, learner.settings.precision, world.device):
-            logits = recipe.predict(network, images)
-        tally.count(logits, labels, recipe.loss(logits, labels))
+    (images, labels), tally = test, Tally(world)
+    with autocast(recipe, learner.settings.precision, world.device):
+        logits = recipe.predict(network, images, world)
+    tally.count(logits, labels, recipe.loss(logits, labels))
     network.train()
     return tally.read()
 

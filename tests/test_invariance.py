@@ -19,7 +19,7 @@ SPLITS = [("apple2019", 2, 2), ("apple2019", 4, 1), ("apple2019", 8, 1), ("fasta
 SMALL = {  # each recipe of several workers, small enough for a test
     "apple2019": ["--demo", *TINY],
     "fastai": ["--width", "2", "--batch_size", "24", "--epochs", "1", "--no_warmup"],
-    "muon": ["--width", "4", "--batch_size", "24", "--epochs", "2", "--pixels", "24,32"],
+    "muon": ["--width", "4", "--batch_size", "24", "--epochs", "2", "--pixels", "24,32", "--views", "unsure"],
 }
 WORKERS = {"muon": 4}  # of a recipe whose own number is one
 

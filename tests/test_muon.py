@@ -20,10 +20,11 @@ from large_batch_cifar_10_fast.training.networks import enter, frozen_weights, m
 from large_batch_cifar_10_fast.training.optimizers import PulledToAverage
 from large_batch_cifar_10_fast.training.recipe import Stage, stage_of
 from large_batch_cifar_10_fast.training.shards import deal_epoch
-from large_batch_cifar_10_fast.training.views import SIX_VIEWS
+from large_batch_cifar_10_fast.training.views import ONE_VIEW, SIX_VIEWS, AgainWhereUnsure, Averaged
 from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU, 1)
 STARTED, LATER = Stage(1, 32), Stage(4, 32, ("whitening.bias",))
 
 
@@ -190,7 +191,7 @@ def test_six_views_are_weighted_and_shifted_by_a_pixel():
         seen[tuple(view[0, 0, 0].tolist())] = view[0, 0, :, 0].tolist()
         return view[0, 0, 0, :1]
 
-    logits = SIX_VIEWS(network, image)
+    logits = SIX_VIEWS(network, image.permute(0, 2, 3, 1), ALONE)
     assert seen == {
         (0, 1, 2, 3): [0, 4, 8, 12],
         (3, 2, 1, 0): [3, 7, 11, 15],
@@ -200,6 +201,38 @@ def test_six_views_are_weighted_and_shifted_by_a_pixel():
         (6, 5, 4, 5): [6, 2, 6, 10],
     }
     assert logits.item() == (0 + 3) / 4 + (5 + 6 + 5 + 6) / 8
+
+
+def test_a_second_look_at_the_unsure_quarter_of_all_processes_images():
+    """Images of one grey each, of which the network is the surer the brighter they are."""
+    greys = torch.tensor([5.0, 1, 7, 2, 8, 3, 6, 4])
+    looked = []
+
+    def network(batch):
+        grey = batch[:, 0, 0, 0]
+        return torch.stack([grey, torch.zeros_like(grey)], 1)
+
+    def noted(batch):
+        looked.extend(batch[:, 0, 0, 0].tolist())
+        return -batch
+
+    again = AgainWhereUnsure(ONE_VIEW, Averaged({noted: 1.0}), share=1 / 4)
+    images = greys.view(8, 1, 1, 1).expand(8, 32, 32, 3)
+    assert again(network, images, ALONE)[:, 0].tolist() == [5, -1, 7, -2, 8, 3, 6, 4]
+    assert looked == [1, 2]
+
+    class OneOfTwo:
+        """The first of two processes; the other has the images 1, 2, 3, 4."""
+
+        rank, world_size = 0, 2
+
+        def all_reduce(self, tensor):
+            if tensor.ndim == 0:
+                return tensor + 4
+            tensor[1::2] = network(images[1::2].permute(0, 3, 1, 2)).softmax(1).amax(1)
+            return tensor
+
+    assert again(network, images[::2], OneOfTwo())[:, 0].tolist() == [5, 7, 8, 6]
 
 
 class StockNetwork(nn.Module):

@@ -67,8 +67,9 @@ def test_stdout_is_the_log_and_stderr_is_silent(campaign, tiny_npz):
         lines[lines.index(published[2]) + 1],
     )
     total = float(RUN_LINE.fullmatch(published[2])[5])
-    aside = r"# not in it: the last validation \d+\.\d{3}s; peak memory \d+\.\d\d GiB"
-    assert re.fullmatch(aside, lines[lines.index(published[2]) + 2])
+    aside = r"# not in it: the last validation (\d+\.\d{3})s \(with it (\d+\.\d{3})s\); peak memory \d+\.\d\d GiB"
+    validation, both = map(float, re.fullmatch(aside, lines[lines.index(published[2]) + 2]).groups())
+    assert both == pytest.approx(total + validation, abs=0.002)
     assert sum(map(float, parts.groups())) == pytest.approx(total, abs=0.003)
 
 

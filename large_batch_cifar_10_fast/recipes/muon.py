@@ -27,14 +27,14 @@ from ..training.muon import Muon
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import PiecewiseLinear, PulledToAverage
 from ..training.recipe import Augmentation, Prediction, Stage, cross_entropy
-from ..training.views import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
+from ..training.views import ONE_VIEW, SIX_VIEWS, SIX_WHERE_UNSURE, TWO_VIEWS
 from ..training.whitening import whitening_filters
 
 STEP_IMAGES, EPOCH_IMAGES = 2000, 50_000
 WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's rate
 TAIL_RATE, TAIL_DECAY, TAIL_EVERY = 0.05, 0.7, 4  # share of the first rate; of the average that stays; steps
 LOGIT_SCALE = 1 / 256
-VIEWS = {"one": ONE_VIEW, "two": TWO_VIEWS, "six": SIX_VIEWS}
+VIEWS = {"one": ONE_VIEW, "two": TWO_VIEWS, "six": SIX_VIEWS, "unsure": SIX_WHERE_UNSURE}
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU}
 
 
@@ -59,7 +59,7 @@ class MuonRecipe:
     contrast: float = option(0.0, "most that an image's contrast changes by, as a share")
     activation: str = option("gelu", "what follows a norm", choices=tuple(ACTIVATIONS))
     norm_momentum: float = option(0.4, "weight of a new batch in the running statistics")
-    views: str = option("six", "views of a test image that are averaged", choices=tuple(VIEWS))
+    views: str = option("six", "of a test image; unsure: six of the unsure quarter", choices=tuple(VIEWS))
     workers: int = option(1, "replicas, each with its own shard", environment="WORKERS")
 
     name: ClassVar = "muon"

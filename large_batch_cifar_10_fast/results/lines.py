@@ -51,7 +51,10 @@ TIMES = Line(
     "# wall time of the first run: upload {upload:.3f}s, preprocessing {preprocessing:.3f}s, "
     "whitening {whitening:.3f}s, training {training:.3f}s"
 )
-ASIDE = Line("# not in it: the last validation {last_validation:.3f}s; peak memory {gib:.2f} GiB")
+ASIDE = Line(
+    "# not in it: the last validation {last_validation:.3f}s (with it {with_validation:.3f}s); "
+    "peak memory {gib:.2f} GiB"
+)
 SLOWEST = Line("Maximum training time {maximum!r} median {median!r}")
 LOWEST = Line("Lowest accuracy {lowest!r} median {median!r}")
 REACHED = Line("{reached:d} runs reached 0.94 out of {total:d}")

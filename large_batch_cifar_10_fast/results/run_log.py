@@ -110,7 +110,8 @@ class RunLog:
         self._print_run(row)
         if run == 0:
             self._print(lines.TIMES, **row)
-            self._print(lines.ASIDE, **row, gib=row["peak_memory"] / 2**30)
+            with_validation = row["seconds"] + row["last_validation"]
+            self._print(lines.ASIDE, **row, with_validation=with_validation, gib=row["peak_memory"] / 2**30)
         if not math.isfinite(train.loss) or not math.isfinite(validation.loss):
             self.world.warn(f"run {run} (seed {self.settings.seed + run}) diverged: its loss is not finite")
 

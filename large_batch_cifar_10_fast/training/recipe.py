@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
+from .world import World
+
 
 class Augmentation(Protocol):
     """Choices are dealt once an epoch for a whole shard; a batch is then made of its images and their choices.
@@ -22,9 +24,9 @@ class Augmentation(Protocol):
 
 
 class Prediction(Protocol):
-    """Logits [B, 10] of test images [B, 3, 32, 32], from one view of them or several."""
+    """Logits [n, 10] of a process's test images [n, 32, 32, 3], from one view of them or several."""
 
-    def __call__(self, network: nn.Module, images: Tensor) -> Tensor: ...
+    def __call__(self, network: nn.Module, images: Tensor, world: World) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from .world import World
 
 MEAN = (125.31, 122.95, 113.87)  # of CIFAR-10's channels, on the 0..255 scale
 STD = (62.99, 62.09, 66.70)
-EVALUATION_BATCH = 1000
 
 Batch = tuple[Tensor, Tensor]
 
@@ -111,9 +110,3 @@ def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel, computed in `dtype`."""
     mean, std = (torch.tensor(figure, dtype=dtype, device=images.device) for figure in (MEAN, STD))
     return images.to(dtype).sub_(mean).div_(std)
-
-
-def evaluation_batches(images: Tensor, labels: Tensor) -> Iterator[Batch]:
-    """Test images [n, 32, 32, 3] as channels-last [B, 3, 32, 32] in chunks that fit any device."""
-    for start in range(0, len(images), EVALUATION_BATCH):
-        yield images[start : start + EVALUATION_BATCH].permute(0, 3, 1, 2), labels[start : start + EVALUATION_BATCH]
