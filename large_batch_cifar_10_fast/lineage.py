@@ -73,7 +73,7 @@ def draw(out: Path) -> None:
     names = {system: f"{system.name}, {system.year}" for system in SYSTEMS}
     draw_bars(axes[0], list(names.values()), [pflop(system.recipe) for system in SYSTEMS], "work of a run, PFLOP")
     on = [f"{names[system]}, {system.hardware}" for system in timed]
-    draw_bars(axes[1], on, [system.seconds for system in timed], "seconds to 94%, each by its own clock")
+    draw_bars(axes[1], on, [system.seconds for system in timed], "seconds to 94%, by its own clock")
     figure.savefig(out, dpi=200)
     plt.close(figure)
 
