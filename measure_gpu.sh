@@ -2,8 +2,9 @@
 # What does your GPU box do with this? Facts, tests, bench, runs, profile, NCCL: about nine minutes, a log a part.
 #     bash measure_gpu.sh [--data DATA] [--out DIR] [PART...]
 # Parts, the most important first: facts tests bench first compare profile nccl; and, worth a call each, campaign (fifty
-# runs) and lineage (the systems of 2018, a run of each, and the ladder). DATA as for train_cifar_parallel.sh. Each part
-# has a time limit and a log in DIR (gpu_measured) of its own, so that one that fails costs the others nothing; DIR/summary.txt says in ten lines what they found.
+# runs), modern (the recipe of today: bench, profile, twenty runs each of it and of its start) and lineage (the systems
+# of 2018, a run of each, and the ladder). DATA as for train_cifar_parallel.sh. Each part has a time limit and a log in
+# DIR (gpu_measured) of its own, so that one that fails costs the others nothing; DIR/summary.txt says what they found.
 set -u
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"
@@ -15,8 +16,8 @@ while [ $# -gt 0 ]; do
             [ $# -gt 1 ] || { echo "measure_gpu.sh: $1 needs a value" >&2; exit 2; }
             [ "$1" = --data ] && data=$2 || out=$2
             shift 2 ;;
-        facts | tests | bench | first | compare | profile | nccl | campaign | lineage) parts="$parts $1"; shift ;;
-        *) echo "measure_gpu.sh: $1 is no part: choose from facts tests bench first compare profile nccl campaign lineage" >&2; exit 2 ;;
+        facts | tests | bench | first | compare | profile | nccl | campaign | modern | lineage) parts="$parts $1"; shift ;;
+        *) echo "measure_gpu.sh: $1 is no part: choose from facts tests bench first compare profile nccl campaign modern lineage" >&2; exit 2 ;;
     esac
 done
 [ -n "$parts" ] || parts="facts tests bench first compare profile nccl"
@@ -25,7 +26,7 @@ choose_python
 out=$(cd "$out" && pwd)
 case $data in synthetic | /*) ;; *) data=$PWD/$data ;; esac
 export PYTHON="$python" PYTHONUNBUFFERED=1 PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}"
-# MEASURE_OPTIONS and MEASURE_LINEAGE, for a try without a GPU: options that make every run small.
+# MEASURE_OPTIONS, MEASURE_MODERN and MEASURE_LINEAGE, for a try without a GPU: options that make every run small.
 small=(${MEASURE_OPTIONS:-})
 train=(bash "$top/train_cifar_parallel.sh" --data "$data" "${small[@]}")
 short=(--data "$data" "${small[@]}" --epochs 3 --ema_ep 0.3)
@@ -58,7 +59,7 @@ part compare.plain 120 'runs reached' "${train[@]}" --runs 8 --no_compile --out 
 part compare.compiled 120 'runs reached' "${train[@]}" --runs 8 --compile --out "$out/compiled"
 part compare.said 30 '^Time' bash -c '"$0" -m large_batch_cifar_10_fast.compare "$@"; [ $? -le 1 ]' \
     "$python" "$out/compiled/runs.tsv" "$out/plain/runs.tsv" # 1: worse is an answer, too
-part profile 90 '(CPU|CUDA) time total' "$python" -c '
+profiled='
 import sys
 from torch.profiler import ProfilerActivity, profile
 from large_batch_cifar_10_fast import train
@@ -66,12 +67,20 @@ from large_batch_cifar_10_fast.request.command_line import read_request
 with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
     train.main(*read_request(sys.argv[1:], {}))
 by = "cuda_time_total" if train.torch.cuda.is_available() else "cpu_time_total"
-print(seen.key_averages().table(sort_by=by, row_limit=40))' "${short[@]}" --out "$out/profile"
+print(seen.key_averages().table(sort_by=by, row_limit=40))'
+part profile 90 '(CPU|CUDA) time total' "$python" -c "$profiled" "${short[@]}" --out "$out/profile"
 # Two NCCL ranks on one GPU, slow, over sockets, but real: each names a host of its own.
 part nccl 120 '^Train acc' "$python" -m torch.distributed.run --standalone --nproc-per-node 2 --no-python \
     bash -c 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$0" "$@"' "$python" -m large_batch_cifar_10_fast.train \
     "${short[@]}" --out "$out/nccl"
 part campaign 560 'runs reached' "${train[@]}" --runs 50 --out "$out/campaign"
+part modern.bench 120 '^training of a run' "$python" -m large_batch_cifar_10_fast.bench --recipe muon ${MEASURE_MODERN:-}
+part modern.profile 90 '(CPU|CUDA) time total' "$python" -c "$profiled" --recipe muon --data "$data" \
+    --out "$out/modern_profile" ${MEASURE_MODERN:-}
+for recipe in muon muon2024; do
+    part modern.$recipe 180 'Lowest accuracy' bash "$top/train_cifar_parallel.sh" --data "$data" --recipe $recipe \
+        --runs 20 --out "$out/$recipe" ${MEASURE_MODERN:-}
+done
 part lineage.ladder 120 '^. .e.' "$python" -m large_batch_cifar_10_fast.bench --ladder ${MEASURE_LINEAGE:-}
 for recipe in basenet page fastai; do
     part lineage.$recipe 240 '^Train acc' bash "$top/train_cifar_parallel.sh" --data "$data" --recipe $recipe \

@@ -15,8 +15,9 @@ from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
 from large_batch_cifar_10_fast.training.augmentation import CropAndAlternate, Shaded, draw_independently, scaled_down
+from large_batch_cifar_10_fast.training.compiling import gradients, noise
 from large_batch_cifar_10_fast.training.muon import Muon, orthogonal
-from large_batch_cifar_10_fast.training.networks import enter, frozen_weights, make_network, reset, work
+from large_batch_cifar_10_fast.training.networks import enter, frozen_weights, make_network, reset, weight_dtype, work
 from large_batch_cifar_10_fast.training.optimizers import PulledToAverage
 from large_batch_cifar_10_fast.training.recipe import Stage, stage_of
 from large_batch_cifar_10_fast.training.shards import deal_epoch
@@ -342,6 +343,20 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
         assert log.validations[epoch - 1].loss == pytest.approx(expected, rel=1e-9)
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight, rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_in_half_precision_gradients_point_where_those_of_float64_do(precision):
+    """Float32 weights and sums over the batch: nothing is too small for fp16, without a scale of the loss."""
+    recipe, found = MuonRecipe(width=8, batch_size=20), {}
+    for name in (precision, "fp64"):
+        learner = make_learner(Settings(precision=name, seed=3), recipe, ALONE)
+        batch = noise(20, 24, weight_dtype(recipe, name), ALONE)
+        found[name] = gradients(learner.network, learner.forward, recipe, batch, name)
+    for name, expected in found["fp64"].items():
+        assert found[precision][name].dtype == torch.float32
+        cosine = F.cosine_similarity(found[precision][name].double().flatten(), expected.flatten(), dim=0)
+        assert 0.8 < cosine < 1 - 1e-9, name
 
 
 @pytest.mark.parametrize(
