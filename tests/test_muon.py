@@ -148,6 +148,21 @@ def test_weights_are_pulled_to_their_average_every_few_steps_once_it_begins():
     assert seen == pytest.approx([2, 3, 4, 3.6, 4.6, 0.7 * 3.6 + 0.3 * 5.6])
 
 
+def test_a_tail_has_a_constant_small_rate_and_averages_what_is_trained():
+    recipe = MuonRecipe(tail_epochs=0.5)
+    network = recipe.network()
+    muon, sgd, average = recipe.optimizers(network)
+    falling = muon.param_groups[0]["schedules"]["lr"]
+    known = {0.04: 0.24, 3.79: 0.24 * (1 - 0.95 / 2), 7.54: 0.24 * 0.05, 8: 0.24 * 0.05}
+    assert {epoch: falling(epoch) for epoch in known} == pytest.approx(known)
+    (group,) = average.param_groups
+    assert [group["schedules"]["averaging"](epoch) for epoch in (7.46, 7.5, 8)] == [0, 1, 1]
+    averaged = {id(weight) for weight in group["params"]}
+    trained = {id(weight) for o in (muon, sgd) for g in o.param_groups for weight in g["params"]}
+    assert averaged == trained - {id(network.whitening.bias)}
+    assert len(MuonRecipe(tail_epochs=0).optimizers(network)) == 2
+
+
 def test_flips_alternate_from_epoch_to_epoch_and_differ_from_run_to_run():
     rows, augmentation = torch.arange(200), CropAndAlternate(padding=2, deal=draw_independently)
 
@@ -223,17 +238,20 @@ def test_a_second_look_at_the_unsure_quarter_of_all_processes_images():
     assert looked == [1, 2]
 
     class OneOfTwo:
-        """The first of two processes; the other has the images 1, 2, 3, 4."""
+        """Of two processes one, which has every other image."""
 
-        rank, world_size = 0, 2
+        def __init__(self, rank):
+            self.rank, self.world_size = rank, 2
 
         def all_reduce(self, tensor):
             if tensor.ndim == 0:
                 return tensor + 4
-            tensor[1::2] = network(images[1::2].permute(0, 3, 1, 2)).softmax(1).amax(1)
+            others = images[1 - self.rank :: 2].permute(0, 3, 1, 2)
+            tensor[1 - self.rank :: 2] = network(others).softmax(1).amax(1)
             return tensor
 
-    assert again(network, images[::2], OneOfTwo())[:, 0].tolist() == [5, 7, 8, 6]
+    assert again(network, images[::2], OneOfTwo(0))[:, 0].tolist() == [5, 7, 8, 6]
+    assert again(network, images[1::2], OneOfTwo(1))[:, 0].tolist() == [-1, -2, 3, 4]
 
 
 class StockNetwork(nn.Module):
@@ -297,7 +315,15 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
     with torch.no_grad():
         for name, weight in theirs.items():
             weight.copy_(ours[name])
-    train_once(0, learner, data, Clock(world.synchronize), log := Recorder())
+    trained = []
+
+    class Log(Recorder):
+        def epoch(self, clock, validation):
+            trained.append(ours["whitening.bias"].requires_grad)
+            super().epoch(clock, validation)
+
+    train_once(0, learner, data, Clock(world.synchronize), log := Log())
+    assert trained == [True, False, False, False], "its rate is 0 then, too: this is the work saved"
 
     state = {name: torch.zeros_like(weight) for name, weight in theirs.items()}
     decay, step = 2e-6 * 12, 0
