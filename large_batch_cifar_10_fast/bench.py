@@ -34,10 +34,10 @@ from .results.clock import Clock
 from .results.pictures import refuse_picture
 from .results.provenance import peak_memory
 from .settings.settings import Refusal, Settings, has_option, refusals_end
-from .train import Data, Learner, evaluate, make_learner, prepare, take_step, update
+from .train import Data, Learner, evaluate, make_learner, prepare, take_step
 from .training.networks import DTYPES, autocast, enter, reset, training_flop, weight_dtype, work
 from .training.norm import prepare_norms
-from .training.optimizers import follow_schedules
+from .training.optimizers import follow_schedules, step_all
 from .training.recipe import Recipe, Stage, reduced, stage_of
 from .training.shards import Batch
 from .training.tally import Tally
@@ -58,7 +58,8 @@ def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batc
     loss = timed(world, parts["forward"], forward)
     timed(world, parts["backward"], loss.backward)
     timed(world, parts["averaging"], lambda: world.average_gradients(learner.network, recipe.loss_scale))
-    timed(world, parts["update"], lambda: update(learner, optimizers))
+    with autocast(recipe, learner.settings.precision, world.device):
+        timed(world, parts["update"], lambda: step_all(optimizers))
 
 
 def measure_steps(ours: Learner, baseline: Learner, batches: list[Batch], repeats: int) -> tuple[Figures, Figures]:

@@ -23,7 +23,7 @@ from .settings.settings import Settings, refusals_end
 from .training.compiling import compiled
 from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
 from .training.norm import norms_of, prepare_norms
-from .training.optimizers import follow_schedules
+from .training.optimizers import follow_schedules, step_all
 from .training.process import leave
 from .training.recipe import Recipe, images_of_an_epoch, reduced, stage_of
 from .training.shards import Batch, Shards, normalise, upload_shards, upload_test
@@ -129,15 +129,8 @@ def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list
         reduced(recipe, losses, workers).backward()
         tally.count(logits, labels, losses)
     world.average_gradients(network, recipe.loss_scale)  # over the workers; the mean is taken here and nowhere else
-    update(learner, optimizers)
-
-
-def update(learner: Learner, optimizers: list[Optimizer]) -> None:
-    """What an optimizer multiplies, as Muon does, is computed in the network's precision."""
-    with autocast(learner.recipe, learner.settings.precision, learner.world.device):
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    with autocast(recipe, learner.settings.precision, world.device):  # for what an optimizer multiplies, as Muon does
+        step_all(optimizers)
 
 
 @torch.no_grad()

@@ -36,6 +36,13 @@ def follow_schedules(optimizers: Iterable[Optimizer], epoch: float) -> None:
                 group[name] = schedule(epoch)
 
 
+def step_all(optimizers: Iterable[Optimizer]) -> None:
+    """One after the other: one that averages weights comes after those that move them."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class NesterovSGD(Optimizer):
     """SGD with Nesterov momentum that keeps the learning rate inside the velocity:
 
