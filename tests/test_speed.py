@@ -69,19 +69,19 @@ def test_the_compiled_network_has_the_same_gradients_and_statistics(capsys):
         torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(monkeypatch):
+def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained():
     recipe = MuonRecipe(width=4, batch_size=20, pixels="24,32", epochs=2)
     alone = replace(ALONE, total_workers=recipe.workers)
     learner = make_learner(COMPILED, recipe, alone)
     assert learner.forward is not learner.network, "no compiler here?"
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     data = prepare(random_images(20, 10), learner, Clock(alone.synchronize))
     reset(learner.network, recipe, seed=0)
     for epoch in (1, 2):
         enter(learner.network, stage_of(recipe, epoch))
         (micro_batches,) = data.train.epoch(0, epoch)
         assert micro_batches[0][0].shape[-1] == {1: 24, 2: 32}[epoch]
-        take_step(learner, recipe.optimizers(learner.network), micro_batches, Tally(alone))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            take_step(learner, recipe.optimizers(learner.network), micro_batches, Tally(alone))
 
 
 def test_a_compiled_network_takes_a_short_last_batch_too():

@@ -28,6 +28,7 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
     batch = noise(recipe.batch_size * workers, 32, weight_dtype(recipe, precision), world)
     recipe.whiten(network, batch[0].permute(0, 2, 3, 1))
     reset(network, recipe, seed=0)
+    torch._dynamo.config.recompile_limit = 64  # graphs, two a stage at most; from its 8 on it would not compile
     fused = torch.compile(network, dynamic=False)
     kinds = [True] * world.is_main + [False] * (micro_batches > 1 or not world.is_main)  # tracking or not
     try:
