@@ -66,6 +66,11 @@ def test_what_rests_has_no_gradient_until_a_reset_and_filters_stay():
     assert frozen_weights(network).keys() == {"whitening.weight"}
 
 
+def test_the_smallest_images_leave_a_pixel_to_the_last_layer():
+    network = MuonRecipe(width=2, batch_size=2, pixels="9").network()
+    assert network(torch.randn(2, 3, 9, 9)).shape == (2, 10)
+
+
 def test_whitening_sees_every_patch_and_its_negative():
     recipe, images = Muon2024(width=8), torch.randn(50, 32, 32, 3)
     recipe.whiten(network := recipe.network(), images)
@@ -389,7 +394,8 @@ def test_in_half_precision_gradients_point_where_those_of_float64_do(precision):
     ("arguments", "variables", "message"),
     [
         (["--pixels", "24x2"], {}, "--pixels 24x2 is no list of whole numbers, like 24,24,28,32"),
-        (["--pixels", "24,40"], {}, "--pixels 24,40: sizes must lie in 8 to 32"),
+        (["--pixels", "24,40"], {}, "--pixels 24,40: sizes must lie in 9 to 32"),
+        (["--pixels", "8"], {}, "--pixels 8: sizes must lie in 9 to 32, or three poolings leave nothing"),
         (["--whitening_epochs", "9"], {}, "--whitening_epochs 9 must lie in 0 to 8: a run has 8 epochs"),
         (["--label_smoothing", "1.5"], {}, "--label_smoothing 1.5 must lie in 0 to 1: it is a share"),
         (["--head_rate", "0"], {}, "--head_rate 0.0 must be greater than 0"),

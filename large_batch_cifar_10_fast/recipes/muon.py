@@ -79,8 +79,8 @@ class MuonRecipe:
         if not self.batch_size and STEP_IMAGES % self.workers:
             raise Refusal(f"{spelled(self, 'workers')} does not divide {STEP_IMAGES} images: choose --batch_size")
         object.__setattr__(self, "batch_size", self.batch_size or STEP_IMAGES // self.workers)
-        if not all(8 <= pixels <= 32 for pixels in self._sizes()):
-            raise Refusal(f"{spelled(self, 'pixels')}: sizes must lie in 8 to 32")
+        if not all(9 <= pixels <= 32 for pixels in self._sizes()):
+            raise Refusal(f"{spelled(self, 'pixels')}: sizes must lie in 9 to 32, or three poolings leave nothing")
 
     def _sizes(self) -> list[int]:
         try:
