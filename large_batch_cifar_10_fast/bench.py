@@ -187,16 +187,17 @@ def measure_set_up(noise: Images, learner: Learner, repeats: int, figures: Figur
 
 def measure_earlier_stages(learner: Learner, data: Data, repeats: int, figures: Figures) -> dict[Stage, float]:
     """Median seconds of a step in each stage before the last, which is measured at length."""
-    optimizers, tally = learner.recipe.optimizers(learner.network), Tally(learner.world)
+    optimizers, tally, medians = learner.recipe.optimizers(learner.network), Tally(learner.world), {}
     follow_schedules(optimizers, epoch=1)
     for stage in learner.recipe.stages[:-1]:
         enter(learner.network, stage)
         batches = next(data.train.epoch(seed=0, epoch=stage.first_epoch))
         take_step(learner, optimizers, batches, tally)
-        part = figures.setdefault(f"step from epoch {stage.first_epoch} on", [])
+        part = figures[f"step from epoch {stage.first_epoch} on"] = []
         for _ in range(repeats):
             timed(learner.world, part, lambda b=batches: take_step(learner, optimizers, b, tally))
-    return {s: statistics.median(figures[f"step from epoch {s.first_epoch} on"]) for s in learner.recipe.stages[:-1]}
+        medians[stage] = statistics.median(part)
+    return medians
 
 
 def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, figures: Figures) -> int:

@@ -5,8 +5,9 @@ cross-entropy smoothed and summed; crop, alternating flip; most epochs at fewer 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import ClassVar
 
 import torch
@@ -69,8 +70,8 @@ class MuonRecipe:
     loss_scale: ClassVar = 1
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(self, "epochs", "width", "workers", "filter_rate", "rescale_every")
-        refuse_unless_positive(self, "bias_rate", "head_rate")
+        refuse_unless_positive(self, "epochs", "width", "workers", "rescale_every")
+        refuse_unless_positive(self, "filter_rate", "bias_rate", "head_rate")
         refuse_unless_finite(self, "filter_rate", "bias_rate", "head_rate", "batch_size", "brightness", "contrast")
         for name in ("filter_momentum", "momentum", "label_smoothing", "norm_momentum"):
             refuse_outside(self, name, 0, 1, "it is a share")
@@ -91,13 +92,14 @@ class MuonRecipe:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """They begin where the resolution changes, and where the whitening's bias comes to rest."""
-        sizes, stages = self._sizes(), []
-        for epoch in range(1, self.epochs + 1):
+        sizes = self._sizes()
+
+        def kind(epoch: int) -> tuple[int, tuple[str, ...]]:
             size = sizes[math.ceil(epoch * len(sizes) / self.epochs) - 1]
-            stage = Stage(epoch, size, ("whitening.bias",) if epoch > self.whitening_epochs else ())
-            if not stages or replace(stage, first_epoch=stages[-1].first_epoch) != stages[-1]:
-                stages.append(stage)
-        return tuple(stages)
+            return size, ("whitening.bias",) if epoch > self.whitening_epochs else ()
+
+        alike = groupby(range(1, self.epochs + 1), kind)
+        return tuple(Stage(next(epochs), *resolution_and_resting) for resolution_and_resting, epochs in alike)
 
     @property
     def augmentation(self) -> Augmentation:

@@ -33,6 +33,11 @@ def draw_independently(count: int, options: int, generator: Generator) -> Tensor
     return torch.randint(options, (count,), generator=generator, device=generator.device)
 
 
+def draw_uniformly(count: int, middle: float, reach: float, generator: Generator) -> Tensor:
+    """A number in middle +- reach for each of `count` images, each drawn by itself (float32 [count])."""
+    return middle + reach * (2 * torch.rand(count, generator=generator, device=generator.device) - 1)
+
+
 @dataclass(frozen=True)
 class CropAndFlip:
     """Reflect-pad by `padding`, cut 32x32 out of it, mirror: each image as `deal` assigns it, once an epoch."""
@@ -78,11 +83,10 @@ class Shaded:
     brightness: float
     contrast: float
 
-    def choose(self, count: int, *generators_and_epoch: object) -> tuple[Tensor, ...]:
-        choices = self.augmentation.choose(count, *generators_and_epoch)
-        generator = generators_and_epoch[0]
-        both = 2 * torch.rand(2, count, generator=generator, device=generator.device) - 1
-        return *choices, 1 + self.contrast * both[0], self.brightness * both[1]
+    def choose(self, count: int, generator: Generator, of_the_run: Generator, epoch: int) -> tuple[Tensor, ...]:
+        choices = self.augmentation.choose(count, generator, of_the_run, epoch)
+        factors = draw_uniformly(count, 1, self.contrast, generator)
+        return *choices, factors, draw_uniformly(count, 0, self.brightness, generator)
 
     def __call__(self, images: Tensor, rows: Tensor, *choices: Tensor) -> Tensor:
         *choices, factors, offsets = choices

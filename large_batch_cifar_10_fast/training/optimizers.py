@@ -76,20 +76,20 @@ class PulledToAverage(Optimizer):
     """
 
     def __init__(self, groups: Iterable[dict], decay: float, every: int) -> None:
-        super().__init__(groups, {"averaging": 0.0})
-        self.decay, self.every, self.steps = decay, every, 0
+        super().__init__(groups, {"averaging": 0.0, "steps": 0})
+        self.decay, self.every = decay, every
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             if not group["averaging"]:
                 continue
-            if not self.steps:
+            if not group["steps"]:
                 group["averages"] = [weight.clone() for weight in group["params"]]
-            elif self.steps % self.every == 0:
+            elif group["steps"] % self.every == 0:
                 torch._foreach_lerp_(group["averages"], group["params"], 1 - self.decay)
                 torch._foreach_copy_(group["params"], group["averages"])
-            self.steps += 1
+            group["steps"] += 1
 
 
 def nesterov_update(w: Tensors, grad: Tensors, v: Tensors, lr: float, weight_decay: float, momentum: float) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from .augmentation import CropAndFlip
+from .augmentation import CropAndFlip, draw_uniformly
 from .shards import MEAN, STD
 
 LUMA = (0.299, 0.587, 0.114)  # how much red, green and blue add to an image's grey (ITU-R 601, as PIL's)
@@ -27,13 +27,9 @@ class CropRecolourRotateFlip:
 
     def choose(self, count: int, generator: Generator, *_: object) -> tuple[Tensor, ...]:
         """Crops and flips as CropAndFlip's; float32 [count] each: three factors, and the angle in radians."""
-
-        def uniform(middle: float, reach: float) -> Tensor:
-            return middle + reach * (2 * torch.rand(count, generator=generator, device=generator.device) - 1)
-
         crops, flips = self.crop_and_flip.choose(count, generator)
-        factors = [uniform(1, self.strength) for _ in range(3)]
-        return crops, flips, *factors, uniform(0, self.degrees * pi / 180)
+        factors = [draw_uniformly(count, 1, self.strength, generator) for _ in range(3)]
+        return crops, flips, *factors, draw_uniformly(count, 0, self.degrees * pi / 180, generator)
 
     def __call__(self, images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor, *changes: Tensor) -> Tensor:
         """Of `images` [n, 32, 32, 3], normalised, a batch [B, 3, 32, 32] of the same kind, channels-last."""
