@@ -64,8 +64,8 @@ def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batc
 
 def measure_steps(ours: Learner, baseline: Learner, batches: list[Batch], repeats: int) -> tuple[Figures, Figures]:
     """Steps of ours and of the baseline in turn, so that a drift of the machine's speed falls on both."""
-    optimizers = ours.recipe.optimizers(ours.network)
-    slow_optimizers = baseline_optimizers(baseline.recipe, baseline.network)
+    optimizers = ours.recipe.optimizers(ours.network, ours.world)
+    slow_optimizers = baseline_optimizers(baseline.recipe, baseline.network, baseline.world)
     follow_schedules([*optimizers, *slow_optimizers], epoch=1)
     whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     baseline_batch = (whole[0].to(weight_dtype(ours.recipe, baseline.settings.precision)).contiguous(), whole[1])
@@ -158,7 +158,7 @@ def climb(settings: Settings, recipe: Recipe, most: int) -> dict[str, tuple[floa
         settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
         learner, noise = make_learner(settings, recipe, world), random_images(50_000, 1)
         shards = prepare(noise, learner, Clock(world.synchronize)).train
-        optimizers, tally, steps = recipe.optimizers(learner.network), Tally(world), shards.steps_per_epoch
+        optimizers, tally, steps = recipe.optimizers(learner.network, world), Tally(world), shards.steps_per_epoch
         reset(learner.network, recipe, seed=0)
 
         def train(batch: Batch) -> None:
@@ -187,7 +187,8 @@ def measure_set_up(noise: Images, learner: Learner, repeats: int, figures: Figur
 
 def measure_earlier_stages(learner: Learner, data: Data, repeats: int, figures: Figures) -> dict[Stage, float]:
     """Median seconds of a step in each stage before the last, which is measured at length."""
-    optimizers, tally, medians = learner.recipe.optimizers(learner.network), Tally(learner.world), {}
+    world, medians = learner.world, {}
+    optimizers, tally = learner.recipe.optimizers(learner.network, world), Tally(world)
     follow_schedules(optimizers, epoch=1)
     for stage in learner.recipe.stages[:-1]:
         enter(learner.network, stage)
@@ -195,7 +196,7 @@ def measure_earlier_stages(learner: Learner, data: Data, repeats: int, figures: 
         take_step(learner, optimizers, batches, tally)
         part = figures[f"step from epoch {stage.first_epoch} on"] = []
         for _ in range(repeats):
-            timed(learner.world, part, lambda b=batches: take_step(learner, optimizers, b, tally))
+            timed(world, part, lambda b=batches: take_step(learner, optimizers, b, tally))
         medians[stage] = statistics.median(part)
     return medians
 
@@ -206,8 +207,8 @@ def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, fi
     On a GPU also what launches cost: when the host has handed a step over, and how long the step takes as one
     CUDA graph. Training uses none: first it has to show here that it pays.
     """
-    world, optimizers = learner.world, learner.recipe.optimizers(learner.network)
-    tally = Tally(world)
+    world = learner.world
+    optimizers, tally = learner.recipe.optimizers(learner.network, world), Tally(world)
 
     def step() -> None:
         take_step(learner, optimizers, batches, tally)

@@ -102,7 +102,7 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
     """One run from fresh weights; its seed alone decides them, every shuffle, crop and flip."""
     recipe, world, seed = learner.recipe, learner.world, learner.settings.seed + run
     reset(learner.network, recipe, seed)
-    optimizers, steps = recipe.optimizers(learner.network), data.train.steps_per_epoch
+    optimizers, steps = recipe.optimizers(learner.network, world), data.train.steps_per_epoch
     for epoch in range(1, recipe.epochs + 1):
         tally = Tally(world)
         with clock.counting("training"):
@@ -154,7 +154,7 @@ def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
     left = images_of_an_epoch(recipe, train_images) % recipe.batch_size
     noise = random_images(recipe.workers * (recipe.batch_size + (left or recipe.batch_size)), test_images)
     data = prepare(noise, learner, Clock(learner.world.synchronize))
-    optimizers = recipe.optimizers(learner.network)
+    optimizers = recipe.optimizers(learner.network, learner.world)
     for stage in recipe.stages:
         enter(learner.network, stage)
         for micro_batches in data.train.epoch(seed=0, epoch=stage.first_epoch):

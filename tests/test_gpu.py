@@ -27,7 +27,7 @@ with join_world(recipe.workers) as world:
     assert learner.forward is not learner.network
     warm_up(learner, 5000, 100)
     data = prepare(random_images(5000, 100), learner, Clock(world.synchronize))
-    optimizers, tally = recipe.optimizers(learner.network), Tally(world)
+    optimizers, tally = recipe.optimizers(learner.network, world), Tally(world)
     torch.cuda.set_sync_debug_mode("error")
     for step, micro_batches in enumerate(data.train.epoch(seed=0, epoch=1), 1):
         follow_schedules(optimizers, step / 9)

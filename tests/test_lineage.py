@@ -30,6 +30,7 @@ from large_batch_cifar_10_fast.training.shards import MEAN, STD, normalise, uplo
 from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU, 1)
 BATCH, SHARD, EPOCHS, SEED = 4, 10, 2, 5
 
 
@@ -68,7 +69,7 @@ ONE_GPU_RATES = {0: 0.075, 6: 0.7875, 12: 1.5, 24: 0.075, 27: 0.037875, 30: 0.00
     ],
 )
 def test_schedules_have_their_known_answers(recipe, name, known):
-    (group,) = recipe.optimizers(recipe.network())[0].param_groups
+    (group,) = recipe.optimizers(recipe.network(), ALONE)[0].param_groups
     assert {epoch: pytest.approx(value, rel=1e-9, abs=1e-12) for epoch, value in known.items()} == {
         epoch: group["schedules"][name](epoch) for epoch in known
     }
@@ -80,7 +81,7 @@ def test_schedules_have_their_known_answers(recipe, name, known):
 )
 def test_torchs_sgd_decays_every_weight(recipe, decay, nesterov):
     network = recipe.network()
-    (group,) = recipe.optimizers(network)[0].param_groups
+    (group,) = recipe.optimizers(network, ALONE)[0].param_groups
     assert (group["weight_decay"], group["nesterov"]) == (decay, nesterov)
     assert len(group["params"]) == len(list(network.parameters()))
 
@@ -279,7 +280,7 @@ def test_a_small_version_trains_every_image_in_every_epoch(recipe, tiny_npz, tmp
 
 @pytest.mark.parametrize("kind", [Basenet, Page, FastAI])
 def test_in_bf16_gradients_point_where_those_of_float64_do(kind):
-    recipe, world = kind(batch_size=8, width=8 if kind is not FastAI else 2), World(0, 1, CPU, 1)
+    recipe, world = kind(batch_size=8, width=8 if kind is not FastAI else 2), ALONE
     found = {}
     for precision in ("bf16", "fp64"):
         learner = make_learner(Settings(precision=precision, seed=3), recipe, world)
@@ -318,7 +319,7 @@ def test_the_table_of_the_lineage_tells_every_recipe_and_its_work(tmp_path, caps
 
 
 def _ladder(images, labels):
-    shards = upload_shards(images, labels, Page(batch_size=16), World(0, 1, CPU, 1), 1)
+    shards = upload_shards(images, labels, Page(batch_size=16), ALONE, 1)
     return ladder.rungs(images, labels, replace(shards, images=normalise(shards.images, torch.float32)), 1)
 
 
@@ -359,6 +360,6 @@ def test_a_rung_is_timed_to_its_end_or_at_the_pace_seen(monkeypatch):
     def work(batch):
         now[0] += 1
 
-    rung, world = ladder.Rung("", None, epoch), World(0, 1, CPU, 1)
+    rung, world = ladder.Rung("", None, epoch), ALONE
     assert ladder.seconds_of_an_epoch(rung, work, 10, 10, world) == 13
     assert ladder.seconds_of_an_epoch(rung, work, 4, 10, world) == 13

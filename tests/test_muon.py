@@ -16,7 +16,7 @@ from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
 from large_batch_cifar_10_fast.training.augmentation import CropAndAlternate, Shaded, draw_independently, scaled_down
 from large_batch_cifar_10_fast.training.compiling import gradients, noise
-from large_batch_cifar_10_fast.training.muon import Muon, orthogonal
+from large_batch_cifar_10_fast.training.muon import Muon, orthogonal, orthogonal_all
 from large_batch_cifar_10_fast.training.networks import enter, frozen_weights, make_network, reset, weight_dtype, work
 from large_batch_cifar_10_fast.training.optimizers import PulledToAverage
 from large_batch_cifar_10_fast.training.recipe import Stage, stage_of
@@ -110,7 +110,7 @@ def test_muon_moves_filters_as_its_formula_says_each_by_itself():
     shapes = [(6, 4, 3, 3), (5, 2, 3, 3), (6, 4, 3, 3)]
     weights = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
     resting = nn.Parameter(torch.ones(2, 2, 3, 3))
-    optimizer = Muon([{"params": [*weights, resting]}], momentum=0.6, rescale_every=2)
+    optimizer = Muon([{"params": [*weights, resting]}], momentum=0.6, rescale_every=2, world=ALONE)
     optimizer.param_groups[0]["lr"] = 0.24
     expected = [weight.detach().clone() for weight in weights]
     momenta = [torch.zeros_like(weight) for weight in expected]
@@ -130,6 +130,18 @@ def test_muon_moves_filters_as_its_formula_says_each_by_itself():
         for weight, value in zip(weights, expected, strict=True):
             torch.testing.assert_close(weight.detach(), value, rtol=1e-6, atol=1e-6)
     assert resting.eq(1).all()
+
+
+def test_each_process_makes_its_own_share_of_the_matrices_orthogonal(monkeypatch):
+    monkeypatch.setattr(World, "all_reduce", lambda self, tensor: tensor)
+    shapes = [(6, 4, 3, 3), (5, 2, 3, 3), (6, 4, 3, 3), (7, 7, 3, 3)]
+    directions = [torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) for shape in shapes]
+    shares = [orthogonal_all(directions, World(rank, 3, CPU, 3)) for rank in range(3)]
+    makers = [[bool(share[i].any()) for share in shares] for i in range(4)]
+    assert [sum(made) for made in makers] == [1, 1, 1, 1], "each matrix by one process"
+    assert makers[3] == [True, False, False], "the largest first"
+    for direction, *made in zip(directions, *shares, strict=True):
+        torch.testing.assert_close(sum(made).flatten(1), orthogonal(direction.flatten(1)))
 
 
 def test_muon_multiplies_in_the_precision_of_autocast():
@@ -156,7 +168,7 @@ def test_weights_are_pulled_to_their_average_every_few_steps_once_it_begins():
 def test_a_tail_has_a_constant_small_rate_and_averages_what_is_trained():
     recipe = MuonRecipe(tail_epochs=0.5)
     network = recipe.network()
-    muon, sgd, average = recipe.optimizers(network)
+    muon, sgd, average = recipe.optimizers(network, ALONE)
     falling = muon.param_groups[0]["schedules"]["lr"]
     known = {0.04: 0.24, 3.79: 0.24 * (1 - 0.95 / 2), 7.54: 0.24 * 0.05, 8: 0.24 * 0.05}
     assert {epoch: falling(epoch) for epoch in known} == pytest.approx(known)
@@ -165,7 +177,7 @@ def test_a_tail_has_a_constant_small_rate_and_averages_what_is_trained():
     averaged = {id(weight) for weight in group["params"]}
     trained = {id(weight) for o in (muon, sgd) for g in o.param_groups for weight in g["params"]}
     assert averaged == trained - {id(network.whitening.bias)}
-    assert len(MuonRecipe(tail_epochs=0).optimizers(network)) == 2
+    assert len(MuonRecipe(tail_epochs=0).optimizers(network, ALONE)) == 2
 
 
 def test_flips_alternate_from_epoch_to_epoch_and_differ_from_run_to_run():

@@ -6,6 +6,9 @@ import torch
 
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.training.optimizers import PiecewiseLinear, follow_schedules, nesterov_update
+from large_batch_cifar_10_fast.training.world import World
+
+ALONE = World(0, 1, torch.device("cpu"), 8)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,7 @@ def test_weights_and_biases_get_their_own_rate_and_decay():
     with torch.no_grad():
         network.weight.fill_(1.0)
         network.bias.fill_(1.0)
-    [optimizer] = Apple2019().optimizers(network)
+    [optimizer] = Apple2019().optimizers(network, ALONE)
     follow_schedules([optimizer], 1 / 24)  # the first step is number 1
     for parameter in network.parameters():
         parameter.grad = torch.ones_like(parameter)

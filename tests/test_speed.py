@@ -81,7 +81,7 @@ def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained():
         (micro_batches,) = data.train.epoch(0, epoch)
         assert micro_batches[0][0].shape[-1] == {1: 24, 2: 32}[epoch]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            take_step(learner, recipe.optimizers(learner.network), micro_batches, Tally(alone))
+            take_step(learner, recipe.optimizers(learner.network, alone), micro_batches, Tally(alone))
 
 
 def test_a_compiled_network_takes_a_short_last_batch_too():
@@ -90,7 +90,7 @@ def test_a_compiled_network_takes_a_short_last_batch_too():
         learner = make_learner(settings, recipe, ALONE)
         data = prepare(random_images(2 * 19, 10), learner, Clock(ALONE.synchronize))
         reset(learner.network, recipe, seed=0)
-        optimizers = recipe.optimizers(learner.network)
+        optimizers = recipe.optimizers(learner.network, learner.world)
         follow_schedules(optimizers, epoch=1)
         sizes = []
         for micro_batches in data.train.epoch(0, 1):
@@ -110,8 +110,8 @@ def test_the_baseline_of_the_bench_is_the_same_mathematics():
         if parameter.requires_grad:
             torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-11, msg=name)
             parameter.grad = expected[name]
-    optimizers = SMALL.optimizers(ours)
-    slow_optimizers = baseline_optimizers(SMALL, baseline)
+    optimizers = SMALL.optimizers(ours, ALONE)
+    slow_optimizers = baseline_optimizers(SMALL, baseline, ALONE)
     follow_schedules([*optimizers, *slow_optimizers], epoch=0.5)
     for optimizer in (*optimizers, *slow_optimizers):
         optimizer.step()
@@ -194,7 +194,7 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
         )
         learner = Learner(network, network, recipe, settings, world)
         data = prepare(random_images(3 * recipe.workers * recipe.batch_size, 10), learner, Clock(lambda: None))
-        optimizers, tally, steps = recipe.optimizers(network), Tally(world), 0
+        optimizers, tally, steps = recipe.optimizers(network, world), Tally(world), 0
         for micro_batches in data.train.epoch(seed=0, epoch=1):
             take_step(learner, optimizers, micro_batches, tally)
             steps += 1

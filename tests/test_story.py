@@ -83,7 +83,7 @@ class Stock:
     def whiten(self, network, images) -> None:
         pass
 
-    def optimizers(self, network) -> list:
+    def optimizers(self, network, world) -> list:
         schedules = {"lr": PiecewiseLinear((0, 1, 2), (0, 0.1, 0.01)), "momentum": PiecewiseLinear((0, 2), (0.95, 0.8))}
         group = {"params": list(network.parameters()), "schedules": schedules}
         return [torch.optim.SGD([group], lr=0.0, momentum=0.9, nesterov=True, weight_decay=0.01)]

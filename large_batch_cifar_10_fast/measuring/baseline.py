@@ -31,9 +31,9 @@ def baseline_network(recipe: Recipe, precision: str, world: World) -> nn.Module:
     return network.to(memory_format=torch.contiguous_format)
 
 
-def baseline_optimizers(recipe: Recipe, network: nn.Module) -> list[torch.optim.Optimizer]:
+def baseline_optimizers(recipe: Recipe, network: nn.Module, world: World) -> list[torch.optim.Optimizer]:
     """The recipe's own, ours in a slow form; torch's are their own baseline."""
-    made = recipe.optimizers(network)
+    made = recipe.optimizers(network, world)
     return [BaselineNesterov(o.param_groups) if isinstance(o, NesterovSGD) else o for o in made]
 
 

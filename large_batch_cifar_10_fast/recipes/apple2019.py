@@ -19,6 +19,7 @@ from ..training.optimizers import NesterovSGD, PiecewiseLinear
 from ..training.recipe import Stage, cross_entropy
 from ..training.views import TWO_VIEWS
 from ..training.whitening import whitening_filters
+from ..training.world import World
 
 Norm = Callable[[int], nn.Module]  # made for so many channels
 
@@ -89,7 +90,7 @@ class Apple2019:
         knots = (0, self.epochs / self.warmup_fraction, self.epochs - self.ema_ep)
         return PiecewiseLinear(knots, (0, peak, end))
 
-    def optimizers(self, network: nn.Module) -> list[Optimizer]:
+    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
         """The loss is a sum over the batch, so the rate is divided by it. (Dividing the loss instead would push
         half-precision gradients towards zero.)"""
         rate, decay = self.rate() * (1 / self.batch_size), WEIGHT_DECAY * self.lr_scaler * self.batch_size

@@ -23,6 +23,7 @@ from ..training.optimizers import PiecewiseLinear
 from ..training.preactivation import TOO_NARROW, Norm, PreactivationBlock, convolution
 from ..training.recipe import Stage, cross_entropy
 from ..training.views import ONE_VIEW
+from ..training.world import World
 
 RATE = PiecewiseLinear((0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
 SCHEDULED = 40  # epochs
@@ -58,7 +59,7 @@ class Basenet:
     def whiten(self, network: nn.Module, images: Tensor) -> None:
         """Nothing here is computed from the images."""
 
-    def optimizers(self, network: nn.Module) -> list[Optimizer]:
+    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
         group = {"params": list(network.parameters()), "schedules": {"lr": RATE}}
         return [SGD([group], lr=0.0, momentum=SGD_MOMENTUM, nesterov=True, weight_decay=WEIGHT_DECAY)]
 

@@ -21,6 +21,7 @@ from ..training.preactivation import TOO_NARROW, Norm, PreactivationBlock, convo
 from ..training.recipe import Stage, cross_entropy
 from ..training.recolouring import CropRecolourRotateFlip
 from ..training.views import ONE_VIEW
+from ..training.world import World
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class FastAI:
     def whiten(self, network: nn.Module, images: Tensor) -> None:
         """Nothing here is computed from the images."""
 
-    def optimizers(self, network: nn.Module) -> list[Optimizer]:
+    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
         entry = ENTRIES[self.entry]
         schedules = {"lr": PiecewiseLinear(entry.knots, entry.rates), "momentum": PiecewiseLinear(entry.knots, MOMENTA)}
         group = {"params": list(network.parameters()), "schedules": schedules}

@@ -30,6 +30,7 @@ from ..training.optimizers import PiecewiseLinear, PulledToAverage
 from ..training.recipe import Augmentation, Prediction, Stage, cross_entropy
 from ..training.views import ONE_VIEW, SIX_VIEWS, SIX_WHERE_UNSURE, TWO_VIEWS
 from ..training.whitening import whitening_filters
+from ..training.world import World
 
 STEP_IMAGES, EPOCH_IMAGES = 2000, 50_000
 WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's rate
@@ -120,7 +121,7 @@ class MuonRecipe:
         filters = whitening_filters(images[:5000], size=2, epsilon=5e-4)
         network.whitening.weight.copy_(torch.cat([filters, -filters]))  # so that no activation hides half of a patch
 
-    def optimizers(self, network: nn.Module) -> list[Optimizer]:
+    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
         """SGD's rates are for a loss summed over all images of a step; ours is the mean of the workers' sums."""
         step = self.workers * self.batch_size / EPOCH_IMAGES  # epochs; rates begin at the first step's end
         end, last = self.epochs - self.tail_epochs, TAIL_RATE if self.tail_epochs else 0.0
@@ -137,7 +138,7 @@ class MuonRecipe:
         sgd = SGD([biases, whitening, group([head], falling, self.head_rate)], momentum=self.momentum, nesterov=True)
         filters = {"params": [weight for weight in inner if weight.ndim == 4]}
         filters["schedules"] = {"lr": falling * self.filter_rate}
-        muon = Muon([filters], self.filter_momentum, self.rescale_every)
+        muon = Muon([filters], self.filter_momentum, self.rescale_every, world)
         if not self.tail_epochs:
             return [muon, sgd]
         averaged = {"params": [*inner, head], "schedules": {"averaging": PiecewiseLinear((end, end), (0, 1))}}

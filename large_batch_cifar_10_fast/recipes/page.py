@@ -20,6 +20,7 @@ from ..training.optimizers import NesterovSGD, PiecewiseLinear
 from ..training.preactivation import TOO_NARROW
 from ..training.recipe import Stage, cross_entropy
 from ..training.views import ONE_VIEW
+from ..training.world import World
 from .basenet import Network
 
 RATE = PiecewiseLinear((0, 15, 30, 35), (0, 0.1, 0.005, 0))
@@ -65,7 +66,7 @@ class Page:
     def whiten(self, network: nn.Module, images: Tensor) -> None:
         """Nothing here is computed from the images."""
 
-    def optimizers(self, network: nn.Module) -> list[Optimizer]:
+    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
         rate = (RATE_WITH_KINK if self.starting_point else RATE) * (1 / self.batch_size)
         decay = WEIGHT_DECAY * self.batch_size
         group = {"params": list(network.parameters()), "schedules": {"lr": rate}, "weight_decay": decay}

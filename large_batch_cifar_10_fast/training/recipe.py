@@ -65,8 +65,11 @@ class Recipe(Protocol):
         """Set the network's frozen weights from worker 0's images [n, 32, 32, 3], normalised and unpadded."""
         ...
 
-    def optimizers(self, network: nn.Module) -> list[Optimizer]:
-        """Each parameter group has `schedules`: what moves in it (lr, momentum), as functions of the time in epochs."""
+    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
+        """Each parameter group has `schedules`: what moves in it (lr, momentum), as functions of the time in epochs.
+
+        They find the same gradients and weights on all processes of the world, and leave the same.
+        """
         ...
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
