@@ -1,20 +1,34 @@
-"""From a request to torchrun: check all that can be checked, then be `torchrun` for the processes that train."""
+"""From a request to torchrun: check what can be checked, start the processes that train, and tell how they ended."""
 
+import contextlib
+import fcntl
+import logging
 import os
+import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from .request.advice import count_cores
 from .request.checks import check_request
 from .request.command_line import read_request
-from .results.tables import Journal
-from .settings.settings import Refusal, count_from, refusals_end
+from .results.provenance import CAMPAIGN, campaign_of_this_launch
+from .results.tables import Journal, rows_of
+from .settings.ending import LAUNCH
+from .settings.settings import Refusal, Settings, count_from, refusals_end
 from .training.recipe import Recipe
+
+SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
+REPORT = "last_failure.txt"  # in --out: all that torchrun and the processes had to say of a failure
+LOGS = (".txt", ".log")  # of torchrun, and of the processes
+REFUSED = 2  # the status of a process that has told why in a line of its own
 
 
 def plan_processes(recipe: Recipe, environment: Mapping[str, str], gpus: int, cores: int) -> int:
@@ -28,45 +42,123 @@ def plan_processes(recipe: Recipe, environment: Mapping[str, str], gpus: int, co
     return processes
 
 
-def torchrun_arguments(environment: Mapping[str, str], processes: int) -> list[str]:
+def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: str) -> list[str]:
     """Where the processes meet: without any port of torchrun's own on one machine, at RDZV_ENDPOINT on several."""
     machines = count_from(environment, "NNODES", 1)
     if machines == 1:
-        meeting = os.path.join(tempfile.mkdtemp(prefix="large_batch_"), "rendezvous")
-        where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={meeting}"]
+        where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={scratch}/rendezvous"]
         where += ["--rdzv-id=large_batch", "--local-addr=127.0.0.1"]
     else:
         endpoint, rank = environment.get("RDZV_ENDPOINT", ""), environment.get("NODE_RANK", "")
-        if not rank.isdigit() or int(rank) >= machines:
+        if not (rank.isascii() and rank.isdigit()) or int(rank) >= machines:
             raise Refusal(f"NODE_RANK={rank} must be 0 to {machines - 1} with NNODES={machines}")
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdigit():
             raise Refusal(f"RDZV_ENDPOINT={endpoint} must be host:port of the first machine with NNODES={machines}")
         where = ["--rdzv-backend=static", f"--nnodes={machines}", f"--node-rank={rank}"]
         where += [f"--rdzv-endpoint={endpoint}", f"--master-addr={host}", f"--master-port={port}"]
-    return [*where, f"--nproc-per-node={processes}", "-m", "large_batch_cifar_10_fast.train"]
+    others = ",".join(f"{rank}:2" for rank in range(1, processes))  # whose STDERR goes to a file, for the report
+    kept = [f"--log-dir={scratch}/log", *([f"--redirects={others}"] if others else [])]
+    handled = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if not _is_ignored(name)]
+    ends = [f"--signals-to-handle={','.join(handled)}", f"--nproc-per-node={processes}"]
+    return [*where, *kept, *ends, "-m", "large_batch_cifar_10_fast.train"]
 
 
-def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """What torchrun is told, and the variables it is to run with; raises Refusal."""
+def _is_ignored(name: str) -> bool:
+    """As nohup has it of SIGHUP."""
+    return signal.getsignal(getattr(signal, name)) == signal.SIG_IGN
+
+
+def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tuple[Settings, int, dict[str, str]]:
+    """What is asked for, how many processes, and the variables they are to run with; raises Refusal."""
     settings, recipe = read_request(arguments, environment)
     machines, gpus, cores = count_from(environment, "NNODES", 1), torch.cuda.device_count(), count_cores()
+    count_from(environment, "TIMEOUT", 1)
     processes = plan_processes(recipe, environment, gpus, cores)
     check_request(settings, recipe, processes * machines)
+    torchrun_arguments(environment, processes, scratch="")
     runs = Path(settings.out) / "runs.tsv"
     if runs.exists():
         Journal(runs).close()  # only one campaign at a time may write it
     variables = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(max(1, cores // processes)))}
+    variables |= {LAUNCH: str(os.getpid()), CAMPAIGN: campaign_of_this_launch()}
+    variables |= {"TORCH_CPP_LOG_LEVEL": environment.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
     if machines == 1:
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would listen on all interfaces
-    return [*torchrun_arguments(environment, processes), *arguments], variables
+    return settings, processes, variables
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[str]:
+    """A folder for temporary files, gone when the launch ends; what launches left that were killed goes now."""
+    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*/lock"):
+        with contextlib.suppress(OSError), open(left, "rb") as lock:  # another user's, or one that is in use
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as folder, open(f"{folder}/locking", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(f"{folder}/locking", f"{folder}/lock")  # from now on, and only locked, it is seen by others
+        yield folder
+
+
+def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int:
+    """Be torchrun until all processes have ended; the status, and one line about any end but the usual one."""
+    logger = logging.getLogger("torch.distributed")
+    logger.handlers, logger.propagate = [logging.FileHandler(f"{scratch}/torchrun.txt")], False
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+        return 0
+    except SignalException as end:
+        how, status, report = f"ended by {end.sigval.name}", 128 + end.sigval, ""
+    except ChildFailedError as failed:
+        if any(failure.exitcode == REFUSED for failure in failed.failures.values()):
+            return REFUSED
+        how, status, report = what_failed(*failed.get_first_failure()), 1, failed.format_msg()
+    except Exception as fault:  # whatever torchrun may say where machines do not meet
+        how, status, report = f"the processes did not meet ({first_line(fault)})", 1, repr(fault)
+    print(f"train_cifar_parallel.sh: {how}; {advice(settings)}{kept(report, settings, scratch)}", file=sys.stderr)
+    return status
+
+
+def what_failed(rank: int, failure: ProcessFailure) -> str:
+    """The failure that came first, in words; the others followed from it."""
+    if failure.exitcode < 0:
+        memory = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
+        return f"process {rank} was ended by {signal.Signals(-failure.exitcode).name}{memory}"
+    said = failure.message["message"] if isinstance(failure.message, dict) else f"status {failure.exitcode}"
+    return f"process {rank} failed ({first_line(said)})"
+
+
+def first_line(said: object) -> str:
+    return (str(said).strip().splitlines() or [type(said).__name__])[0]
+
+
+def advice(settings: Settings) -> str:
+    """What is made of this launch's campaign, and how to go on."""
+    rows = rows_of(settings.out, "" if settings.resume else os.environ[CAMPAIGN])
+    return f"{len(rows)} of its {rows[0]['runs']} runs are made, go on with --resume" if rows else "no run was finished"
+
+
+def kept(report: str, settings: Settings, scratch: str) -> str:
+    """Put what torchrun and the processes said into one file, and name it."""
+    if not report:
+        return ""
+    told = [path.read_text(errors="replace") for path in sorted(Path(scratch).rglob("*")) if path.suffix in LOGS]
+    path = Path(settings.out) / REPORT
+    with contextlib.suppress(OSError):
+        path.write_text("\n".join([report, *told]))
+        return f" (details: {path})"
+    return ""
 
 
 def main() -> None:
     with refusals_end("train_cifar_parallel.sh"):
-        arguments, variables = prepare_launch(sys.argv[1:], os.environ)
+        settings, processes, variables = prepare_launch(sys.argv[1:], os.environ)
     os.environ.update(variables)
-    torchrun.main(arguments)
+    with scratch_folder() as scratch:
+        arguments = [*torchrun_arguments(os.environ, processes, scratch), *sys.argv[1:]]
+        status = run_processes(arguments, settings, scratch)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .images.sources import Images, load_images, random_images
 from .request.advice import explaining_memory, settle
-from .request.checks import check_request
+from .request.checks import check_agreement, check_request
 from .request.command_line import read_request
 from .results.clock import Clock
 from .results.run_log import RunLog
@@ -24,7 +24,7 @@ from .training.compiling import compiled
 from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
 from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules, step_all
-from .training.process import leave
+from .training.process import leaving
 from .training.recipe import Recipe, images_of_an_epoch, reduced, stage_of
 from .training.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
@@ -41,6 +41,7 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     """All runs of a launch: what they share is made once, and only the first part of it is not timed."""
     images = load_images(settings.data)
     settings = settle(settings, recipe, world, len(images.train_images))
+    check_agreement(settings, recipe, images, world)
     log = RunLog(settings, recipe, world, images.facts, finished_rows(settings))
     learner = make_learner(settings, recipe, world)
     if not settings.no_warmup:
@@ -163,6 +164,5 @@ def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
 
 
 if __name__ == "__main__":
-    with refusals_end("train_cifar_parallel.sh"):
+    with leaving(), refusals_end("train_cifar_parallel.sh"):
         main(*read_request(sys.argv[1:], os.environ))
-    leave()

@@ -68,24 +68,35 @@ def test_weights_have_moved_and_statistics_were_tracked(alone):
     assert all(tensor.abs().max() > 0 for name, tensor in weights.items() if "bias" in name or "running_mean" in name)
 
 
-def test_two_machines_equal_one(tiny_npz, tmp_path, alone):
-    """The several-machine form, with two launchers that meet on loopback."""
+def _on_two_machines(folder, commands, **variables):
+    """Two launchers that meet on loopback, each in a folder of its own: their statuses, STDOUT and STDERR."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    folders = [tmp_path / name for name in ("first", "second")]
-    expected, _ = alone("apple2019")
-    command = ["bash", str(LAUNCHER), *SMALL["apple2019"], "--data", str(tiny_npz)]
-    command += ["--precision", "fp64", "--save", "w.pt"]
     machines = []
-    for rank, folder in enumerate(folders):
-        folder.mkdir()
-        variables = environment(NPROC=1, NNODES=2, NODE_RANK=rank, RDZV_ENDPOINT=f"127.0.0.1:{port}")
-        machines.append(
-            subprocess.Popen(command, cwd=folder, env=variables, text=True, stdout=-1, stderr=-1)  # -1: a pipe
-        )
+    for rank, (name, command) in enumerate(commands.items()):
+        (folder / name).mkdir()
+        more = environment(NPROC=1, NNODES=2, NODE_RANK=rank, RDZV_ENDPOINT=f"127.0.0.1:{port}", **variables)
+        pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        machines.append(subprocess.Popen(["bash", str(LAUNCHER), *command], cwd=folder / name, env=more, **pipes))
     told = [machine.communicate(timeout=100) for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], told
-    assert "8 workers on 2 processes" in told[0][0]
-    assert told[1][0] == ""
-    assert not list(folders[1].iterdir()), "only the first machine writes"
-    _equal(torch.load(folders[0] / "w.pt", weights_only=True), expected)
+    return [(machine.returncode, *words) for machine, words in zip(machines, told, strict=True)]
+
+
+def test_two_machines_equal_one(tiny_npz, tmp_path, alone):
+    """The several-machine form."""
+    expected, _ = alone("apple2019")
+    command = [*SMALL["apple2019"], "--data", str(tiny_npz), "--precision", "fp64", "--save", "w.pt"]
+    first, second = _on_two_machines(tmp_path, {"first": command, "second": command})
+    assert first[0] == 0, first
+    assert "8 workers on 2 processes" in first[1]
+    assert second[:2] == (0, "")
+    assert not list((tmp_path / "second").iterdir()), "only the first machine writes"
+    _equal(torch.load(tmp_path / "first" / "w.pt", weights_only=True), expected)
+
+
+def test_two_machines_that_were_asked_for_different_things_train_nothing(tiny_npz, tmp_path):
+    command = [*SMALL["apple2019"], "--data", str(tiny_npz)]
+    told = _on_two_machines(tmp_path, {"first": command, "second": [*command, "--seed", "5", "--epochs", "3"]})
+    message = "process 1 has other epochs (3, not 2), seed (5, not 0) than process 0: give all machines the same"
+    assert told == [(2, "", f"train_cifar_parallel.sh: {message}\n")] * 2
+    assert not list(tmp_path.glob("*/*"))

@@ -4,6 +4,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import pandas as pd
 import pytest
 from conftest import LAUNCHER, REPO, TINY, children_of, environment, launch
 
+from large_batch_cifar_10_fast.launch import scratch_folder, torchrun_arguments
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
+from large_batch_cifar_10_fast.settings.ending import LAUNCH
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +36,11 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def campaign_at_run_two(tiny_npz, tmp_path):
+def campaign_at_run_two(tiny_npz, tmp_path, monkeypatch):
     """A campaign too long to end by itself, with at least one finished run; its process and its workers'."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     process = subprocess.Popen(
         [
             "bash",
@@ -48,7 +55,7 @@ def campaign_at_run_two(tiny_npz, tmp_path):
             "--out",
             str(tmp_path),
         ],
-        env=environment(NPROC=2),
+        env=environment(NPROC=2, TMPDIR=temporary),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,15 +92,38 @@ def _kill_launcher(process, workers):
     process.kill()
 
 
-@pytest.mark.parametrize("blow", [_kill_worker, _terminate, _interrupt, _kill_launcher])
-def test_all_processes_end_within_seconds_and_finished_rows_stay(campaign_at_run_two, blow):
+ENDS = [
+    (_kill_worker, 1, "process 1 was ended by SIGKILL (out of memory?); "),
+    (_terminate, 128 + signal.SIGTERM, "ended by SIGTERM; "),
+    (_interrupt, 128 + signal.SIGINT, "ended by SIGINT; "),
+    (_kill_launcher, -signal.SIGKILL, None),
+]
+
+
+@pytest.mark.parametrize(("blow", "status", "message"), ENDS)
+def test_all_processes_end_within_seconds_in_one_line_and_finished_rows_stay(
+    campaign_at_run_two, blow, status, message, tmp_path
+):
     process, children, workers, runs = campaign_at_run_two
     start = time.monotonic()
     blow(process, workers)
-    assert process.wait(timeout=10) != 0
+    assert process.wait(timeout=10) == status
     while any(map(_alive, children)) and time.monotonic() - start < 10:
         time.sleep(0.05)
     assert not any(map(_alive, children))
+    told, made = process.stderr.read(), len(pd.read_csv(runs, sep="\t"))
+    temporary = tmp_path / "temporary"
+    left = [*temporary.glob("large_batch_*"), *temporary.glob("torchelastic_*")]
+    if message is None:
+        assert (told, len(left)) == ("", 1)
+        with scratch_folder():
+            assert not left[0].exists(), "the next launch clears it away"
+    else:
+        details = f" (details: {runs.parent}/last_failure.txt)" if status == 1 else ""
+        going_on = f"{made} of its 5000 runs are made, go on with --resume{details}\n"
+        assert told == f"train_cifar_parallel.sh: {message}{going_on}"
+        assert not left
+        assert (runs.parent / "last_failure.txt").exists() == (status == 1)
     rows = pd.read_csv(runs, sep="\t")
     assert len(rows) >= 1
     assert rows["seconds"].notna().all()
@@ -118,6 +148,35 @@ def test_nothing_listens_beyond_this_machine(campaign_at_run_two):
     ]
     assert addresses, "the processes meet somewhere"
     assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
+
+
+def test_a_folder_in_use_is_left_to_its_launch(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_folder() as first, scratch_folder() as second:
+        assert Path(first).exists()
+        assert first != second
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported():
+    code = "import large_batch_cifar_10_fast.settings.settings, sys; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    alone = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True)
+    assert (alone.returncode, alone.stdout) == (0, "False\n")
+    mine = subprocess.run(command, cwd=REPO, env=environment(**{LAUNCH: os.getpid()}), capture_output=True, text=True)
+    assert (mine.returncode, mine.stdout) == (0, "False\n")
+    orphan = subprocess.run(command, cwd=REPO, env=environment(**{LAUNCH: 1}), capture_output=True, text=True)
+    assert (orphan.returncode, orphan.stdout, orphan.stderr) == (1, "", "")
+
+
+def test_a_signal_that_is_ignored_goes_on_being_ignored(monkeypatch):
+    """As nohup has it."""
+    assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT" in torchrun_arguments({}, 1, "scratch")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT" in torchrun_arguments({}, 1, "scratch")
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_without_an_interpreter_there_is_one_clear_line(tmp_path):

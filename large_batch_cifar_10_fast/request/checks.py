@@ -1,12 +1,17 @@
 """Whatever can be refused before training is refused here: processes, images, outputs, a campaign to go on with."""
 
 import os
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
-from ..images.sources import count_training_images, load_images
+from ..images.sources import Images, count_training_images, load_images
+from ..results.lines import as_pairs, from_pairs
+from ..results.provenance import code_digest
 from ..results.tables import changes, finished_rows, read_rows, refuse_other
 from ..settings.settings import Refusal, Settings, has_option, spelled
 from ..training.recipe import Recipe
+from ..training.world import World
 
 
 def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
@@ -16,6 +21,22 @@ def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
     check_images(recipe, count_training_images(settings.data))
     for row in finished_rows(settings)[-1:]:
         refuse_other(row, changes(row, processes=world_size, digest=load_images(settings.data).digest()))
+
+
+def check_agreement(settings: Settings, recipe: Recipe, images: Images, world: World) -> None:
+    """Refuse processes, on several machines, that would train different things: the result would be neither."""
+    if world.world_size == 1:
+        return
+    mine = {"recipe": recipe.name, **asdict(recipe), **asdict(settings), "images": images.digest()}
+    mine |= {"code": code_digest(), "torch": version("torch")}
+    for name in ("data", "out", "save"):  # the same images may lie elsewhere; only the first machine writes
+        del mine[name]
+    first, *others = map(from_pairs, world.words_of_all("request", as_pairs(mine)))
+    for rank, other in enumerate(others, 1):
+        here, there = ({name: facts.get(name, "none") for name in first | other} for facts in (first, other))
+        differing = [f"{name} ({there[name]}, not {here[name]})" for name in here if there[name] != here[name]]
+        if differing:
+            raise Refusal(f"process {rank} has other {', '.join(differing)} than process 0: give all machines the same")
 
 
 def check_processes(settings: Settings, recipe: Recipe, world_size: int) -> None:

@@ -83,8 +83,8 @@ def _parser(kind: type) -> _Parser:
         argument_default=argparse.SUPPRESS,
         description=f"recipe {kind.name}: {kind.__doc__.splitlines()[0]}",
         epilog=f"From the environment: {workers}NPROC (processes on this machine; default: as many as fit), PYTHON "
-        "(interpreter), CIFAR10_URL (a mirror of your own), and for several machines NNODES, NODE_RANK, "
-        "RDZV_ENDPOINT=host:port.",
+        "(interpreter), TIMEOUT (seconds that processes wait for each other; default 3600), CIFAR10_URL (a mirror of "
+        "your own), and for several machines NNODES, NODE_RANK, RDZV_ENDPOINT=host:port.",
     )
     parser.add_argument("--recipe", choices=RECIPES, help=f"what is trained, and how (default {DEFAULT})")
     for title, owner in ((f"the recipe {kind.name}", kind), ("settings", Settings)):

@@ -22,7 +22,15 @@ from ..training.tally import Score
 from ..training.world import World
 from . import lines
 from .clock import PARTS, Clock
-from .provenance import code_digest, commit, device_name, driver_and_clocks, peak_memory, software
+from .provenance import (
+    campaign_of_this_launch,
+    code_digest,
+    commit,
+    device_name,
+    driver_and_clocks,
+    peak_memory,
+    software,
+)
 from .tables import CONDITIONS, GOAL, Journal, Row, changes, reached_goal, refuse_other, write_timing_log, written_whole
 
 Item = TypeVar("Item")
@@ -41,7 +49,7 @@ class RunLog:
         if not world.is_main:
             return
         now = datetime.now(timezone.utc)
-        self.facts = {"campaign": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}", "started": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
+        self.facts = {"campaign": campaign_of_this_launch(), "started": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
         self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
         self.facts |= {"runs": settings.runs, "processes": world.world_size, "device": device_name(world)}
         self.facts |= driver_and_clocks(world) | images()

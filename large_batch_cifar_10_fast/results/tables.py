@@ -32,11 +32,14 @@ def reached_goal(row: Mapping[str, object]) -> bool:
 
 def finished_rows(settings: Settings) -> list[Row]:
     """With --resume, the rows of the last campaign in --out; otherwise none."""
-    path = Path(settings.out) / "runs.tsv"
-    if not settings.resume or not path.exists():
-        return []
-    rows = read_rows(path)
-    return [row for row in rows if row["campaign"] == rows[-1]["campaign"]]
+    return rows_of(settings.out) if settings.resume else []
+
+
+def rows_of(out: str, campaign: str = "") -> list[Row]:
+    """The rows of a campaign in a folder, the last one's unless it is named."""
+    path = Path(out) / "runs.tsv"
+    rows = read_rows(path) if path.exists() else []
+    return [row for row in rows if row["campaign"] == (campaign or rows[-1]["campaign"])]
 
 
 def changes(row: Row, **now: object) -> list[str]:

@@ -1,18 +1,21 @@
 """One process among others: where it meets them, and how it ends."""
 
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 
-def loopback_store(rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """torchrun's meeting point, but heard on loopback only: PyTorch's own would listen on all interfaces."""
+def meeting_point(rank: int, world_size: int, one_machine: bool, timeout: timedelta) -> dist.Store:
+    """torchrun's; but on one machine heard on loopback only: PyTorch's own would listen on all interfaces."""
+    if not one_machine or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        return store
     host, port = "127.0.0.1", int(os.environ["MASTER_PORT"])
     listening = None
     if rank == 0:
@@ -21,23 +24,23 @@ def loopback_store(rank: int, world_size: int, timeout: timedelta) -> dist.TCPSt
     return dist.TCPStore(host, port, world_size, is_master=rank == 0, master_listen_fd=listening, timeout=timeout)
 
 
-def die_with_parent() -> None:
-    """Ask Linux to end this process when its parent ends, however that ends (even by SIGKILL).
-
-    Ctrl-C ends it silently too: eight tracebacks would tell nobody anything.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    pr_set_pdeathsig = 1
-    with contextlib.suppress(OSError, AttributeError):  # not Linux: torchrun's own clean-up has to do
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def leave() -> None:
-    """End a process that has written all it had to.
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Do this, and end the process. Under torchrun a fault is left in the file that it names, for the launcher to tell.
 
     An ordinary exit would run PyTorch's static destructors beside its threads, which aborted 5 of 90 two-process
-    launches after their last line ("terminate called without ...").
+    launches after their last line ("terminate called without ..."), and takes a while, in which others may notice.
     """
+    status = 0
+    try:
+        yield
+    except SystemExit as end:
+        status = end.code
+    except Exception as fault:
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise
+        get_error_handler().record_exception(fault)
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import re
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .process import die_with_parent, loopback_store
+from ..settings.settings import count_from
+from .process import meeting_point
 
-TIMEOUT = timedelta(minutes=60)  # one epoch on a slow machine may keep the others waiting
+TIMEOUT = 3600  # seconds; one epoch on a slow machine may keep the others waiting
+GRACE = timedelta(seconds=10)  # in which all that still can have given up waiting, too
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class World:
     world_size: int
     device: torch.device
     total_workers: int
+    store: dist.Store | None = None  # where they leave each other word; a process by itself has none
 
     @property
     def workers(self) -> range:
@@ -83,6 +88,36 @@ class World:
                 dist.all_reduce(message)
                 torch._foreach_copy_(lines, message.split([len(line) for line in lines]))
 
+    def words_of_all(self, subject: str, word: str) -> list[str]:
+        """What each process says about a subject, by rank; returns when all have said it."""
+        if self.store is None:
+            return [word]
+        self.store.set(f"{subject}/{self.rank}", word)
+        return [self.store.get(f"{subject}/{rank}").decode() for rank in range(self.world_size)]
+
+    @contextlib.contextmanager
+    def naming_the_silent(self) -> Iterator[None]:
+        """Where a wait for others takes too long, say which of them do not even say that they gave up waiting."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not re.search("timed out|timeout", str(error), re.IGNORECASE):
+                raise
+            heard: list[int] = []
+            asking = threading.Thread(target=self._hear, args=(heard,), daemon=True)
+            asking.start()
+            asking.join(GRACE.total_seconds() * (self.world_size + 1))
+            silent = [str(rank) for rank in range(self.world_size) if rank not in heard]
+            who = " and ".join(silent) if self.rank in heard else "0"  # which keeps the store
+            raise TimeoutError(f"waited for process {who} longer than TIMEOUT") from error
+
+    def _hear(self, heard: list[int]) -> None:
+        self.store.set(f"given up/{self.rank}", "")
+        for rank in range(self.world_size):
+            with contextlib.suppress(RuntimeError):
+                self.store.wait([f"given up/{rank}"], GRACE)
+                heard.append(rank)
+
 
 def launched_world_size() -> int:
     """How many processes this one is part of, from torchrun's environment; 1 without torchrun."""
@@ -92,23 +127,24 @@ def launched_world_size() -> int:
 @contextlib.contextmanager
 def join_world(total_workers: int) -> Iterator[World]:
     """Take this process's place in the world, and leave it in order."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
     rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
-    if world_size > 1:
-        one_machine = int(os.environ["LOCAL_WORLD_SIZE"]) == world_size
-        if one_machine:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        meeting = {"timeout": TIMEOUT, "device_id": device if cuda else None}
-        if one_machine and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
-            meeting |= {"store": loopback_store(rank, world_size, TIMEOUT), "rank": rank, "world_size": world_size}
-        dist.init_process_group("nccl" if cuda else "gloo", **meeting)
-    yield World(rank, world_size, device, total_workers)
-    if world_size > 1:
-        dist.destroy_process_group()
+    if world_size == 1:
+        yield World(rank, world_size, device, total_workers)
+        return
+    timeout = timedelta(seconds=count_from(os.environ, "TIMEOUT", TIMEOUT))
+    one_machine = int(os.environ["LOCAL_WORLD_SIZE"]) == world_size
+    if one_machine:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    store = meeting_point(rank, world_size, one_machine, timeout)
+    meeting = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
+    dist.init_process_group("nccl" if cuda else "gloo", **meeting, device_id=device if cuda else None)
+    world = World(rank, world_size, device, total_workers, dist.PrefixStore("large_batch", store))
+    with world.naming_the_silent():
+        yield world
+    dist.destroy_process_group()
