@@ -19,10 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from .request.advice import count_cores
 from .request.checks import check_request
 from .request.command_line import read_request
-from .results.provenance import CAMPAIGN, campaign_of_this_launch
-from .results.tables import Journal, rows_of
+from .results.tables import CAMPAIGN, Journal, campaign_of_this_launch, rows_of
 from .settings.ending import LAUNCH
-from .settings.settings import Refusal, Settings, count_from, refusals_end
+from .settings.settings import Refusal, Settings, count_from, refusals_end, restarts
 from .training.recipe import Recipe
 
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
@@ -45,6 +44,8 @@ def plan_processes(recipe: Recipe, environment: Mapping[str, str], gpus: int, co
 def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: str) -> list[str]:
     """Where the processes meet: without any port of torchrun's own on one machine, at RDZV_ENDPOINT on several."""
     machines = count_from(environment, "NNODES", 1)
+    if machines > 1 and restarts(environment)[1]:
+        raise Refusal("RESTARTS is for one machine: the others would not know; unset it, and go on with --resume")
     if machines == 1:
         where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={scratch}/rendezvous"]
         where += ["--rdzv-id=large_batch", "--local-addr=127.0.0.1"]
@@ -60,8 +61,8 @@ def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: 
     others = ",".join(f"{rank}:2" for rank in range(1, processes))  # whose STDERR goes to a file, for the report
     kept = [f"--log-dir={scratch}/log", *([f"--redirects={others}"] if others else [])]
     handled = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if not _is_ignored(name)]
-    ends = [f"--signals-to-handle={','.join(handled)}", f"--nproc-per-node={processes}"]
-    return [*where, *kept, *ends, "-m", "large_batch_cifar_10_fast.train"]
+    ends = [f"--signals-to-handle={','.join(handled)}", f"--max-restarts={restarts(environment)[1]}"]
+    return [*where, *kept, *ends, f"--nproc-per-node={processes}", "-m", "large_batch_cifar_10_fast.train"]
 
 
 def _is_ignored(name: str) -> bool:
@@ -103,8 +104,8 @@ def scratch_folder() -> Iterator[str]:
 
 def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int:
     """Be torchrun until all processes have ended; the status, and one line about any end but the usual one."""
-    logger = logging.getLogger("torch.distributed")
-    logger.handlers, logger.propagate = [logging.FileHandler(f"{scratch}/torchrun.txt")], False
+    logger, (_, most) = logging.getLogger("torch.distributed"), restarts(os.environ)
+    logger.handlers, logger.propagate = [logging.FileHandler(f"{scratch}/torchrun.txt"), Restarting(most)], False
     try:
         torchrun.run(torchrun.parse_args(arguments))
         return 0
@@ -120,13 +121,32 @@ def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int
     return status
 
 
+class Restarting(logging.Handler):
+    """Warns of a failure after which torchrun goes on by itself; it tells nobody but its own log."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.left = most
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("failed (exitcode: %s) local_rank: %s") and self.left:
+            self.left -= 1
+            status, rank, *_ = record.args
+            print(f"Warning: {ended(rank, status)}; the processes are started anew", file=sys.stderr)
+
+
 def what_failed(rank: int, failure: ProcessFailure) -> str:
     """The failure that came first, in words; the others followed from it."""
-    if failure.exitcode < 0:
-        memory = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
-        return f"process {rank} was ended by {signal.Signals(-failure.exitcode).name}{memory}"
-    said = failure.message["message"] if isinstance(failure.message, dict) else f"status {failure.exitcode}"
-    return f"process {rank} failed ({first_line(said)})"
+    if isinstance(failure.message, dict):
+        return f"process {rank} failed ({first_line(failure.message['message'])})"
+    return ended(rank, failure.exitcode)
+
+
+def ended(rank: int, status: int) -> str:
+    if status >= 0:
+        return f"process {rank} ended with status {status}"
+    memory = " (out of memory?)" if status == -signal.SIGKILL else ""
+    return f"process {rank} was ended by {signal.Signals(-status).name}{memory}"
 
 
 def first_line(said: object) -> str:

@@ -34,14 +34,14 @@ def _until(folder: Path, rows: int, process: subprocess.Popen) -> None:
     raise AssertionError(f"no {rows} rows: {process.stderr.read() if process.poll() is not None else 'too slow'}")
 
 
-def _start(folder: Path, *arguments: str) -> subprocess.Popen:
+def _start(folder: Path, *arguments: str, restarts: int = 0) -> subprocess.Popen:
     return subprocess.Popen(
         ["bash", str(LAUNCHER), *arguments],
         cwd=folder,
-        env=environment(NPROC=2),
+        env=environment(NPROC=2, RESTARTS=restarts),
         text=True,
         start_new_session=True,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
 
@@ -85,6 +85,24 @@ def test_killed_resumed_interrupted_resumed_equals_uninterrupted(tiny_npz, tmp_p
     assert result.stdout.splitlines()[-1] == uninterrupted[1].splitlines()[-1]
     accuracies = [line.split(",")[1].split()[2] for line in result.stdout.splitlines() if line.startswith("Train")]
     assert accuracies == [f"{accuracy:.4f}" for accuracy in expected["validation_accuracy"]]
+
+
+def test_with_restarts_a_campaign_heals_itself_and_equals_an_undisturbed_one(tiny_npz, tmp_path, uninterrupted):
+    (tmp_path / "runs.tsv").write_text((uninterrupted[0] / "runs.tsv").read_text())  # another campaign's rows
+    with _start(tmp_path, *_arguments(tiny_npz, "--runs", RUNS), restarts=1) as process:
+        _until(tmp_path, RUNS + 2, process)
+        workers = [p for p in children_of(process.pid) if b".train" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        os.kill(workers[-1], signal.SIGKILL)
+        told, errors = process.communicate(timeout=200)
+    assert (process.returncode, errors.count("\n")) == (0, 1), errors
+    assert errors.endswith(" was ended by SIGKILL (out of memory?); the processes are started anew\n")
+    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[RUNS:].reset_index(drop=True)
+    same = [name for name in COLUMNS if name not in (*TIMES, "campaign", "started")]
+    pd.testing.assert_frame_equal(rows[same], pd.read_csv(uninterrupted[0] / "runs.tsv", sep="\t")[same])
+    assert rows["campaign"].nunique() == 1
+    assert told.count("# restart 1 of 1: ") == 1
+    assert told.count("# data ") == 1
+    assert told.splitlines()[-1] == uninterrupted[1].splitlines()[-1]
 
 
 @pytest.fixture

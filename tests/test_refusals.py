@@ -20,7 +20,7 @@ CASES = {
     "P does not divide W": (DEMO, {"NPROC": 3}, "WORKERS=8 cannot be spread over NPROC=3 processes: use 1 or 2 or"),
     "more processes than workers": (DEMO, {"NPROC": 16}, "NPROC=16"),
     "no number of processes": (DEMO, {"NPROC": "two"}, "NPROC=two is not a number"),
-    "no workers": (DEMO, {"WORKERS": 0}, "WORKERS=0 is not a number of at least 1"),
+    "no workers": (DEMO, {"WORKERS": 0}, "WORKERS=0 is not a number of 1 to 999999"),
     "step larger than the set": ((*DEMO, "--batch_size", "2048"), {}, "16384 images a step, more than the"),
     "batch not in groups": (
         ("--batch_size", "40"),
@@ -56,6 +56,9 @@ CASES = {
         "the workers of recipe basenet (1) cannot be spread over NPROC=2 processes: use 1",
     ),
     "workers for a recipe that has its own": (("--recipe", "page"), {"WORKERS": 2}, "recipe page has its own number"),
+    "restarts on several machines": (DEMO, {"NNODES": 2, "RESTARTS": 1}, "RESTARTS is for one machine"),
+    "a number beyond reason": (DEMO, {"WORKERS": "9" * 5000}, "is not a number of 1 to 999999"),
+    "no plain digits": (DEMO, {"NNODES": 2, "NODE_RANK": "²", "RDZV_ENDPOINT": "x:1"}, "NODE_RANK=² must be 0 to 1"),
     "no meeting point": (DEMO, {"NNODES": 2, "NODE_RANK": 0}, "RDZV_ENDPOINT= must be host:port"),
 }
 

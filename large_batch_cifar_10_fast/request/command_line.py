@@ -1,6 +1,7 @@
 """From a command line and its environment to settings and a recipe; with --resume, to those of a campaign."""
 
 import argparse
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -16,7 +17,7 @@ from ..recipes.page import Page
 from ..results.lines import from_pairs
 from ..results.provenance import code_digest
 from ..results.tables import CONDITIONS, Row, changes, finished_rows, refuse_other
-from ..settings.settings import Refusal, Settings, count_from, has_option
+from ..settings.settings import Refusal, Settings, count_from, has_option, restarts
 from ..training.recipe import Recipe
 
 KINDS = (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)  # a new recipe joins here
@@ -83,8 +84,9 @@ def _parser(kind: type) -> _Parser:
         argument_default=argparse.SUPPRESS,
         description=f"recipe {kind.name}: {kind.__doc__.splitlines()[0]}",
         epilog=f"From the environment: {workers}NPROC (processes on this machine; default: as many as fit), PYTHON "
-        "(interpreter), TIMEOUT (seconds that processes wait for each other; default 3600), CIFAR10_URL (a mirror of "
-        "your own), and for several machines NNODES, NODE_RANK, RDZV_ENDPOINT=host:port.",
+        "(interpreter), RESTARTS (times that it goes on by itself after a failure; default 0), TIMEOUT (seconds that "
+        "processes wait for each other; default 3600), CIFAR10_URL (a mirror of your own), and for several machines "
+        "NNODES, NODE_RANK, RDZV_ENDPOINT=host:port.",
     )
     parser.add_argument("--recipe", choices=RECIPES, help=f"what is trained, and how (default {DEFAULT})")
     for title, owner in ((f"the recipe {kind.name}", kind), ("settings", Settings)):
@@ -115,7 +117,7 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
     if not rows:
         raise Refusal(f"--resume: there is no campaign in {settings.out}: start one without --resume")
     row = rows[-1]
-    if len(rows) >= int(row["runs"]):
+    if len(rows) >= int(row["runs"]) and not restarts(os.environ)[0]:
         message = f"the last campaign in {settings.out}, {row['campaign']}, has all its {row['runs']} runs"
         raise Refusal(f"--resume: {message}")
     if row["recipe"] not in RECIPES:

@@ -40,6 +40,7 @@ DATA = Line("# data {images}: {train:d} training and {test:d} test images, SHA-2
 RECIPE = Line("# recipe {recipe} {options}")
 SETTINGS = Line("# settings {settings}")
 CAMPAIGN = Line("# campaign {campaign}, {made:d} of {runs:d} runs made before")
+RESTART = Line("# restart {restart:d} of {most:d}: {made:d} of {runs:d} runs made before")
 UPLOAD = Line("Uploaded data to GPUs {upload:.3f}s")
 WHITENING = Line("Compute patch whitening statistics:     {whitening:.3f}s")
 # As published, with a fourth decimal for the accuracies: with three, runs over 94% cannot be counted.

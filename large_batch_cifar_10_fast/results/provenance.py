@@ -6,19 +6,11 @@ import os
 import platform
 import resource
 import subprocess
-from datetime import datetime, timezone
 
 import torch
 
 from ..settings.settings import PACKAGE, REPO
 from ..training.world import World
-
-CAMPAIGN = "LARGE_BATCH_CAMPAIGN"  # in a process that the launcher started: what its launcher calls the campaign
-
-
-def campaign_of_this_launch() -> str:
-    """A name of its own, by which the rows of one campaign are told from others'."""
-    return os.environ.get(CAMPAIGN) or f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{os.getpid()}"
 
 
 def code_digest() -> str:

@@ -16,14 +16,13 @@ from torch import nn
 from tqdm import tqdm
 
 from .. import __version__
-from ..settings.settings import Settings
+from ..settings.settings import Settings, restarts
 from ..training.recipe import Recipe
 from ..training.tally import Score
 from ..training.world import World
 from . import lines
 from .clock import PARTS, Clock
 from .provenance import (
-    campaign_of_this_launch,
     code_digest,
     commit,
     device_name,
@@ -31,7 +30,18 @@ from .provenance import (
     peak_memory,
     software,
 )
-from .tables import CONDITIONS, GOAL, Journal, Row, changes, reached_goal, refuse_other, write_timing_log, written_whole
+from .tables import (
+    CONDITIONS,
+    GOAL,
+    Journal,
+    Row,
+    campaign_of_this_launch,
+    changes,
+    reached_goal,
+    refuse_other,
+    write_timing_log,
+    written_whole,
+)
 
 Item = TypeVar("Item")
 
@@ -62,7 +72,11 @@ class RunLog:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
         self._journal = Journal(Path(settings.out) / "runs.tsv")
         self._journal.mend()
-        self._head()
+        self.restart, most = restarts(os.environ)
+        if self.restart:  # the log goes on
+            self._print(lines.RESTART, restart=self.restart, most=most, made=len(self.rows), runs=settings.runs)
+        else:
+            self._head()
 
     def _head(self) -> None:
         facts = self.facts | {"plural": "es" * (self.world.world_size > 1), "made": len(self.rows)}
@@ -83,6 +97,8 @@ class RunLog:
         hidden = None if self.world.is_main else True  # None: where there is no terminal
         made, total = len(self.rows) * steps, self.settings.runs * steps
         self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=hidden)
+        if not self.world.is_main or self.restart:
+            return
         self._print(lines.UPLOAD, **clock.seconds)
         self._print(lines.WHITENING, **clock.seconds)
         for run in sorted(self.rows):

@@ -6,11 +6,13 @@ import fcntl
 import io
 import os
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 
-from ..settings.settings import Refusal, Settings
+from ..settings.settings import Refusal, Settings, restarts
 from .clock import PARTS
 
+CAMPAIGN = "LARGE_BATCH_CAMPAIGN"  # the variable by which the launcher tells its processes the campaign's name
 GOAL = 0.94  # the accuracy a run is to reach
 CONDITIONS = ("precision", "micro_batches", "compile", "no_warmup")  # settings that may show in a result
 COLUMNS = [
@@ -30,9 +32,16 @@ def reached_goal(row: Mapping[str, object]) -> bool:
     return int(row["validation_count"]) >= GOAL * int(row["validation_images"])
 
 
+def campaign_of_this_launch() -> str:
+    """A name of its own, by which the rows of one campaign are told from others'; the launcher gives it."""
+    return os.environ.get(CAMPAIGN) or f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{os.getpid()}"
+
+
 def finished_rows(settings: Settings) -> list[Row]:
-    """With --resume, the rows of the last campaign in --out; otherwise none."""
-    return rows_of(settings.out) if settings.resume else []
+    """The rows of the campaign to go on with: with --resume the last in --out, after a restart this launch's own."""
+    if settings.resume:
+        return rows_of(settings.out)
+    return rows_of(settings.out, campaign_of_this_launch()) if restarts(os.environ)[0] else []
 
 
 def rows_of(out: str, campaign: str = "") -> list[Row]:

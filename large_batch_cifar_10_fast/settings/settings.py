@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -66,12 +67,18 @@ def refuse_outside(value: object, name: str, least: int, most: float, why: str) 
         raise Refusal(f"{spelled(value, name)} must lie in {least} to {most}: {why}")
 
 
-def count_from(environment: Mapping[str, str], name: str, default: int) -> int:
-    """A whole number from an environment variable; raises Refusal if it is none or not positive."""
+def count_from(environment: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
+    """A whole number from an environment variable; raises Refusal if it is none, too small or beyond reason."""
     text = environment.get(name) or str(default)
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise Refusal(f"{name}={text} is not a number of at least 1")
+    if not re.fullmatch("[0-9]{1,6}", text) or int(text) < least:
+        raise Refusal(f"{name}={text} is not a number of {least} to 999999")
     return int(text)
+
+
+def restarts(environment: Mapping[str, str]) -> tuple[int, int]:
+    """How many times torchrun has started the processes anew, after a failure, and RESTARTS, how often it may."""
+    most = count_from(environment, "RESTARTS", 0, least=0)
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)), most
 
 
 @dataclass(frozen=True)
