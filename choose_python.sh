@@ -3,16 +3,19 @@
 # That is $PYTHON, else the active python3, if it has every package named in requirements.txt, torchvision made
 # for the torch beside it; else .venv beside this file, made from requirements.txt or finished where that was
 # broken off. Nothing is imported for the look, so it takes a moment, and nothing is installed that is there.
-# $needed names the distributions.
+# $needed names the distributions. The folder that a user stands in, where `-c` looks first, is not searched.
 
 has_what_is_needed() {
-    "$1" -c '
-import importlib.metadata as m, re, sys
-assert sys.version_info >= (3, 10)
+    [ "$("$1" -c '
+import sys
+sys.path[:] = [place for place in sys.path if place]
+import importlib.metadata as m, re
+assert sys.version_info >= (3, 11)
 have = {name: m.version(name).split("+")[0] for name in sys.argv[1:]}
 wanted = re.findall(r"^torch *==([\d.]+)", "\n".join(m.requires("torchvision") or []), re.M)
 assert not wanted or have["torch"] == wanted[0]
-' $needed 2>/dev/null
+print("yes")
+' $needed 2>/dev/null)" = yes ]
 }
 
 # Run a command that ends when this script is killed, where bash alone would leave it behind.
@@ -27,7 +30,7 @@ attended() {
 make_venv() {
     if [ ! -x "$top/.venv/bin/python" ] || ! "$top/.venv/bin/python" -m pip --version >/dev/null 2>&1; then
         echo "Making $top/.venv: $1 lacks some of: $needed" >&2
-        "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; $1 is not: name another in PYTHON" >&2; exit 2; }
+        [ "$("$1" -c 'import sys; print(sys.version_info >= (3, 11))')" = True ] || { echo "Python 3.11 or newer is needed; $1 is not: name another in PYTHON" >&2; exit 2; }
         "$1" -m venv --clear "$top/.venv" >&2 || { echo "$1 cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 2; }
     else
         echo "Finishing $top/.venv" >&2

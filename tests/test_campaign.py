@@ -1,6 +1,7 @@
 """A campaign loses nothing: killed and resumed it equals an uninterrupted one; and what it refuses."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -10,6 +11,7 @@ import pandas as pd
 import pytest
 from conftest import LAUNCHER, TINY, children_of, environment, launch
 
+from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import PARTS
 from large_batch_cifar_10_fast.results.tables import COLUMNS, Journal, read_rows
 from large_batch_cifar_10_fast.settings.settings import Refusal
@@ -149,6 +151,8 @@ def test_resume_refuses_where_there_is_nothing_to_resume(uninterrupted, tmp_path
     finished = launch("--resume", "--out", uninterrupted[0], cwd=tmp_path)
     assert finished.returncode == 2
     assert "has all its 10 runs" in finished.stderr
+    with pytest.raises(Refusal, match=r"for its last run's weights train that again: --seed 9 --save$"):
+        read_request(["--resume", "--save", "w.pt", "--out", str(uninterrupted[0])], {})
 
 
 def test_a_second_campaign_in_the_same_folder_is_refused(tiny_npz, tmp_path):
@@ -183,6 +187,54 @@ def test_a_row_is_whole_only_with_all_fields_and_its_newline(tmp_path):
     path.write_bytes(whole.replace(b"\t\n", b"\n", 1))
     with pytest.raises(Refusal, match="line 2"):
         read_rows(path)
+
+
+def _row(run):
+    return {**dict.fromkeys(COLUMNS, "x"), "campaign": "mine", "run": run}
+
+
+def _rename_another_over(path):
+    other = path.with_name("edited")
+    other.write_bytes(path.read_bytes().replace(b"\nmine\tx\t0", b"\nmine\tx\t77"))
+    os.replace(other, path)
+
+
+def _delete_the_folder(path):
+    shutil.rmtree(path.parent)
+
+
+def _truncate(path):
+    os.truncate(path, 0)
+
+
+@pytest.mark.parametrize("change", [_rename_another_over, _delete_the_folder, _truncate])
+def test_no_row_is_lost_when_somebody_changes_the_table_of_a_running_campaign(tmp_path, change):
+    path = tmp_path / "out" / "runs.tsv"
+    path.parent.mkdir()
+    journal = Journal(path)
+    journal.mend()
+    assert journal.append(_row(0))
+    assert journal.append(_row(1))
+    change(path)
+    assert not journal.append(_row(2))
+    assert journal.append(_row(3)), "from then on it is the new one"
+    assert {"0", "1", "2", "3"} <= {row["run"] for row in read_rows(path)}
+    assert path.read_bytes().count(b"\n") == 1 + len(read_rows(path))
+    with pytest.raises(Refusal, match="another campaign is writing"):
+        Journal(path)
+
+
+def test_where_a_campaigns_table_was_replaced_by_something_else_its_rows_are_put_beside_it(tmp_path):
+    path = tmp_path / "runs.tsv"
+    journal = Journal(path)
+    journal.mend()
+    journal.append(_row(0))
+    path.unlink()
+    path.write_text("a\tb\n1\t2\n")
+    with pytest.raises(Refusal, match=r"has other columns .* this campaign's rows are in .*runs.tsv.broken"):
+        journal.append(_row(1))
+    assert path.read_text() == "a\tb\n1\t2\n"
+    assert (tmp_path / "runs.tsv.broken").read_bytes().count(b"\n") == 2
 
 
 def test_a_half_written_header_is_made_again(tmp_path):

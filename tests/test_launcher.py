@@ -185,6 +185,21 @@ def test_without_an_interpreter_there_is_one_clear_line(tmp_path):
     assert result.stderr == "There is no interpreter /absent/python: name one in PYTHON\n"
 
 
+def test_what_is_no_python_is_not_taken_for_one(tmp_path):
+    result = launch("--demo", cwd=tmp_path, PYTHON="/bin/true")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.endswith("Python 3.11 or newer is needed; /bin/true is not: name another in PYTHON\n")
+
+
+def test_files_of_the_folder_a_user_stands_in_are_not_run(tmp_path):
+    for name in ("re", "csv", "email", "numpy", "importlib", "torch"):
+        (tmp_path / f"{name}.py").write_text("print('run')")
+    result = launch("--version", cwd=tmp_path)
+    assert result.stdout.startswith("large_batch_cifar_10_fast ")
+    assert "run" not in result.stdout.split()
+    assert result.stderr == ""
+
+
 def _stand_in_repository(folder: Path) -> Path:
     """The scripts, asking for a package that nobody has, with an empty requirements.txt: no network is needed."""
     for name in ("train_cifar_parallel.sh", "choose_python.sh"):

@@ -5,6 +5,7 @@ import sys
 from dataclasses import fields
 
 import pytest
+import torch
 from conftest import environment, launch, write_npz
 
 from large_batch_cifar_10_fast.images.synthetic import draw_shapes
@@ -49,6 +50,12 @@ CASES = {
     "a missing file": ((*DEMO, "--data", "absent.npz"), {}, "absent.npz: no such file"),
     "a file as folder": ((*DEMO, "--out", "/dev/null/there"), {}, "--out /dev/null/there cannot be written"),
     "a folder as file": ((*DEMO, "--save", "/tmp"), {}, "--save /tmp is a folder"),
+    "weights nowhere": ((*DEMO, "--save", "no/such/w.pt"), {}, "--save no/such/w.pt cannot be written: "),
+    "weights over a table": ((*DEMO, "--save", "./runs.tsv"), {}, "--save runs.tsv is the name of a table"),
+    "weights over a device": ((*DEMO, "--save", "/dev/null"), {}, "--save /dev/null is there and holds no weights"),
+    "a name too long": ((*DEMO, "--out", "x" * 300), {}, "--out or --save cannot be written: "),
+    "a name of two lines": ((*DEMO, "--data", "a\nb"), {}, "--data 'a\\nb' cannot stand in a table"),
+    "a name that is no text": ((*DEMO, "--out", "a\udcff"), {}, "--out 'a\\udcff' cannot stand in a table"),
     "a machine too many": (DEMO, {"NNODES": 2, "NODE_RANK": 2, "RDZV_ENDPOINT": "localhost:1"}, "NODE_RANK=2 must be"),
     "two processes for one worker": (
         ("--recipe", "basenet", "--data", "synthetic"),
@@ -180,6 +187,13 @@ def test_help_and_version_answer_without_training(tmp_path):
     assert "the recipe apple2019:" in shown.stdout
     assert "WORKERS (default 8)" in " ".join(shown.stdout.split())
     assert launch("--version", cwd=tmp_path).stdout.startswith("large_batch_cifar_10_fast 0.")
+
+
+def test_weights_may_take_the_place_of_weights_but_not_of_images(tmp_path, tiny_npz):
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    check_out(Settings(save=str(tmp_path / "w.pt")))
+    with pytest.raises(Refusal, match="is there and holds no weights"):
+        check_out(Settings(save=str(tiny_npz)))
 
 
 def test_a_table_of_other_columns_is_not_touched(tmp_path):

@@ -1,6 +1,7 @@
 """Whatever can be refused before training is refused here: processes, images, outputs, a campaign to go on with."""
 
 import os
+import zipfile
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,8 @@ from ..results.tables import changes, finished_rows, read_rows, refuse_other
 from ..settings.settings import Refusal, Settings, has_option, spelled
 from ..training.recipe import Recipe
 from ..training.world import World
+
+TABLES = ("runs.tsv", "timing_log.tsv")
 
 
 def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
@@ -67,16 +70,41 @@ def check_images(recipe: Recipe, train_count: int) -> None:
 
 def check_out(settings: Settings) -> None:
     """Refuse an `--out` or `--save` that cannot be written, and a runs.tsv of other columns."""
-    out, save = Path(settings.out), Path(settings.save)
-    for option, folder in (("--out", out), *([("--save", save.parent)] if settings.save else [])):
-        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise Refusal(f"{option} {folder} cannot be written: {existing} is no folder that you may write to")
-    if settings.save and save.is_dir():
-        raise Refusal(f"--save {save} is a folder: name a file")
-    for name in ("runs.tsv", "timing_log.tsv"):
-        path = out / name
-        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            raise Refusal(f"{path} cannot be written: move it or choose another --out")
+    out = Path(settings.out)
+    try:
+        existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+        _refuse_unless_writable("--out", out, existing)
+        for name in TABLES:
+            path = out / name
+            if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+                raise Refusal(f"{path} cannot be written: move it or choose another --out")
+        if settings.save:
+            _check_save(Path(settings.save), out)
+    except OSError as error:  # a name that is too long, say
+        raise Refusal(f"--out or --save cannot be written: {error}") from error
     if (out / "runs.tsv").exists():
         read_rows(out / "runs.tsv")
+
+
+def _refuse_unless_writable(option: str, path: Path, folder: Path) -> None:
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise Refusal(f"{option} {path} cannot be written: {folder} is no folder that you may write to")
+
+
+def _check_save(save: Path, out: Path) -> None:
+    """Weights are written when all runs are made: what they may not replace, and where they cannot go, is seen now."""
+    _refuse_unless_writable("--save", save, save.absolute().parent)
+    if save.is_dir():
+        raise Refusal(f"--save {save} is a folder: name a file")
+    if save.resolve() in [(out / name).resolve() for name in TABLES]:
+        raise Refusal(f"--save {save} is the name of a table: choose another")
+    if save.exists() and not _holds_weights(save):
+        raise Refusal(f"--save {save} is there and holds no weights: choose another name")
+
+
+def _holds_weights(path: Path) -> bool:
+    """Whether torch.save wrote it."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/data.pkl") for name in archive.namelist())

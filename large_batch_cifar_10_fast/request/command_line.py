@@ -119,7 +119,9 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
     row = rows[-1]
     if len(rows) >= int(row["runs"]) and not restarts(os.environ)[0]:
         message = f"the last campaign in {settings.out}, {row['campaign']}, has all its {row['runs']} runs"
-        raise Refusal(f"--resume: {message}")
+        last_seed = int(row["seed"]) - int(row["run"]) + int(row["runs"]) - 1
+        advice = f"; for its last run's weights train that again: --seed {last_seed} --save" if settings.save else ""
+        raise Refusal(f"--resume: {message}{advice}")
     if row["recipe"] not in RECIPES:
         raise Refusal(f"--resume: this version has no recipe {row['recipe']}: start without --resume")
     kind = RECIPES[row["recipe"]]

@@ -6,7 +6,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
@@ -58,7 +58,7 @@ class RunLog:
         self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
         if not world.is_main:
             return
-        now = datetime.now(timezone.utc)
+        now = datetime.now(UTC)
         self.facts = {"campaign": campaign_of_this_launch(), "started": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
         self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
         self.facts |= {"runs": settings.runs, "processes": world.world_size, "device": device_name(world)}
@@ -130,7 +130,8 @@ class RunLog:
         row |= {"goal_epoch": goal[0], "goal_seconds": goal[1], "peak_memory": peak_memory(self.world.device)}
         if run == 0:
             write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
-        self._journal.append(row)
+        if not self._journal.append(row):
+            self.world.warn(f"somebody changed {self._journal.path} in the meantime: it has this campaign's rows again")
         self._print_run(row)
         if run == 0:
             self._print(lines.TIMES, **row)

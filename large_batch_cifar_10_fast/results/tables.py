@@ -6,7 +6,7 @@ import fcntl
 import io
 import os
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ..settings.settings import Refusal, Settings, restarts
@@ -34,7 +34,7 @@ def reached_goal(row: Mapping[str, object]) -> bool:
 
 def campaign_of_this_launch() -> str:
     """A name of its own, by which the rows of one campaign are told from others'; the launcher gives it."""
-    return os.environ.get(CAMPAIGN) or f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{os.getpid()}"
+    return os.environ.get(CAMPAIGN) or f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
 
 
 def finished_rows(settings: Settings) -> list[Row]:
@@ -93,37 +93,78 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "a+b")  # noqa: SIM115 (held open, and so locked, for the campaign)
+        self._rows: list[dict[str, object]] = []  # of this launch
+        self._open()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "a+b")  # noqa: SIM115 (held open, and so locked, for the campaign)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise Refusal(f"another campaign is writing {path}: wait for it or choose another --out") from None
+            raise Refusal(f"another campaign is writing {self.path}: wait for it or choose another --out") from None
 
     def mend(self) -> None:
         """Move a half-written last row to runs.tsv.broken, and write the header of a new table."""
         self._file.seek(0)
         whole, begun = _split_whole(self._file.read())
         if begun:
-            with open(self.path.with_name(f"{self.path.name}.broken"), "ab") as aside:
-                aside.write(begun.rstrip(b"\n") + b"\n")
+            self._put_aside(begun.rstrip(b"\n") + b"\n")
             self._file.truncate(len(whole))
+        self._size = len(whole)
         if not whole:
             self._write(COLUMNS)
 
-    def append(self, row: dict[str, object]) -> None:
-        """Add a run, and return when it is on the disk."""
-        self._write([row[name] for name in COLUMNS])
+    def _put_aside(self, content: bytes) -> None:
+        with open(f"{self.path}.broken", "ab") as aside:
+            aside.write(content)
+
+    def append(self, row: dict[str, object]) -> bool:
+        """Add a run, and return when it is on the disk: whether the table was as it had been left.
+
+        If it was not (an editor saves by renaming, and a file without a name takes rows without a word), the file
+        that now has the name gets all rows of this launch that it lacks. Raises Refusal if it is no such table.
+        """
+        self._rows.append(row)
+        if self._is_as_left():
+            self._write([row[name] for name in COLUMNS])
+            return True
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._open()
+        try:
+            there = {(row["campaign"], row["run"]) for row in read_rows(self.path)}
+        except Refusal as refusal:
+            for lost in self._rows:
+                self._put_aside(_as_line([lost[name] for name in COLUMNS]))
+            raise Refusal(f"{refusal}; this campaign's rows are in {self.path}.broken") from None
+        self.mend()
+        for lost in self._rows:
+            if (lost["campaign"], str(lost["run"])) not in there:
+                self._write([lost[name] for name in COLUMNS])
+        return False
+
+    def _is_as_left(self) -> bool:
+        try:
+            now, left = os.stat(self.path), os.fstat(self._file.fileno())
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(now, left) and now.st_size == self._size
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, values: list[object]) -> None:
-        line = io.StringIO()
-        csv.writer(line, delimiter="\t", lineterminator="\n").writerow(values)
-        self._file.write(line.getvalue().encode())
+        self._file.write(_as_line(values))
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._size = os.path.getsize(self.path)
+
+
+def _as_line(values: list[object]) -> bytes:
+    line = io.StringIO()
+    csv.writer(line, delimiter="\t", lineterminator="\n").writerow(values)
+    return line.getvalue().encode()
 
 
 def write_timing_log(path: Path, epochs: list[tuple[float, float]]) -> None:

@@ -104,5 +104,8 @@ class Settings:
         refuse_unless_positive(self, "runs", "micro_batches")
         if self.compile and self.no_compile:
             raise Refusal("--compile and --no_compile were both given: choose one")
+        for name in ("data", "out", "save"):
+            if not getattr(self, name).isprintable():
+                raise Refusal(f"--{name} {getattr(self, name)!a} cannot stand in a table: use printable characters")
         if not 0 <= self.seed < 2**62:
             raise Refusal(f"{spelled(self, 'seed')} must lie in 0 to 2**62 - 1")
