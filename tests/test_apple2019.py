@@ -33,7 +33,7 @@ def test_a_batch_is_sixteen_ghost_groups_unless_told_otherwise(batch_size, ghost
     [
         ({"batch_size": 40}, "--batch_size 40 is not divisible into 16 ghost groups: use 32"),
         ({"ghost_batch": 24}, "--ghost_batch 24 does not divide --batch_size 256"),
-        ({"ghost_batch": -1}, "--ghost_batch -1 must be a finite number, not below 0"),
+        ({"ghost_batch": -1}, "--ghost_batch -1 must be a number of 0 to 100000"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(options, message):

@@ -30,12 +30,15 @@ CASES = {
     ),
     "groups that do not fit": ((*DEMO, "--ghost_batch", "12"), {}, "--ghost_batch 12 does not divide --batch_size 32"),
     "unknown statistics": ((*DEMO, "--eval_stats", "last"), {}, "--eval_stats"),
+    "a value that argparse takes for none": ((*DEMO, "--lr_scaler=--"), {}, "argument --lr_scaler: expected one"),
+    "a recipe that argparse takes for none": (("--recipe=--",), {}, "argument --recipe: expected one argument"),
+    "epochs beyond reason": (("--recipe", "muon", "--epochs", "100000000"), {}, "and at most 100000"),
     "zero epochs": ((*DEMO, "--epochs", "0"), {}, "--epochs 0 must be greater than 0"),
     "negative runs": ((*DEMO, "--runs", "-2"), {}, "--runs -2 must be greater than 0"),
     "zero rate": ((*DEMO, "--lr_scaler", "0"), {}, "--lr_scaler 0.0 must be greater than 0"),
     "negative end rate": ((*DEMO, "--lr_scaler_end_fraction", "-0.1"), {}, "--lr_scaler_end_fraction -0.1"),
     "no number": ((*DEMO, "--lr_scaler", "nan"), {}, "--lr_scaler nan"),
-    "infinite rate": ((*DEMO, "--lr_scaler", "inf"), {}, "--lr_scaler inf must be a finite number"),
+    "infinite rate": ((*DEMO, "--lr_scaler", "inf"), {}, "--lr_scaler inf must be greater than 0, and at most"),
     "no room to come down": ((*DEMO, "--epochs", "1", "--ema_ep", "2"), {}, "--ema_ep 2.0 leaves no time"),
     "an unknown option": ((*DEMO, "--momentum", "1"), {}, "recipe apple2019 has no option --momentum; --help"),
     "an unknown recipe": (("--recipe", "apple2018"), {}, "--recipe: invalid choice: 'apple2018'"),
@@ -119,7 +122,7 @@ def test_train_alone_refuses_likewise(tmp_path):
     command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", "--demo", "--epochs", "-1"]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr == "train_cifar_parallel.sh: --epochs -1 must be greater than 0\n"
+    assert result.stderr == "train_cifar_parallel.sh: --epochs -1 must be greater than 0, and at most 100000\n"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..settings.settings import Refusal, option, refuse_unless_finite, refuse_unless_positive, spelled
+from ..settings.settings import Refusal, option, refuse_out_of_reason, refuse_unless_positive, spelled
 from ..training.augmentation import CropAndFlip, deal_evenly
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import NesterovSGD, PiecewiseLinear
@@ -60,7 +60,7 @@ class Apple2019:
 
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "epochs", "width", "batch_size", "workers", "lr_scaler")
-        refuse_unless_finite(self, "lr_scaler", "lr_scaler_end_fraction", "ema_ep", "warmup_fraction", "ghost_batch")
+        refuse_out_of_reason(self, "lr_scaler_end_fraction", "ema_ep", "warmup_fraction", "ghost_batch")
         if not self.ghost_batch and self.batch_size % GROUPS:
             fitting = max(GROUPS, self.batch_size // GROUPS * GROUPS)
             groups = f"{spelled(self, 'batch_size')} is not divisible into {GROUPS} ghost groups"

@@ -17,8 +17,8 @@ from torch.optim import SGD, Optimizer
 from ..settings.settings import (
     Refusal,
     option,
+    refuse_out_of_reason,
     refuse_outside,
-    refuse_unless_finite,
     refuse_unless_positive,
     same_option,
     spelled,
@@ -73,7 +73,7 @@ class MuonRecipe:
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "epochs", "width", "workers", "rescale_every")
         refuse_unless_positive(self, "filter_rate", "bias_rate", "head_rate")
-        refuse_unless_finite(self, "filter_rate", "bias_rate", "head_rate", "batch_size", "brightness", "contrast")
+        refuse_out_of_reason(self, "batch_size", "brightness", "contrast")
         for name in ("filter_momentum", "momentum", "label_smoothing", "norm_momentum"):
             refuse_outside(self, name, 0, 1, "it is a share")
         for name in ("whitening_epochs", "tail_epochs"):

@@ -40,7 +40,7 @@ def explaining_memory(settings: Settings, recipe: Recipe, world: World) -> Itera
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
         count = len(world.workers)
         images = f"{count} workers x {recipe.batch_size} images in {settings.micro_batches} micro-batches"

@@ -74,6 +74,13 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{self.description.split(':')[0]} has no option {unknown[0]}")
         return known
 
+    def parse_known_args(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        known, unknown = super().parse_known_args(arguments)
+        for name, value in vars(known).items():
+            if isinstance(value, list):  # what argparse makes of `--name=--`
+                self.error(f"argument --{name}: expected one argument")
+        return known, unknown
+
 
 def _parser(kind: type) -> _Parser:
     """All options of a recipe and of the settings; those left out leave no trace, so that what was asked shows."""

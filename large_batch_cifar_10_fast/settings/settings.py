@@ -1,7 +1,6 @@
 """What does not decide the weights: where and how a campaign runs. And how options are declared and refused."""
 
 import contextlib
-import math
 import os
 import re
 import sys
@@ -12,6 +11,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1]
 REPO = PACKAGE.parent
 DATA = REPO / "data" if (REPO / "run_tests.sh").exists() else Path("data")  # installed, there is no repository
+
+
+MOST = 100_000  # of anything that is asked for in numbers: beyond it there is no sense, but loops without end
 
 
 class Refusal(Exception):  # noqa: N818 (an answer to the user, not a fault of the program)
@@ -52,14 +54,14 @@ def spelled(value: object, name: str) -> str:
 
 def refuse_unless_positive(value: object, *names: str) -> None:
     for name in names:
-        if not getattr(value, name) > 0:
-            raise Refusal(f"{spelled(value, name)} must be greater than 0")
+        if not 0 < getattr(value, name) <= MOST:
+            raise Refusal(f"{spelled(value, name)} must be greater than 0, and at most {MOST}")
 
 
-def refuse_unless_finite(value: object, *names: str) -> None:
+def refuse_out_of_reason(value: object, *names: str) -> None:
     for name in names:
-        if not (math.isfinite(getattr(value, name)) and getattr(value, name) >= 0):
-            raise Refusal(f"{spelled(value, name)} must be a finite number, not below 0")
+        if not 0 <= getattr(value, name) <= MOST:
+            raise Refusal(f"{spelled(value, name)} must be a number of 0 to {MOST}")
 
 
 def refuse_outside(value: object, name: str, least: int, most: float, why: str) -> None:
