@@ -27,6 +27,7 @@ from .training.recipe import Recipe
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
 REPORT = "last_failure.txt"  # in --out: all that torchrun and the processes had to say of a failure
 LOGS = (".txt", ".log")  # of torchrun, and of the processes
+MEETING = 900  # seconds that machines wait for each other at first, unless TIMEOUT says otherwise
 REFUSED = 2  # the status of a process that has told why in a line of its own
 
 
@@ -58,6 +59,7 @@ def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: 
             raise Refusal(f"RDZV_ENDPOINT={endpoint} must be host:port of the first machine with NNODES={machines}")
         where = ["--rdzv-backend=static", f"--nnodes={machines}", f"--node-rank={rank}"]
         where += [f"--rdzv-endpoint={endpoint}", f"--master-addr={host}", f"--master-port={port}"]
+        where += [f"--rdzv-conf=timeout={count_from(environment, 'TIMEOUT', MEETING)}"]
     others = ",".join(f"{rank}:2" for rank in range(1, processes))  # whose STDERR goes to a file, for the report
     kept = [f"--log-dir={scratch}/log", *([f"--redirects={others}"] if others else [])]
     handled = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if not _is_ignored(name)]
@@ -83,7 +85,6 @@ def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tupl
         Journal(runs).close()  # only one campaign at a time may write it
     variables = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(max(1, cores // processes)))}
     variables |= {LAUNCH: str(os.getpid()), CAMPAIGN: campaign_of_this_launch()}
-    variables |= {"TORCH_CPP_LOG_LEVEL": environment.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
     if machines == 1:
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would listen on all interfaces
     return settings, processes, variables
@@ -116,7 +117,8 @@ def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int
             return REFUSED
         how, status, report = what_failed(*failed.get_first_failure()), 1, failed.format_msg()
     except Exception as fault:  # whatever torchrun may say where machines do not meet
-        how, status, report = f"the processes did not meet ({first_line(fault)})", 1, repr(fault)
+        how = f"the {os.environ.get('NNODES', 1)} machines, each with a NODE_RANK of its own, did not meet"
+        status, report = 1, repr(fault)
     print(f"train_cifar_parallel.sh: {how}; {advice(settings)}{kept(report, settings, scratch)}", file=sys.stderr)
     return status
 

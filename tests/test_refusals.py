@@ -1,5 +1,6 @@
 """Everything that cannot be trained is refused with status 2, in one line, with nothing written."""
 
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -66,6 +67,7 @@ CASES = {
         "the workers of recipe basenet (1) cannot be spread over NPROC=2 processes: use 1",
     ),
     "workers for a recipe that has its own": (("--recipe", "page"), {"WORKERS": 2}, "recipe page has its own number"),
+    "no time": (DEMO, {"TIMEOUT": "0"}, "TIMEOUT=0 is not a number of 1 to 999999"),
     "restarts on several machines": (DEMO, {"NNODES": 2, "RESTARTS": 1}, "RESTARTS is for one machine"),
     "a number beyond reason": (DEMO, {"WORKERS": "9" * 5000}, "is not a number of 1 to 999999"),
     "no plain digits": (DEMO, {"NNODES": 2, "NODE_RANK": "²", "RDZV_ENDPOINT": "x:1"}, "NODE_RANK=² must be 0 to 1"),
@@ -92,6 +94,17 @@ def test_the_launcher_answers_a_refusal_with_one_line_and_status_2(tmp_path):
     line = "train_cifar_parallel.sh: WORKERS=8 cannot be spread over NPROC=3 processes: use 1 or 2 or 4 or 8\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_machine_that_never_comes_is_waited_for_no_longer_than_asked(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        alone = {"NNODES": 2, "NODE_RANK": 0, "RDZV_ENDPOINT": f"127.0.0.1:{free.getsockname()[1]}", "TIMEOUT": 1}
+    result = launch("--demo", cwd=tmp_path, **alone)
+    line = (
+        "train_cifar_parallel.sh: the 2 machines, each with a NODE_RANK of its own, did not meet; no run was finished"
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", f"{line} (details: last_failure.txt)\n")
 
 
 @pytest.mark.slow
