@@ -41,8 +41,9 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     """All runs of a launch: what they share is made once, and only the first part of it is not timed."""
     images = load_images(settings.data)
     settings = settle(settings, recipe, world, len(images.train_images))
-    check_agreement(settings, recipe, images, world)
-    log = RunLog(settings, recipe, world, images.facts, finished_rows(settings))
+    finished = finished_rows(settings)
+    check_agreement(settings, recipe, images, finished, world)
+    log = RunLog(settings, recipe, world, images.facts, finished)
     learner = make_learner(settings, recipe, world)
     if not settings.no_warmup:
         warm_up(learner, len(images.train_images), len(images.test_images) if world.on_gpu else world.world_size)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..images.sources import Images, count_training_images, load_images
 from ..results.lines import as_pairs, from_pairs
 from ..results.provenance import code_digest
-from ..results.tables import changes, finished_rows, read_rows, refuse_other
+from ..results.tables import Row, changes, finished_rows, read_rows, refuse_other
 from ..settings.settings import Refusal, Settings, has_option, spelled
 from ..training.recipe import Recipe
 from ..training.world import World
@@ -26,12 +26,16 @@ def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
         refuse_other(row, changes(row, processes=world_size, digest=load_images(settings.data).digest()))
 
 
-def check_agreement(settings: Settings, recipe: Recipe, images: Images, world: World) -> None:
+def check_agreement(settings: Settings, recipe: Recipe, images: Images, finished: list[Row], world: World) -> None:
     """Refuse processes, on several machines, that would train different things: the result would be neither."""
     if world.world_size == 1:
         return
     mine = {"recipe": recipe.name, **asdict(recipe), **asdict(settings), "images": images.digest()}
-    mine |= {"code": code_digest(), "torch": version("torch")}
+    mine |= {
+        "code": code_digest(),
+        "torch": version("torch"),
+        "finished_runs": ",".join(row["run"] for row in finished),
+    }
     for name in ("data", "out", "save"):  # the same images may lie elsewhere; only the first machine writes
         del mine[name]
     first, *others = map(from_pairs, world.words_of_all("request", as_pairs(mine)))
