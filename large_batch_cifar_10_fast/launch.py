@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -52,10 +53,10 @@ def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: 
         where += ["--rdzv-id=large_batch", "--local-addr=127.0.0.1"]
     else:
         endpoint, rank = environment.get("RDZV_ENDPOINT", ""), environment.get("NODE_RANK", "")
-        if not (rank.isascii() and rank.isdigit()) or int(rank) >= machines:
+        if rank not in map(str, range(machines)):
             raise Refusal(f"NODE_RANK={rank} must be 0 to {machines - 1} with NNODES={machines}")
         host, _, port = endpoint.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not re.fullmatch("[0-9]{1,5}", port):
             raise Refusal(f"RDZV_ENDPOINT={endpoint} must be host:port of the first machine with NNODES={machines}")
         where = ["--rdzv-backend=static", f"--nnodes={machines}", f"--node-rank={rank}"]
         where += [f"--rdzv-endpoint={endpoint}", f"--master-addr={host}", f"--master-port={port}"]

@@ -35,7 +35,18 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.
 DIFFERENT = ("campaign", "started", *PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory")
 RUNS, SLOWEST_END = 12, 60
 BAD_VALUES = ["", "--", "-", "-1", "0", "1.5", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb"]
-BAD_VALUES += ["a\tb", "a\udcff", "/", "/dev/null", "/dev/full", "no/such/name", "x" * 300, "http://127.0.0.1/x", "%s", "24,,28"]
+BAD_VALUES += [
+    "a\tb",
+    "a\udcff",
+    "/",
+    "/dev/null",
+    "/dev/full",
+    "no/such/name",
+    "x" * 300,
+    "http://127.0.0.1/x",
+    "%s",
+    "24,,28",
+]
 VARIABLES = ("WORKERS", "NPROC", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RESTARTS", "TIMEOUT")
 
 
@@ -135,7 +146,12 @@ def bad_requests(npz: Path, place: Path) -> Iterator[tuple[str, Callable[[], obj
         options = [entry.name for owner in (recipe, Settings) for entry in fields(owner) if entry.type != "bool"]
         for name in [*options, "recipe", "no_such_option"]:
             for value in BAD_VALUES:
-                given = ["--recipe", recipe.name, *([] if name == "data" else ["--data", str(npz)]), f"--{name}={value}"]
+                given = [
+                    "--recipe",
+                    recipe.name,
+                    *([] if name == "data" else ["--data", str(npz)]),
+                    f"--{name}={value}",
+                ]
                 yield f"{recipe.name} --{name}={value[:20]!r}", lambda given=given: prepare_launch(given, {})
     for name in VARIABLES:
         for value in BAD_VALUES:

@@ -17,7 +17,10 @@ MOST = 100_000  # of anything that is asked for in numbers: beyond it there is n
 
 
 class Refusal(Exception):  # noqa: N818 (an answer to the user, not a fault of the program)
-    """A request that cannot be met. Its text is one line: what is wrong, and what to do."""
+    """A request that cannot be met. Its text is one line: what is wrong, and what to do; whatever the request holds."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,34 @@
+"""A quick share of the attack: what a user can hand over wrongly is answered in one line, or done."""
+
+import random
+
+import attack
+import pytest
+from conftest import REPO
+
+from large_batch_cifar_10_fast.images.sources import load_images
+from large_batch_cifar_10_fast.results.logs import read_log
+
+GOOD = {"refused in one line", "accepted"}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_no_bad_request_gets_more_than_one_line(tiny_npz, tmp_path):
+    answers = {what: attack.answer(attempt) for what, attempt in attack.bad_requests(tiny_npz, tmp_path)}
+    assert len(answers) > 2000
+    assert {what: answer for what, answer in answers.items() if answer not in GOOD} == {}
+    assert sum(answer != "accepted" for answer in answers.values()) > 0.9 * len(answers)
+    assert not list(tmp_path.iterdir()), "nothing is written by a request that is only looked at"
+
+
+@pytest.mark.parametrize("file", ["images", "runs.tsv", "timing_log.tsv", "run_log.txt"])
+def test_damaged_files_are_read_or_refused_in_one_line(tiny_npz, tmp_path, file):
+    path = tmp_path / (file if file != "images" else "tiny.npz")
+    path.write_bytes((REPO / "logs" / "demo" / file if file != "images" else tiny_npz).read_bytes())
+    answers = attack.damages(load_images if file == "images" else read_log, path, 60, random.Random(file))
+    assert set(answers) <= GOOD, answers
+    assert answers["refused in one line"]
