@@ -1,4 +1,4 @@
-"""Reading and fetching the images, with a mirror on loopback and a data set of a few hundred pictures."""
+"""Fetching CIFAR-10, with a mirror on loopback and an archive of a few pictures; and the shapes drawn in memory."""
 
 import hashlib
 import http.server
@@ -8,75 +8,14 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import write_npz
+from conftest import random_pictures
 from torchvision.datasets import CIFAR10
 
-from large_batch_cifar_10_fast.images import sources as module
-from large_batch_cifar_10_fast.images.sources import Images, count_training_images, fetch_cifar10, load_images
+from large_batch_cifar_10_fast.images import cifar10 as module
+from large_batch_cifar_10_fast.images.cifar10 import fetch_cifar10
+from large_batch_cifar_10_fast.images.sources import Images, count_training_images, load_images
 from large_batch_cifar_10_fast.images.synthetic import draw_shapes
 from large_batch_cifar_10_fast.settings.settings import Refusal
-
-
-def _pictures(count: int, labels=None):
-    random = np.random.default_rng(count)
-    labels = random.integers(0, 10, count) if labels is None else np.asarray(labels)
-    return random.integers(0, 256, (count, 32, 32, 3), np.uint8), labels
-
-
-def test_npz_is_read_as_it_is(tmp_path):
-    train, test = _pictures(30), _pictures(7)
-    path = write_npz(tmp_path / "some.npz", *train, *test)
-    assert count_training_images(str(path)) == 30
-    loaded = load_images(str(path))
-    assert loaded.name == "some.npz"
-    for got, expected in zip(
-        (loaded.train_images, loaded.train_labels, loaded.test_images, loaded.test_labels), (*train, *test), strict=True
-    ):
-        np.testing.assert_array_equal(got, expected)
-    flat = b"".join(part.astype(np.uint8).tobytes() for part in (*train, *test))
-    assert loaded.digest() == hashlib.sha256(flat).hexdigest()[:12]
-
-
-WRONG = {
-    "a float image": ((_pictures(8)[0].astype(np.float32), _pictures(8)[1]), "train_images is float32"),
-    "flat images": ((_pictures(8)[0].reshape(8, -1), _pictures(8)[1]), r"\[8, 3072\], not uint8"),
-    "too few labels": ((_pictures(8)[0], _pictures(7)[1]), r"train_labels is int64 \[7\]"),
-    "an eleventh class": (_pictures(3, [0, 10, 2]), "0 to 10, outside 0 to 9"),
-    "a negative class": (_pictures(3, [0, -1, 2]), "-1 to 2, outside 0 to 9"),
-    "no images": ((np.zeros((0, 32, 32, 3), np.uint8), np.zeros(0, int)), r"\[0, 32, 32, 3\]"),
-}
-
-
-@pytest.mark.parametrize("fault", WRONG)
-def test_npz_of_another_shape_is_refused(tmp_path, fault):
-    train, message = WRONG[fault]
-    path = write_npz(tmp_path / "wrong.npz", *train, *_pictures(4))
-    with pytest.raises(Refusal, match=message):
-        count_training_images(str(path))
-
-
-def test_npz_truncated_missing_or_incomplete_is_refused(tmp_path):
-    path = write_npz(tmp_path / "whole.npz", *_pictures(30), *_pictures(7))
-    (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:-100])
-    np.savez(tmp_path / "part.npz", train_images=_pictures(3)[0])
-    for name, message in (("cut", "damaged"), ("none", "no such file"), ("part", "test_images")):
-        with pytest.raises(Refusal, match=message):
-            count_training_images(str(tmp_path / f"{name}.npz"))
-
-
-def test_npz_with_a_flipped_byte_is_refused_when_read(tmp_path):
-    path = write_npz(tmp_path / "whole.npz", *_pictures(30), *_pictures(7))
-    content = bytearray(path.read_bytes())
-    content[5000] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(Refusal, match="damaged"):
-        load_images(str(path))
-
-
-def test_pickled_arrays_are_not_opened(tmp_path):
-    path = write_npz(tmp_path / "evil.npz", np.array([print], dtype=object), *_pictures(4)[1:], *_pictures(4))
-    with pytest.raises(Refusal):
-        load_images(str(path))
 
 
 @pytest.fixture
@@ -84,7 +23,7 @@ def small_cifar10(tmp_path, monkeypatch):
     """An archive in CIFAR-10's format, its MD5s put in the places of the originals', served on loopback."""
     source = tmp_path / "source" / module.BATCHES
     source.mkdir(parents=True)
-    (train, train_labels), (test, test_labels) = _pictures(20), _pictures(6)
+    (train, train_labels), (test, test_labels) = random_pictures(20), random_pictures(6)
     contents = {
         "train": {"data": train.transpose(0, 3, 1, 2).reshape(20, -1), "labels": train_labels.tolist()},
         "test": {"data": test.transpose(0, 3, 1, 2).reshape(6, -1), "labels": test_labels.tolist()},
@@ -99,6 +38,7 @@ def small_cifar10(tmp_path, monkeypatch):
     with tarfile.open(served / module.ARCHIVE, "w:gz") as archive:
         archive.add(source, module.BATCHES)
     (served / "cut.tar.gz").write_bytes((served / module.ARCHIVE).read_bytes()[:500])
+    monkeypatch.setattr(module, "ARCHIVE_BYTES", (served / module.ARCHIVE).stat().st_size)
     monkeypatch.setattr(module, "ARCHIVE_MD5", hashlib.md5((served / module.ARCHIVE).read_bytes()).hexdigest())
     monkeypatch.setattr(CIFAR10, "train_list", [("train", md5["train"])])
     monkeypatch.setattr(CIFAR10, "test_list", [("test", md5["test"])])
