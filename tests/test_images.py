@@ -1,10 +1,13 @@
 """Fetching CIFAR-10, with a mirror on loopback and an archive of a few pictures; and the shapes drawn in memory."""
 
+import contextlib
 import hashlib
 import http.server
+import itertools
 import pickle
 import tarfile
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -113,7 +116,7 @@ def test_processes_wait_for_the_first_and_fetch_once(small_cifar10, tmp_path):
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert len([path for path in requests if module.ARCHIVE in path]) <= 2  # a redirect check and the download
+    assert len([path for path in requests if module.ARCHIVE in path]) == 1
 
 
 def test_when_no_mirror_answers_all_are_named_with_the_way_out(small_cifar10, tmp_path, monkeypatch):
@@ -127,6 +130,104 @@ def test_when_no_mirror_answers_all_are_named_with_the_way_out(small_cifar10, tm
     for part in ("absent.tar.gz", "closed.tar.gz", module.ARCHIVE, str(folder), "--demo", "CIFAR10_URL"):
         assert part in text
     assert not folder.exists(), "nothing is left of it"
+
+
+def test_after_a_failure_only_folders_made_for_it_go(monkeypatch, tmp_path):
+    monkeypatch.delenv("CIFAR10_URL", raising=False)
+    monkeypatch.setattr(module, "MIRRORS", ("http://127.0.0.1:9/closed.tar.gz",))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for folder in (mine, mine / "made" / "here"):
+        with pytest.raises(Refusal, match="cannot be fetched"):
+            fetch_cifar10(folder)
+        assert not list(mine.iterdir())
+
+
+@pytest.fixture
+def mirror(monkeypatch):
+    """serve(pieces) makes a server that answers with these bytes the only mirror; returns the list of what it sent."""
+    monkeypatch.delenv("CIFAR10_URL", raising=False)
+    monkeypatch.setattr(module, "STALLED", 2)
+    monkeypatch.setattr(module, "LEAST", 1000)
+    sent = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            with contextlib.suppress(OSError):  # nobody takes it any more
+                for piece in self.server.pieces:
+                    self.wfile.write(piece)
+                    sent.append(len(piece))
+            sent.append("end")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def serve(pieces) -> list:
+            server.pieces = pieces
+            monkeypatch.setattr(module, "MIRRORS", (f"http://127.0.0.1:{server.server_port}/{module.ARCHIVE}",))
+            return sent
+
+        yield serve
+        server.shutdown()
+
+
+def _slowly(pieces, seconds: float):
+    for piece in pieces:
+        yield piece
+        time.sleep(seconds)
+
+
+OK = b"HTTP/1.0 200 OK\r\n"
+SLOW = "(fewer than 1000 bytes in 2 seconds)"
+GIVEN_UP = {
+    "its bytes trickle": (lambda: _slowly([OK + b"\r\n", *[b"x"] * 150], 0.1), SLOW),
+    "its headers trickle": (lambda: _slowly([OK, *[b"x"] * 150], 0.1), SLOW),
+    "it says nothing": (lambda: _slowly([b"", b""], 15), "timed out|" + SLOW),
+    "its size is another": (
+        lambda: _slowly([OK + b"Content-Length: 7\r\n\r\n"], 15),
+        "(it offers 7 bytes, the archive has",
+    ),
+    "it ends too early": (lambda: [OK + b"\r\n" + b"half"], "(it sent 4 bytes that are not the archive's)"),
+    "it speaks another language": (lambda: [b"SSH-2.0\r\n\r\n"], "(SSH-2.0"),
+}
+
+
+@pytest.mark.parametrize("fault", GIVEN_UP)
+def test_a_mirror_is_given_up_within_seconds_if(fault, mirror, tmp_path):
+    answer, message = GIVEN_UP[fault]
+    mirror(answer())
+    start = time.monotonic()
+    with pytest.raises(Refusal) as refusal:
+        fetch_cifar10(tmp_path / "data")
+    assert any(part in str(refusal.value) for part in message.split("|"))
+    assert time.monotonic() - start < 10
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mirror_that_sends_without_end_is_given_up_at_once(mirror, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ARCHIVE_BYTES", 10**6)
+    sent = mirror(itertools.chain([OK + b"\r\n"], itertools.repeat(bytes(10**5))))
+    with pytest.raises(Refusal, match="it sends more than the archive's 1000000 bytes"):
+        fetch_cifar10(tmp_path / "data")
+    start = time.monotonic()
+    while "end" not in sent:
+        assert time.monotonic() - start < 20, "the thread that was left behind ends"
+        time.sleep(0.1)
+    assert sum(sent[:-1]) < 5e7, "what buffers hold"
+
+
+def test_a_mirror_that_is_slow_but_steady_is_waited_for(small_cifar10, mirror, tmp_path):
+    expected, *_, served = small_cifar10
+    archive = (served / module.ARCHIVE).read_bytes()
+    size = len(archive) // 6
+    pieces = [archive[start : start + size] for start in range(0, len(archive), size)]
+    mirror(_slowly([OK + f"Content-Length: {len(archive)}\r\n\r\n".encode(), *pieces], 0.5))
+    start = time.monotonic()
+    assert _same(load_images(str(tmp_path / "data")), expected)
+    assert time.monotonic() - start > module.STALLED
 
 
 def test_damaged_batches_are_refused_not_unpickled(small_cifar10, tmp_path):

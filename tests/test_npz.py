@@ -1,6 +1,11 @@
 """Images in .npz files: read as they are, and refused in one line whatever is wrong with them."""
 
 import hashlib
+import io
+import struct
+import tracemalloc
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,3 +71,109 @@ def test_pickled_arrays_are_not_opened(tmp_path):
     )
     with pytest.raises(Refusal):
         load_images(str(path))
+
+
+LABELS = "train_labels.npy"
+STORED, DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
+
+
+def _rezip(path: Path, compression: int, change=lambda labels: labels) -> None:
+    """Write a file's members anew, the training labels' bytes changed."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, change(content) if name == LABELS else content)
+
+
+def _forge(path: Path, offset: int, layout: str, value: int) -> None:
+    """Overwrite a field of the training labels' entry in the zip's directory."""
+    content = bytearray(path.read_bytes())
+    entry = content.rindex(LABELS.encode()) - 46
+    assert content[entry : entry + 4] == b"PK\x01\x02"
+    struct.pack_into(layout, content, entry + offset, value)
+    path.write_bytes(content)
+
+
+def _npy(header: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode()
+
+
+def _second_version(labels: bytes) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.load(io.BytesIO(labels)), version=(2, 0))
+    return file.getvalue()
+
+
+def _shape(count: object) -> str:
+    return f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({count},)}}"
+
+
+HEADERS = {
+    "more labels than memory": _shape(10**13),
+    "more labels than a number holds": _shape(10**30),
+    "more digits than Python reads": _shape("9" * 5000),
+    "fewer labels than none": _shape(-30),
+    "an unhashable key": "{[]: 1}",
+    "parentheses without end": "(" * 9000,
+    "signs without end": "-" * 9000 + "1",
+    "more than NumPy reads": _shape(30) + " " * 20000,
+    "a type of no parts": "{'descr': (), 'fortran_order': False, 'shape': (30,)}",
+}
+CRAFTED = {
+    "encrypted": lambda path: _forge(path, 8, "<H", 1),
+    "of unknown compression": lambda path: _forge(path, 10, "<H", 99),
+    "lzma": lambda path: _rezip(path, zipfile.ZIP_LZMA),
+    "bzip2": lambda path: _rezip(path, zipfile.ZIP_BZIP2),
+    "of another version": lambda path: _rezip(path, STORED, _second_version),
+    "longer than its header says": lambda path: _rezip(path, DEFLATED, lambda labels: labels + bytes(10**6)),
+    "shorter than its header says": lambda path: _rezip(path, DEFLATED, lambda labels: labels[:-8]),
+    **{name: lambda path, h=header: _rezip(path, STORED, lambda _: _npy(h)) for name, header in HEADERS.items()},
+}
+
+
+@pytest.mark.parametrize("read", [count_training_images, load_images])
+@pytest.mark.parametrize("fault", CRAFTED)
+def test_a_crafted_npz_is_refused_in_one_line(tmp_path, fault, read):
+    path = write_npz(tmp_path / "crafted.npz", *random_pictures(30), *random_pictures(7))
+    CRAFTED[fault](path)
+    with pytest.raises(Refusal) as refusal:
+        read(str(path))
+    assert f"{path} is damaged or no .npz file (" in str(refusal.value)
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 500
+
+
+def test_a_compressed_npz_is_read_like_another(tmp_path):
+    path = write_npz(tmp_path / "some.npz", *random_pictures(30), *random_pictures(7))
+    digest = load_images(str(path)).digest()
+    _rezip(path, DEFLATED)
+    assert load_images(str(path)).digest() == digest
+
+
+def test_an_npz_that_says_it_unpacks_to_gigabytes_is_refused(tmp_path):
+    path = write_npz(tmp_path / "large.npz", *random_pictures(30), *random_pictures(7))
+    _forge(path, 24, "<L", 2**30)
+    with pytest.raises(Refusal, match="more than the limit of 1073741824"):
+        count_training_images(str(path))
+
+
+def test_an_npz_that_hides_how_much_it_unpacks_to_is_not_unpacked_further(tmp_path):
+    path = write_npz(tmp_path / "bomb.npz", *random_pictures(30), *random_pictures(7))
+    with zipfile.ZipFile(path) as archive:
+        said = archive.getinfo(LABELS).file_size
+    _rezip(path, DEFLATED, lambda labels: labels + bytes(10**8))
+    _forge(path, 24, "<L", said)
+    tracemalloc.start()
+    with pytest.raises(Refusal, match="damaged"):
+        count_training_images(str(path))
+    assert tracemalloc.get_traced_memory()[1] < 10**7
+    tracemalloc.stop()
+
+
+def test_an_npz_with_two_arrays_of_a_name_is_refused(tmp_path):
+    path = write_npz(tmp_path / "two.npz", *random_pictures(30), *random_pictures(7))
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(LABELS, archive.read(LABELS))
+    with pytest.raises(Refusal, match="holds 2 arrays train_labels: it needs one each of"):
+        count_training_images(str(path))
