@@ -39,6 +39,13 @@ def write_npz(path: Path, train_images, train_labels, test_images, test_labels) 
     return path
 
 
+def random_pictures(count: int, labels=None):
+    """Noise: images uint8 [count, 32, 32, 3] and labels, drawn unless given."""
+    random = np.random.default_rng(count)
+    labels = random.integers(0, 10, count) if labels is None else np.asarray(labels)
+    return random.integers(0, 256, (count, 32, 32, 3), np.uint8), labels
+
+
 def environment(**variables: object) -> dict[str, str]:
     """This one, without what would change a launch, and with these."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("WORKERS", "NPROC", "NNODES", "OMP_NUM_THREADS")}

@@ -1,82 +1,24 @@
-"""Reading and fetching the images, with a mirror on loopback and a data set of a few hundred pictures."""
+"""Fetching CIFAR-10, with a mirror on loopback and an archive of a few pictures; and the shapes drawn in memory."""
 
+import contextlib
 import hashlib
 import http.server
+import itertools
 import pickle
 import tarfile
 import threading
+import time
 
 import numpy as np
 import pytest
-from conftest import write_npz
+from conftest import random_pictures
 from torchvision.datasets import CIFAR10
 
-from large_batch_cifar_10_fast.images import sources as module
-from large_batch_cifar_10_fast.images.sources import Images, count_training_images, fetch_cifar10, load_images
+from large_batch_cifar_10_fast.images import cifar10 as module
+from large_batch_cifar_10_fast.images.cifar10 import fetch_cifar10
+from large_batch_cifar_10_fast.images.sources import Images, count_training_images, load_images
 from large_batch_cifar_10_fast.images.synthetic import draw_shapes
 from large_batch_cifar_10_fast.settings.settings import Refusal
-
-
-def _pictures(count: int, labels=None):
-    random = np.random.default_rng(count)
-    labels = random.integers(0, 10, count) if labels is None else np.asarray(labels)
-    return random.integers(0, 256, (count, 32, 32, 3), np.uint8), labels
-
-
-def test_npz_is_read_as_it_is(tmp_path):
-    train, test = _pictures(30), _pictures(7)
-    path = write_npz(tmp_path / "some.npz", *train, *test)
-    assert count_training_images(str(path)) == 30
-    loaded = load_images(str(path))
-    assert loaded.name == "some.npz"
-    for got, expected in zip(
-        (loaded.train_images, loaded.train_labels, loaded.test_images, loaded.test_labels), (*train, *test), strict=True
-    ):
-        np.testing.assert_array_equal(got, expected)
-    flat = b"".join(part.astype(np.uint8).tobytes() for part in (*train, *test))
-    assert loaded.digest() == hashlib.sha256(flat).hexdigest()[:12]
-
-
-WRONG = {
-    "a float image": ((_pictures(8)[0].astype(np.float32), _pictures(8)[1]), "train_images is float32"),
-    "flat images": ((_pictures(8)[0].reshape(8, -1), _pictures(8)[1]), r"\[8, 3072\], not uint8"),
-    "too few labels": ((_pictures(8)[0], _pictures(7)[1]), r"train_labels is int64 \[7\]"),
-    "an eleventh class": (_pictures(3, [0, 10, 2]), "0 to 10, outside 0 to 9"),
-    "a negative class": (_pictures(3, [0, -1, 2]), "-1 to 2, outside 0 to 9"),
-    "no images": ((np.zeros((0, 32, 32, 3), np.uint8), np.zeros(0, int)), r"\[0, 32, 32, 3\]"),
-}
-
-
-@pytest.mark.parametrize("fault", WRONG)
-def test_npz_of_another_shape_is_refused(tmp_path, fault):
-    train, message = WRONG[fault]
-    path = write_npz(tmp_path / "wrong.npz", *train, *_pictures(4))
-    with pytest.raises(Refusal, match=message):
-        count_training_images(str(path))
-
-
-def test_npz_truncated_missing_or_incomplete_is_refused(tmp_path):
-    path = write_npz(tmp_path / "whole.npz", *_pictures(30), *_pictures(7))
-    (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:-100])
-    np.savez(tmp_path / "part.npz", train_images=_pictures(3)[0])
-    for name, message in (("cut", "damaged"), ("none", "no such file"), ("part", "test_images")):
-        with pytest.raises(Refusal, match=message):
-            count_training_images(str(tmp_path / f"{name}.npz"))
-
-
-def test_npz_with_a_flipped_byte_is_refused_when_read(tmp_path):
-    path = write_npz(tmp_path / "whole.npz", *_pictures(30), *_pictures(7))
-    content = bytearray(path.read_bytes())
-    content[5000] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(Refusal, match="damaged"):
-        load_images(str(path))
-
-
-def test_pickled_arrays_are_not_opened(tmp_path):
-    path = write_npz(tmp_path / "evil.npz", np.array([print], dtype=object), *_pictures(4)[1:], *_pictures(4))
-    with pytest.raises(Refusal):
-        load_images(str(path))
 
 
 @pytest.fixture
@@ -84,7 +26,7 @@ def small_cifar10(tmp_path, monkeypatch):
     """An archive in CIFAR-10's format, its MD5s put in the places of the originals', served on loopback."""
     source = tmp_path / "source" / module.BATCHES
     source.mkdir(parents=True)
-    (train, train_labels), (test, test_labels) = _pictures(20), _pictures(6)
+    (train, train_labels), (test, test_labels) = random_pictures(20), random_pictures(6)
     contents = {
         "train": {"data": train.transpose(0, 3, 1, 2).reshape(20, -1), "labels": train_labels.tolist()},
         "test": {"data": test.transpose(0, 3, 1, 2).reshape(6, -1), "labels": test_labels.tolist()},
@@ -99,6 +41,7 @@ def small_cifar10(tmp_path, monkeypatch):
     with tarfile.open(served / module.ARCHIVE, "w:gz") as archive:
         archive.add(source, module.BATCHES)
     (served / "cut.tar.gz").write_bytes((served / module.ARCHIVE).read_bytes()[:500])
+    monkeypatch.setattr(module, "ARCHIVE_BYTES", (served / module.ARCHIVE).stat().st_size)
     monkeypatch.setattr(module, "ARCHIVE_MD5", hashlib.md5((served / module.ARCHIVE).read_bytes()).hexdigest())
     monkeypatch.setattr(CIFAR10, "train_list", [("train", md5["train"])])
     monkeypatch.setattr(CIFAR10, "test_list", [("test", md5["test"])])
@@ -173,7 +116,7 @@ def test_processes_wait_for_the_first_and_fetch_once(small_cifar10, tmp_path):
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert len([path for path in requests if module.ARCHIVE in path]) <= 2  # a redirect check and the download
+    assert len([path for path in requests if module.ARCHIVE in path]) == 1
 
 
 def test_when_no_mirror_answers_all_are_named_with_the_way_out(small_cifar10, tmp_path, monkeypatch):
@@ -187,6 +130,104 @@ def test_when_no_mirror_answers_all_are_named_with_the_way_out(small_cifar10, tm
     for part in ("absent.tar.gz", "closed.tar.gz", module.ARCHIVE, str(folder), "--demo", "CIFAR10_URL"):
         assert part in text
     assert not folder.exists(), "nothing is left of it"
+
+
+def test_after_a_failure_only_folders_made_for_it_go(monkeypatch, tmp_path):
+    monkeypatch.delenv("CIFAR10_URL", raising=False)
+    monkeypatch.setattr(module, "MIRRORS", ("http://127.0.0.1:9/closed.tar.gz",))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for folder in (mine, mine / "made" / "here"):
+        with pytest.raises(Refusal, match="cannot be fetched"):
+            fetch_cifar10(folder)
+        assert not list(mine.iterdir())
+
+
+@pytest.fixture
+def mirror(monkeypatch):
+    """serve(pieces) makes a server that answers with these bytes the only mirror; returns the list of what it sent."""
+    monkeypatch.delenv("CIFAR10_URL", raising=False)
+    monkeypatch.setattr(module, "STALLED", 2)
+    monkeypatch.setattr(module, "LEAST", 1000)
+    sent = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            with contextlib.suppress(OSError):  # nobody takes it any more
+                for piece in self.server.pieces:
+                    self.wfile.write(piece)
+                    sent.append(len(piece))
+            sent.append("end")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def serve(pieces) -> list:
+            server.pieces = pieces
+            monkeypatch.setattr(module, "MIRRORS", (f"http://127.0.0.1:{server.server_port}/{module.ARCHIVE}",))
+            return sent
+
+        yield serve
+        server.shutdown()
+
+
+def _slowly(pieces, seconds: float):
+    for piece in pieces:
+        yield piece
+        time.sleep(seconds)
+
+
+OK = b"HTTP/1.0 200 OK\r\n"
+SLOW = "(fewer than 1000 bytes in 2 seconds)"
+GIVEN_UP = {
+    "its bytes trickle": (lambda: _slowly([OK + b"\r\n", *[b"x"] * 150], 0.1), SLOW),
+    "its headers trickle": (lambda: _slowly([OK, *[b"x"] * 150], 0.1), SLOW),
+    "it says nothing": (lambda: _slowly([b"", b""], 15), "timed out|" + SLOW),
+    "its size is another": (
+        lambda: _slowly([OK + b"Content-Length: 7\r\n\r\n"], 15),
+        "(it offers 7 bytes, the archive has",
+    ),
+    "it ends too early": (lambda: [OK + b"\r\n" + b"half"], "(it sent 4 bytes that are not the archive's)"),
+    "it speaks another language": (lambda: [b"SSH-2.0\r\n\r\n"], "(SSH-2.0"),
+}
+
+
+@pytest.mark.parametrize("fault", GIVEN_UP)
+def test_a_mirror_is_given_up_within_seconds_if(fault, mirror, tmp_path):
+    answer, message = GIVEN_UP[fault]
+    mirror(answer())
+    start = time.monotonic()
+    with pytest.raises(Refusal) as refusal:
+        fetch_cifar10(tmp_path / "data")
+    assert any(part in str(refusal.value) for part in message.split("|"))
+    assert time.monotonic() - start < 10
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mirror_that_sends_without_end_is_given_up_at_once(mirror, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ARCHIVE_BYTES", 10**6)
+    sent = mirror(itertools.chain([OK + b"\r\n"], itertools.repeat(bytes(10**5))))
+    with pytest.raises(Refusal, match="it sends more than the archive's 1000000 bytes"):
+        fetch_cifar10(tmp_path / "data")
+    start = time.monotonic()
+    while "end" not in sent:
+        assert time.monotonic() - start < 20, "the thread that was left behind ends"
+        time.sleep(0.1)
+    assert sum(sent[:-1]) < 5e7, "what buffers hold"
+
+
+def test_a_mirror_that_is_slow_but_steady_is_waited_for(small_cifar10, mirror, tmp_path):
+    expected, *_, served = small_cifar10
+    archive = (served / module.ARCHIVE).read_bytes()
+    size = len(archive) // 6
+    pieces = [archive[start : start + size] for start in range(0, len(archive), size)]
+    mirror(_slowly([OK + f"Content-Length: {len(archive)}\r\n\r\n".encode(), *pieces], 0.5))
+    start = time.monotonic()
+    assert _same(load_images(str(tmp_path / "data")), expected)
+    assert time.monotonic() - start > module.STALLED
 
 
 def test_damaged_batches_are_refused_not_unpickled(small_cifar10, tmp_path):

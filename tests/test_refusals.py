@@ -52,6 +52,12 @@ CASES = {
     ),
     "the same by its old name": ((*DEMO, "--passes", "3"), {"NPROC": 2}, "--micro_batches 3 does not divide"),
     "a missing file": ((*DEMO, "--data", "absent.npz"), {}, "absent.npz: no such file"),
+    "an address as folder": (
+        (*DEMO, "--data", "http://host/x"),
+        {},
+        "--data http://host/x is an address, not",
+    ),
+    "a mirror that is a file": (("--data", "images"), {"CIFAR10_URL": "file:///x"}, "CIFAR10_URL='file:///x' does not"),
     "a file as folder": ((*DEMO, "--out", "/dev/null/there"), {}, "--out /dev/null/there cannot be written"),
     "a folder as file": ((*DEMO, "--save", "/tmp"), {}, "--save /tmp is a folder"),
     "weights nowhere": ((*DEMO, "--save", "no/such/w.pt"), {}, "--save no/such/w.pt cannot be written: "),
