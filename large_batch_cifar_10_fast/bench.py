@@ -268,7 +268,7 @@ def main() -> None:
         if options.ladder:
             seconds = climb(settings, recipe, options.ladder_steps)
             if options.picture:
-                draw_ladder(seconds, options.picture)
+                draw_ladder(seconds, Path(options.picture))
             print(json.dumps(seconds, indent=2) if options.json else as_table(seconds))
             return
         if has_option(recipe, "workers") and "WORKERS" not in os.environ and not torch.cuda.is_available():

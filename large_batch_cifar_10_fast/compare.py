@@ -93,12 +93,16 @@ def _reached_row(*logs: Log) -> Row:
 
 def conclude(mine: Log, reference: Log, margin: float) -> dict[str, Conclusion]:
     """What may be said of accuracy (margin in points), of time (margin as a share), and of mine against the goal."""
-    a, b = (100 * finite(log.accuracy) for log in (mine, reference))
+    a, b = (100 * log.accuracy for log in (mine, reference))
     # Times are compared as ratios, so through their logarithms.
-    c, d = (np.log(finite(log.seconds)) for log in (mine, reference))
+    c, d = (np.log(log.seconds) for log in (mine, reference))
     ratio_margin = math.log1p(TIME_MARGIN)
+    accuracy = judge(a, b, margin, "Accuracy", lambda x: f"{x:+.3f} points", more_is_better=True)
+    for side, log, verdict in (("the reference", reference, "open"), ("mine", mine, "worse")):
+        if log.diverged == len(log.accuracy):
+            accuracy = Conclusion(verdict, f"Accuracy: all {log.diverged} runs of {side} diverged.")
     return {
-        "accuracy": judge(a, b, margin, "Accuracy", lambda x: f"{x:+.3f} points", more_is_better=True),
+        "accuracy": accuracy,
         "time": judge(c, d, ratio_margin, "Time", lambda x: f"{100 * math.expm1(x):+.1f}%", more_is_better=False),
         "goal": judge_goal(a, 100 * GOAL),
     }
@@ -117,9 +121,8 @@ def differing_conditions(mine: Log, reference: Log) -> list[str]:
             found.append(f"{side} ({log.name}) does not say on which {' and '.join(silent)}")
         if log.rounding:
             found.append(f"{side} ({log.name}) rounds accuracies, to within {100 * log.rounding:g} points")
-        diverged = len(log.accuracy) - len(finite(log.loss))
-        if diverged and len(finite(log.loss)):
-            found.append(f"{side} ({log.name}) has {diverged} runs without a finite loss, left out of its mean")
+        if 0 < log.diverged < len(log.loss):
+            found.append(f"{side} ({log.name}) has {log.diverged} runs without a finite loss, left out of its mean")
     return found
 
 

@@ -14,7 +14,7 @@ from .recipes.basenet import Basenet
 from .recipes.fastai import FastAI
 from .recipes.muon import Muon2024, MuonRecipe
 from .recipes.page import Page
-from .results.pictures import WIDTH, draw_bars, refuse_picture, start_drawing
+from .results.pictures import WIDTH, draw_bars, refuse_picture, save_picture, start_drawing
 from .settings.settings import refusals_end
 from .training.networks import work
 from .training.recipe import Recipe
@@ -74,7 +74,7 @@ def draw(out: Path) -> None:
     draw_bars(axes[0], list(names.values()), [pflop(system.recipe) for system in SYSTEMS], "work of a run, PFLOP")
     on = [f"{names[system]}, {system.hardware}" for system in timed]
     draw_bars(axes[1], on, [system.seconds for system in timed], "seconds to 94%, by its own clock")
-    figure.savefig(out, dpi=200)
+    save_picture(figure, out)
     plt.close(figure)
 
 

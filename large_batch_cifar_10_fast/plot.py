@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from .results.logs import PUBLISHED, Log, read_log
-from .results.pictures import BEHIND, INK, WIDTH, refuse_picture, start_drawing
+from .results.pictures import BEHIND, INK, WIDTH, refuse_picture, save_picture, start_drawing
 from .results.tables import GOAL
 from .settings.settings import refusals_end
 
@@ -123,7 +123,7 @@ def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> No
         axes[1, 0].set_xlabel("final test accuracy, %", labelpad=1)
         draw_runs(axes[2, 0], sides, names, "seconds", 1)
         axes[2, 0].set_xlabel("seconds", labelpad=1)
-    figure.savefig(out, dpi=200)
+    save_picture(figure, out)
     plt.close(figure)
 
 
@@ -138,9 +138,9 @@ def main(arguments: list[str] | None = None) -> None:
     with refusals_end("plot"):
         refuse_picture("--out", out)
         logs, reference = [read_log(name) for name in options.files], read_log(options.reference)
-    alone = len(logs) == 1 and logs[0].name != reference.name
-    labels = ["mine"] if alone else [Path(log.name).name for log in logs]
-    picture(logs, labels, reference, out)
+        alone = len(logs) == 1 and logs[0].name != reference.name
+        labels = ["mine"] if alone else [Path(log.name).name for log in logs]
+        picture(logs, labels, reference, out)
 
 
 if __name__ == "__main__":

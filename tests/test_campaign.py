@@ -177,14 +177,14 @@ def test_a_row_is_whole_only_with_all_fields_and_its_newline(tmp_path):
     journal = Journal(path)
     journal.mend()
     for run in (0, 1):
-        journal.append({**dict.fromkeys(COLUMNS, ""), "run": run})
+        journal.append({**dict.fromkeys(COLUMNS, "1"), "run": run, "seed": run})
     journal.close()
     whole = path.read_bytes()
     assert [row["run"] for row in read_rows(path)] == ["0", "1"]
     for cut in (whole[:-1], whole[:-5], whole[:-5] + b"\n"):
         path.write_bytes(cut)
         assert [row["run"] for row in read_rows(path)] == ["0"]
-    path.write_bytes(whole.replace(b"\t\n", b"\n", 1))
+    path.write_bytes(whole.replace(b"\t1\n", b"\n", 1))
     with pytest.raises(Refusal, match="line 2"):
         read_rows(path)
 
@@ -242,6 +242,6 @@ def test_a_half_written_header_is_made_again(tmp_path):
     path.write_text("campaign\tstar")
     journal = Journal(path)
     journal.mend()
-    journal.append(dict.fromkeys(COLUMNS, "x"))
+    journal.append(dict.fromkeys(COLUMNS, "1"))
     journal.close()
     assert len(read_rows(path)) == 1

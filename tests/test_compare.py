@@ -115,6 +115,7 @@ def _runs_table(path, **columns):
                 "campaign": "b",
                 "runs": "3",
                 "run": str(i),
+                "seed": str(7 + i),
                 "seconds": str(5 + i),
                 "goal_seconds": goal,
                 "validation_count": str(9399 + i),

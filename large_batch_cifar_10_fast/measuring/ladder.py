@@ -4,13 +4,14 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..results.pictures import WIDTH, draw_bars, start_drawing
+from ..results.pictures import WIDTH, draw_bars, save_picture, start_drawing
 from ..training.shards import MEAN, STD, Batch, Shards
 from ..training.world import World
 
@@ -119,11 +120,11 @@ def as_table(seconds: dict[str, tuple[float, float, float | None]]) -> str:
     return "\n".join(lines)
 
 
-def draw_ladder(seconds: dict[str, tuple[float, float, float | None]], out: str) -> None:
+def draw_ladder(seconds: dict[str, tuple[float, float, float | None]], out: Path) -> None:
     """Seconds of an epoch on each rung, with the training step left out and with it."""
     plt = start_drawing()
     figure, axes = plt.subplots(2, 1, figsize=(WIDTH, 2.8), layout="constrained")
     for axis, column, label in zip(axes, (0, 1), ("handed over", "with the training"), strict=True):
         draw_bars(axis, list(seconds), [row[column] for row in seconds.values()], f"an epoch {label}, seconds")
-    figure.savefig(out, dpi=200)
+    save_picture(figure, out)
     plt.close(figure)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 NUMBER = r"nan|inf|\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+WHOLE = r"\d+"
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line whose `{name}` fields hold text, those with a format or `!r` numbers."""
+    """A line whose `{name}` fields hold text, those with a format or `!r` numbers (`:d` whole ones)."""
 
     template: str
 
@@ -27,7 +28,8 @@ class Line:
     def _pattern(self) -> re.Pattern:
         pattern = ""
         for literal, name, spec, conversion in string.Formatter().parse(self.template):
-            field = f"(?P<{name}>{NUMBER if spec or conversion else '.*?'})" if name else ""
+            held = WHOLE if spec == "d" else NUMBER if spec or conversion else ".*?"
+            field = f"(?P<{name}>{held})" if name else ""
             pattern += re.escape(literal) + field
         return re.compile(pattern)
 

@@ -5,16 +5,17 @@ is given as bounds.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 from ..settings.settings import REPO, Refusal, Settings
 from . import lines
-from .tables import COLUMNS, CONDITIONS, GOAL
+from .fields import DURATION, FRACTION, LOSS, PERCENT, TIME, Number
+from .tables import COLUMNS, CONDITIONS, GOAL, diverged, reached_goal, read_rows
 
 PUBLISHED = REPO / "published"
 PUBLISHED_FACTS = {"images": "CIFAR-10", "device": "8 x Tesla V100-SXM2-32GB", "workers": "8"}
@@ -26,12 +27,15 @@ CLOCKS = {  # of DAWNBench's entries, where it is known
     "fastai_pytorch_single_volta.tsv": "validation, too",
 }
 FACTS = ("images", "digest", "device", "recipe", "workers", "processes", *CONDITIONS)  # what may explain a difference
+LARGEST = 64 << 20  # bytes of a file; a hundred thousand runs are less
+HEAD, RUN = (line.template.partition("{")[0].strip() for line in (lines.HEAD, lines.RUN))  # how these lines begin
 
 
 @dataclass(frozen=True)
 class Log:
     """A campaign as its log tells it, one entry a run; NaN where the log does not tell.
 
+    `loss` is validation's, NaN where a run diverged, and empty where no loss is told.
     Accuracies are fractions, each within `rounding` of the true one (0: exact). `reached` are the least and
     the most runs that may have reached 94%. `epochs` is the first run's curve, seconds and accuracies, if told.
     """
@@ -49,6 +53,10 @@ class Log:
     median: float = math.nan
     epochs: tuple[np.ndarray, np.ndarray] | None = None
 
+    @property
+    def diverged(self) -> int:
+        return int((~np.isfinite(self.loss)).sum())
+
 
 def read_log(source: str, campaign: str | None = None) -> Log:
     """Read a file by what is in it, or the word `published`. Raises Refusal."""
@@ -56,47 +64,58 @@ def read_log(source: str, campaign: str | None = None) -> Log:
         log = read_log(str(PUBLISHED / "apple_8xv100_50_runs.tsv"))
         summary = (PUBLISHED / "apple_8xv100_summary.txt").read_text().splitlines()
         return replace(_with_summary(log, summary), name="published", facts=PUBLISHED_FACTS)
-    path = Path(source)
+    path, content = Path(source), _read_bounded(source)
     try:
-        text = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        text = content.decode().splitlines()
+    except UnicodeDecodeError as error:
         raise Refusal(f"{source}: cannot be read ({error})") from error
     head = text[0].split("\t") if text else []
     if campaign and head != COLUMNS:
         raise Refusal(f"{source}: --campaign is for a runs.tsv, which this is not")
     if head == COLUMNS:
-        return _read_runs(path, text, campaign)
+        return _read_runs(path, content, campaign)
     if head[:1] in (["epoch"], ["epochs"]):
         return _read_epochs(path, text)
     if head == ["run", "train_acc", "train_loss", "valid_acc", "valid_loss", "seconds"]:
         return _read_published_table(path, text)
-    if any(line.startswith("Train acc") for line in text):
+    if any(line.startswith(RUN) for line in text):
         return _read_run_log(path, text)
     raise Refusal(f"{source}, line 1: neither a run log with finished runs, nor runs.tsv, nor a DAWNBench table")
 
 
-def _fields(path: Path, text: list[str]) -> pd.DataFrame:
-    """A tab-separated table as text, indexed by line number; every row as long as the header."""
+def _read_bounded(source: str) -> bytes:
+    try:
+        with open(source, "rb") as file:
+            content = file.read(LARGEST + 1)
+    except OSError as error:
+        raise Refusal(f"{source}: cannot be read ({error})") from error
+    if len(content) > LARGEST:
+        raise Refusal(f"{source}: larger than {LARGEST >> 20} MiB, so no log or table of runs: name another file")
+    return content
+
+
+def _columns(path: Path, text: list[str], kinds: Mapping[str, Number]) -> dict[str, list[str]]:
+    """Of a tab-separated table the columns asked for, as text that was seen to be their kinds of numbers."""
     head = text[0].split("\t")
-    rows = {number: line.split("\t") for number, line in enumerate(text[1:], 2) if line.strip()}
-    for number, row in rows.items():
-        if len(row) != len(head):
+    for name in kinds:
+        if name not in head:
+            raise Refusal(f"{path}, line 1: no column {name}")
+    columns = {name: [] for name in kinds}
+    for number, line in enumerate(text[1:], 2):
+        row = line.split("\t")
+        if line.strip() and len(row) != len(head):
             raise Refusal(f"{path}, line {number}: {len(row)} fields where the header has {len(head)}")
-    if not rows:
+        for name, written in zip(head, row, strict=False):
+            if name in kinds and line.strip():
+                kinds[name].read(written, f"{path}, line {number}: {name}")
+                columns[name].append(written)
+    if not all(columns.values()):
         raise Refusal(f"{path}, line 1: a header and nothing below it")
-    return pd.DataFrame.from_dict(rows, orient="index", columns=head)
+    return columns
 
 
-def _numbers(path: Path, table: pd.DataFrame, column: str, empty: bool = False) -> np.ndarray:
-    """A column as float64; an empty field is NaN where `empty` allows it."""
-    if column not in table:
-        raise Refusal(f"{path}, line 1: no column {column}")
-    for number, text in table[column].items():
-        try:
-            _ = float(text) if text or not empty else math.nan
-        except ValueError:
-            raise Refusal(f"{path}, line {number}: {column} is {text!r}, not a number") from None
-    return table[column].replace("", "nan").astype(float).to_numpy()
+def _numbers(texts: Iterable[str]) -> np.ndarray:
+    return np.array([float(text) for text in texts])
 
 
 def _decimals(texts: list[str]) -> int:
@@ -109,67 +128,105 @@ def bounds(accuracy: np.ndarray, rounding: float) -> tuple[int, int]:
     return int((accuracy - rounding >= GOAL - slack).sum()), int((accuracy + rounding >= GOAL - slack).sum())
 
 
-def _read_runs(path: Path, text: list[str], campaign: str | None) -> Log:
-    whole = path.read_bytes().endswith(b"\n")
-    table = _fields(path, text if whole else text[:-1])
-    known = table["campaign"].unique()
+def _read_runs(path: Path, content: bytes, campaign: str | None) -> Log:
+    rows = read_rows(path, content)
+    if not rows:
+        raise Refusal(f"{path}, line 1: a header and nothing below it")
+    known = dict.fromkeys(row["campaign"] for row in rows)
     if campaign and campaign not in known:
         raise Refusal(f"{path}: no campaign {campaign}, only {', '.join(known)}")
-    table = table[table["campaign"] == (campaign or known[-1])]
-    figures = {name: _numbers(path, table, name) for name in ("validation_count", "validation_images", "seconds")}
-    count, images = figures["validation_count"], figures["validation_images"]
-    loss, goal = _numbers(path, table, "validation_loss"), _numbers(path, table, "goal_seconds", empty=True)
-    reached = int((count >= GOAL * images - 1e-9).sum())
-    last, planned = dict(table.iloc[-1]), int(table["runs"].iloc[-1])
-    notes = (f"{path} holds {len(table)} of the campaign's {planned} runs",) if len(table) < planned else ()
-    facts = _conditions(last)
-    return Log(str(path), count / images, loss, figures["seconds"], goal, (reached, reached), facts=facts, notes=notes)
+    rows = [row for row in rows if row["campaign"] == (campaign or rows[-1]["campaign"])]
+    count, images, seconds = (
+        _numbers(row[name] for row in rows) for name in ("validation_count", "validation_images", "seconds")
+    )
+    loss = _losses(rows)
+    goal = np.where(np.isfinite(loss), _numbers(row["goal_seconds"] or "nan" for row in rows), math.nan)
+    reached, planned = sum(map(reached_goal, rows)), int(rows[-1]["runs"])
+    notes = (f"{path} holds {len(rows)} of the campaign's {planned} runs",) if len(rows) < planned else ()
+    facts = _conditions(rows[-1])
+    return Log(str(path), count / images, loss, seconds, goal, (reached, reached), facts=facts, notes=notes)
+
+
+def _losses(rows: Iterable[Mapping[str, str]]) -> np.ndarray:
+    """Of validation; NaN where a run diverged."""
+    return np.array([math.nan if diverged(row) else float(row["validation_loss"]) for row in rows])
 
 
 def _read_epochs(path: Path, text: list[str]) -> Log:
-    table = _fields(path, text)
-    hours, percent = _numbers(path, table, "hours"), _numbers(path, table, "top1Accuracy")
+    columns = _columns(path, text, {"hours": TIME, "top1Accuracy": PERCENT})
+    seconds, accuracy = 3600 * _numbers(columns["hours"]), _numbers(columns["top1Accuracy"]) / 100
+    if not seconds[-1] > 0:
+        raise Refusal(f"{path}: hours of the last epoch is {columns['hours'][-1]!r}, not a number above 0")
     # Not more digits than float64 holds: some entries print 12.839999999999998 for 12.84.
-    decimals = min(_decimals([f"{float(text):.10g}" for text in table["top1Accuracy"]]), 10)
+    decimals = min(_decimals([f"{float(text):.10g}" for text in columns["top1Accuracy"]]), 10)
     rounding = 0.5 * 10.0 ** -(decimals + 2)
-    accuracy, seconds = percent / 100, hours * 3600
-    at_goal = np.flatnonzero(accuracy >= GOAL - 1e-12)
+    at_goal = np.flatnonzero((accuracy >= GOAL - 1e-12) & (seconds > 0))
     goal = seconds[at_goal[0]] if len(at_goal) else math.nan
     last = accuracy[-1:]
-    unknown, reached, curve = np.array([math.nan]), bounds(last, rounding), (seconds, accuracy)
+    untold, reached, curve = np.array([]), bounds(last, rounding), (seconds, accuracy)
     facts = {"images": "CIFAR-10", "clock": CLOCKS[path.name]} if path.name in CLOCKS else {}
-    return Log(str(path), last, unknown, seconds[-1:], np.array([goal]), reached, rounding, facts, epochs=curve)
+    return Log(str(path), last, untold, seconds[-1:], np.array([goal]), reached, rounding, facts, epochs=curve)
 
 
 def _read_published_table(path: Path, text: list[str]) -> Log:
-    table = _fields(path, text)
-    accuracy = _numbers(path, table, "valid_acc")
-    rounding = 0.5 * 10.0 ** -_decimals(list(table["valid_acc"]))
-    loss, seconds = _numbers(path, table, "valid_loss"), _numbers(path, table, "seconds")
-    unknown = np.full(len(accuracy), math.nan)
-    return Log(str(path), accuracy, loss, seconds, unknown, bounds(accuracy, rounding), rounding)
+    kinds = {"train_loss": LOSS, "valid_acc": FRACTION, "valid_loss": LOSS, "seconds": DURATION}
+    columns = _columns(path, text, kinds)
+    accuracy, seconds = _numbers(columns["valid_acc"]), _numbers(columns["seconds"])
+    rounding = 0.5 * 10.0 ** -_decimals(columns["valid_acc"])
+    pairs = zip(columns["train_loss"], columns["valid_loss"], strict=True)
+    loss = _losses({"train_loss": train, "validation_loss": validation} for train, validation in pairs)
+    reached, unknown = bounds(accuracy[np.isfinite(loss)], rounding), np.full(len(accuracy), math.nan)
+    return Log(str(path), accuracy, loss, seconds, unknown, reached, rounding)
 
 
 def _read_run_log(path: Path, text: list[str]) -> Log:
-    """Ours, whose `#` lines tell on what, or the published form, which does not."""
-    facts, runs = {}, []
-    for number, line in enumerate(text, 1):
-        if line.startswith("Train acc"):
-            if not (run := lines.RUN.read(line)):
-                raise Refusal(f"{path}, line {number}: not a whole run line: {line[:60]!r}")
+    """Ours, whose `#` lines tell on what, or the published form, which does not.
+
+    Each launch begins with a head, and one that resumes a campaign tells all its runs again: the last launch counts.
+    """
+    heads = [i for i, line in enumerate(text) if line.startswith(HEAD)]
+    launches = [range(*ends) for ends in pairwise([0, *heads, len(text)])]
+    launches = [launch for launch in launches if any(text[i].startswith(RUN) for i in launch)]
+    told = [_head_of(text[i] for i in launch) for launch in launches]
+    facts, runs = told[-1], []
+    for i in launches[-1]:
+        if text[i].startswith(RUN):
+            where = f"{path}, line {i + 1}"
+            if not (run := lines.RUN.read(text[i])):
+                raise Refusal(f"{where}: not a whole run line: {text[i][:60]!r}")
+            FRACTION.read(run["train_accuracy"], f"{where}: train acc")
+            FRACTION.read(run["validation_accuracy"], f"{where}: validation acc")
+            DURATION.read(run["seconds"], f"{where}: wall time")
             runs.append(run)
-        for form in (lines.DATA, lines.WORLD, lines.RECIPE, lines.SETTINGS):
-            facts |= form.read(line) or {}
-    columns = {name: np.array([float(run[name]) for run in runs]) for name in runs[0]}
-    accuracy = columns["validation_accuracy"]
+    accuracy, seconds = (_numbers(run[name] for run in runs) for name in ("validation_accuracy", "seconds"))
     rounding = 0.5 * 10.0 ** -_decimals([run["validation_accuracy"] for run in runs])
     test_images = int(facts.get("test", 0))
     if test_images and test_images * 2 * rounding <= 1:  # every count of images prints differently
         accuracy, rounding = np.rint(accuracy * test_images) / test_images, 0.0
+    notes = _other_campaigns(path, told)
     facts = _conditions(lines.from_pairs(facts.get("settings", "")) | facts)
-    unknown, reached = np.full(len(runs), math.nan), bounds(accuracy, rounding)
-    log = Log(str(path), accuracy, columns["validation_loss"], columns["seconds"], unknown, reached, rounding, facts)
-    return _with_summary(log, text)
+    loss, unknown = _losses(runs), np.full(len(runs), math.nan)
+    reached = bounds(accuracy[np.isfinite(loss)], rounding)
+    log = Log(str(path), accuracy, loss, seconds, unknown, reached, rounding, facts, notes)
+    return _with_summary(log, [text[i] for i in launches[-1]])
+
+
+def _head_of(launch: Iterable[str]) -> dict[str, str]:
+    facts = {}
+    for line in launch:
+        if line.startswith("#"):
+            for form in (lines.DATA, lines.WORLD, lines.RECIPE, lines.SETTINGS, lines.CAMPAIGN):
+                facts |= form.read(line) or {}
+    return facts
+
+
+def _other_campaigns(path: Path, told: list[dict[str, str]]) -> tuple[str, ...]:
+    """A note on the campaigns in a log besides the last; a launch that gives no name is one of its own."""
+    names = [facts.get("campaign", str(i)) for i, facts in enumerate(told)]
+    others = len(set(names)) - 1
+    unlike = [name for name in ("images", "digest", "recipe") if len({facts.get(name) for facts in told}) > 1]
+    said = f", not all of the same {' and '.join(unlike)}" if unlike else ""
+    return (f"{path} holds {others} other campaigns{said}: only the last one's runs are read",) if others else ()
 
 
 def _conditions(facts: Mapping[str, str]) -> dict[str, str]:
@@ -188,7 +245,11 @@ def _with_summary(log: Log, text: list[str]) -> Log:
     if int(total["total"]) != len(log.accuracy):
         note = f"{log.name} holds {len(log.accuracy)} runs, its summary speaks of {total['total']}: not used"
         return replace(log, notes=(*log.notes, note))
-    log = replace(log, reached=(int(total["reached"]),) * 2)
+    reached, (least, most) = int(total["reached"]), log.reached
+    if not least <= reached <= most:
+        note = f"{log.name}: by its runs {least} to {most} reached 94%, its summary speaks of {reached}: not used"
+        return replace(log, notes=(*log.notes, note))
+    log = replace(log, reached=(reached, reached))
     if figures := next(filter(None, map(lines.LOWEST.read, text)), None):
         log = replace(log, lowest=float(figures["lowest"]), median=float(figures["median"]))
     return log

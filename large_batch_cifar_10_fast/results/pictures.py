@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 from ..settings.settings import Refusal
+from .tables import written_whole
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WIDTH = 3.5  # inches, a column's
@@ -17,6 +18,8 @@ def refuse_picture(option: str, out: Path) -> None:
         raise Refusal(f"{option} {out} must end in {', '.join(SUFFIXES)}")
     if not out.absolute().parent.is_dir():
         raise Refusal(f"{option} {out}: there is no folder {out.absolute().parent}")
+    if out.exists() and not out.is_file():
+        raise Refusal(f"{option} {out} is there and is no file: choose another name")
 
 
 def start_drawing():
@@ -30,6 +33,17 @@ def start_drawing():
 
     plt.rcParams.update(STYLE | {"axes.spines.right": False, "axes.spines.top": False})
     return plt
+
+
+def save_picture(figure, out: Path) -> None:
+    """Whole or not at all; raises Refusal if it cannot be written."""
+    try:
+        with written_whole(out.resolve()) as unfinished:  # what a link leads to, not the link
+            figure.savefig(unfinished, dpi=200, format=out.suffix[1:].lower())
+    except OSError as error:
+        raise Refusal(
+            f"{out} cannot be written ({error.strerror or error}): make room or choose another place"
+        ) from error
 
 
 def draw_bars(axes, names: list[str], values: list[float], label: str) -> None:

@@ -1,6 +1,5 @@
 """What a campaign says: the lines on STDOUT, the progress on a terminal, and what goes into its two tables."""
 
-import math
 import os
 import statistics
 import sys
@@ -37,6 +36,7 @@ from .tables import (
     Row,
     campaign_of_this_launch,
     changes,
+    diverged,
     reached_goal,
     refuse_other,
     write_timing_log,
@@ -120,14 +120,15 @@ class RunLog:
         epochs, self.epochs = self.epochs, []
         if not self.world.is_main:
             return
-        goal = next(((i, seconds) for i, (seconds, accuracy) in enumerate(epochs, 1) if accuracy >= GOAL), ("", ""))
         row = self.rows[run] = self.facts | {"run": run, "seed": self.settings.seed + run}
         row |= {"train_accuracy": train.accuracy, "train_loss": train.loss}
         row |= {"validation_accuracy": validation.accuracy, "validation_loss": validation.loss}
         row |= {"validation_count": validation.correct, "validation_images": validation.images}
         row |= {part: clock.seconds[part] for part in PARTS}
         row |= {"seconds": clock.total, "last_validation": clock.last["validation"]}
-        row |= {"goal_epoch": goal[0], "goal_seconds": goal[1], "peak_memory": peak_memory(self.world.device)}
+        at_goal = ((i, seconds) for i, (seconds, accuracy) in enumerate(epochs, 1) if accuracy >= GOAL)
+        row["goal_epoch"], row["goal_seconds"] = ("", "") if diverged(row) else next(at_goal, ("", ""))
+        row["peak_memory"] = peak_memory(self.world.device)
         if run == 0:
             write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
         if not self._journal.append(row):
@@ -137,7 +138,7 @@ class RunLog:
             self._print(lines.TIMES, **row)
             with_validation = row["seconds"] + row["last_validation"]
             self._print(lines.ASIDE, **row, with_validation=with_validation, gib=row["peak_memory"] / 2**30)
-        if not math.isfinite(train.loss) or not math.isfinite(validation.loss):
+        if diverged(row):
             self.world.warn(f"run {run} (seed {self.settings.seed + run}) diverged: its loss is not finite")
 
     def summary(self) -> None:

@@ -10,6 +10,7 @@ from scipy import stats
 
 FEW = 5  # runs below which resampling says nothing
 RESAMPLES = 5000
+AT_ONCE = 10_000_000  # values drawn at a time: memory must not grow with resamples times runs
 SIGNIFICANCE = 0.01
 
 
@@ -45,7 +46,13 @@ def resampled_interval(
     if min(len(a), len(b)) < FEW:
         return None
     result = stats.bootstrap(
-        (a, b), statistic, vectorized=False, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(0)
+        (a, b),
+        statistic,
+        vectorized=False,
+        n_resamples=RESAMPLES,
+        batch=max(1, min(RESAMPLES, AT_ONCE // (len(a) + len(b)))),
+        method="percentile",
+        rng=np.random.default_rng(0),
     )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import fcntl
 import io
+import math
 import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from ..settings.settings import Refusal, Settings, restarts
 from .clock import PARTS
+from .fields import COUNT, DURATION, FRACTION, FROM_ONE, LOSS, TIME
 
 CAMPAIGN = "LARGE_BATCH_CAMPAIGN"  # the variable by which the launcher tells its processes the campaign's name
 GOAL = 0.94  # the accuracy a run is to reach
@@ -27,9 +29,24 @@ COLUMNS = [
 Row = dict[str, str]
 
 
+NUMBERS = {
+    **dict.fromkeys(("run", "seed", "validation_count", "peak_memory"), COUNT),
+    **dict.fromkeys(("runs", "workers", "processes", "micro_batches", "validation_images", "goal_epoch"), FROM_ONE),
+    **dict.fromkeys(("train_accuracy", "validation_accuracy"), FRACTION),
+    **dict.fromkeys(("train_loss", "validation_loss"), LOSS),
+    **dict.fromkeys((*PARTS, "last_validation"), TIME),
+    **dict.fromkeys(("seconds", "goal_seconds"), DURATION),
+}
+MAY_BE_EMPTY = ("goal_epoch", "goal_seconds")
+
+
+def diverged(row: Mapping[str, object]) -> bool:
+    return not all(math.isfinite(float(row[name])) for name in ("train_loss", "validation_loss"))
+
+
 def reached_goal(row: Mapping[str, object]) -> bool:
-    """Counted in images: no rounded figure decides."""
-    return int(row["validation_count"]) >= GOAL * int(row["validation_images"])
+    """Counted in images: no rounded figure decides. What diverged has reached nothing, however it guesses."""
+    return not diverged(row) and int(row["validation_count"]) >= GOAL * int(row["validation_images"])
 
 
 def campaign_of_this_launch() -> str:
@@ -62,21 +79,46 @@ def refuse_other(row: Row, differing: list[str]) -> None:
         raise Refusal(f"--resume: campaign {row['campaign']} had other {', '.join(differing)}: start without --resume")
 
 
-def read_rows(path: Path) -> list[Row]:
-    """All whole rows of a runs.tsv; one that a power cut left half-written, at the end, is passed over.
+def read_rows(path: Path, content: bytes | None = None) -> list[Row]:
+    """All whole rows of a runs.tsv (`content`, if it was read already); one left half-written at the end is not one.
 
-    Raises Refusal, naming the line, for a table that this version did not write.
+    Raises Refusal, naming the line, for a table that this version did not write, or whose figures were spoilt since.
     """
-    lines = _split_whole(path.read_bytes())[0].decode(errors="replace").splitlines()
+    lines = _split_whole(path.read_bytes() if content is None else content)[0].decode(errors="replace").splitlines()
     if lines and lines[0].split("\t") != COLUMNS:
         raise Refusal(f"{path} has other columns than this version writes: move it or choose another --out")
-    rows = list(csv.reader(lines[1:], delimiter="\t"))
+    try:
+        rows = list(csv.reader(lines[1:], delimiter="\t"))
+    except csv.Error as error:
+        raise Refusal(f"{path} is not a table ({error}): mend it or choose another --out") from None
     for number, row in enumerate(rows, 2):
         if len(row) != len(COLUMNS):
             raise Refusal(
                 f"{path}, line {number}: {len(row)} fields, not {len(COLUMNS)}: mend it or choose another --out"
             )
-    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    table = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    _refuse_spoilt(path, table)
+    return table
+
+
+def _refuse_spoilt(path: Path, table: list[Row]) -> None:
+    """Raise Refusal for a field that is not its kind of number, a run told twice, a seed that is not its run's."""
+    seen, first_seed = set(), {}
+    for number, row in enumerate(table, 2):
+        where = f"{path}, line {number}"
+        for name, kind in NUMBERS.items():
+            if row[name] or name not in MAY_BE_EMPTY:
+                kind.read(row[name], f"{where}: {name}")
+        count, images = int(row["validation_count"]), int(row["validation_images"])
+        if count > images:
+            raise Refusal(f"{where}: validation_count is {count}, of {images} validation_images")
+        campaign, run, seed = row["campaign"], int(row["run"]), int(row["seed"])
+        if (campaign, run) in seen:
+            raise Refusal(f"{where}: run {run} of campaign {campaign} is there a second time: take one of them out")
+        seen.add((campaign, run))
+        expected = first_seed.setdefault(campaign, seed - run) + run
+        if seed != expected:
+            raise Refusal(f"{where}: seed is {seed}, but {expected} by campaign {campaign}'s first row")
 
 
 def _split_whole(content: bytes) -> tuple[bytes, bytes]:
