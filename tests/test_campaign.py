@@ -190,12 +190,13 @@ def test_a_row_is_whole_only_with_all_fields_and_its_newline(tmp_path):
 
 
 def _row(run):
-    return {**dict.fromkeys(COLUMNS, "x"), "campaign": "mine", "run": run}
+    return {**dict.fromkeys(COLUMNS, "1"), "campaign": "mine", "run": run, "seed": run}
 
 
 def _rename_another_over(path):
     other = path.with_name("edited")
-    other.write_bytes(path.read_bytes().replace(b"\nmine\tx\t0", b"\nmine\tx\t77"))
+    head, first, *_ = path.read_bytes().splitlines(keepends=True)
+    other.write_bytes(head + first)
     os.replace(other, path)
 
 
@@ -218,8 +219,7 @@ def test_no_row_is_lost_when_somebody_changes_the_table_of_a_running_campaign(tm
     change(path)
     assert not journal.append(_row(2))
     assert journal.append(_row(3)), "from then on it is the new one"
-    assert {"0", "1", "2", "3"} <= {row["run"] for row in read_rows(path)}
-    assert path.read_bytes().count(b"\n") == 1 + len(read_rows(path))
+    assert [row["run"] for row in read_rows(path)] == ["0", "1", "2", "3"]
     with pytest.raises(Refusal, match="another campaign is writing"):
         Journal(path)
 
