@@ -209,7 +209,7 @@ def test_a_mirror_is_given_up_within_seconds_if(fault, mirror, tmp_path):
 
 def test_a_mirror_that_sends_without_end_is_given_up_at_once(mirror, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ARCHIVE_BYTES", 10**6)
-    sent = mirror(itertools.chain([OK + b"\r\n"], itertools.repeat(bytes(10**5))))
+    sent = mirror(itertools.chain([OK + b"\r\n"], itertools.repeat(bytes(10**5), 2000)))
     with pytest.raises(Refusal, match="it sends more than the archive's 1000000 bytes"):
         fetch_cifar10(tmp_path / "data")
     start = time.monotonic()

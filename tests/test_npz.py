@@ -66,10 +66,9 @@ def test_npz_with_a_flipped_byte_is_refused_when_read(tmp_path):
 
 
 def test_pickled_arrays_are_not_opened(tmp_path):
-    path = write_npz(
-        tmp_path / "evil.npz", np.array([print], dtype=object), *random_pictures(4)[1:], *random_pictures(4)
-    )
-    with pytest.raises(Refusal):
+    labels = random_pictures(4)[1]
+    path = write_npz(tmp_path / "evil.npz", np.array([print], dtype=object), labels, *random_pictures(4))
+    with pytest.raises(Refusal, match="train_images is object"):
         load_images(str(path))
 
 
@@ -159,7 +158,7 @@ def test_an_npz_that_says_it_unpacks_to_gigabytes_is_refused(tmp_path):
 
 
 def test_an_npz_that_hides_how_much_it_unpacks_to_is_not_unpacked_further(tmp_path):
-    path = write_npz(tmp_path / "bomb.npz", *random_pictures(30), *random_pictures(7))
+    path = write_npz(tmp_path / "bomb.npz", *random_pictures(1000), *random_pictures(7))  # labels of more than a buffer
     with zipfile.ZipFile(path) as archive:
         said = archive.getinfo(LABELS).file_size
     _rezip(path, DEFLATED, lambda labels: labels + bytes(10**8))
