@@ -35,9 +35,12 @@ REFUSED = 2  # the status of a process that has told why in a line of its own
 def plan_processes(recipe: Recipe, environment: Mapping[str, str], gpus: int, cores: int) -> int:
     """NPROC, or the most processes on this machine that divide the workers, one per GPU or core."""
     machines = count_from(environment, "NNODES", 1)
-    places = gpus or cores
-    fitting = [n for n in range(1, places + 1) if recipe.workers % (n * machines) == 0]
-    processes = count_from(environment, "NPROC", max(fitting, default=1))
+    places, teams = gpus or cores, count_from(environment, "TEAMS", 1)
+    fitting = [n for n in range(teams, places + 1, teams) if recipe.workers % (n // teams * machines) == 0]
+    processes = count_from(environment, "NPROC", max(fitting, default=teams))
+    if processes % teams or (teams > 1 and machines > 1):
+        advice = "one machine only" if machines > 1 else "as many processes in each team"
+        raise Refusal(f"TEAMS={teams} cannot be made of NPROC={processes} processes on {machines} machines: {advice}")
     if gpus and processes > gpus:
         raise Refusal(f"NPROC={processes} is more than this machine's {gpus} GPUs: use at most {gpus}")
     return processes
@@ -61,7 +64,8 @@ def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: 
         where = ["--rdzv-backend=static", f"--nnodes={machines}", f"--node-rank={rank}"]
         where += [f"--rdzv-endpoint={endpoint}", f"--master-addr={host}", f"--master-port={port}"]
         where += [f"--rdzv-conf=timeout={count_from(environment, 'TIMEOUT', MEETING)}"]
-    others = ",".join(f"{rank}:2" for rank in range(1, processes))  # whose STDERR goes to a file, for the report
+    team = processes // count_from(environment, "TEAMS", 1)
+    others = ",".join(f"{rank}:2" for rank in range(processes) if rank % team)  # whose STDERR goes to a file instead
     kept = [f"--log-dir={scratch}/log", *([f"--redirects={others}"] if others else [])]
     handled = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if not _is_ignored(name)]
     ends = [f"--signals-to-handle={','.join(handled)}", f"--max-restarts={restarts(environment)[1]}"]
@@ -79,7 +83,7 @@ def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tupl
     machines, gpus, cores = count_from(environment, "NNODES", 1), torch.cuda.device_count(), count_cores()
     count_from(environment, "TIMEOUT", 1)
     processes = plan_processes(recipe, environment, gpus, cores)
-    check_request(settings, recipe, processes * machines)
+    check_request(settings, recipe, processes * machines // count_from(environment, "TEAMS", 1))
     torchrun_arguments(environment, processes, scratch="")
     runs = Path(settings.out) / "runs.tsv"
     if runs.exists():

@@ -19,7 +19,7 @@ from .request.command_line import read_request
 from .results.clock import Clock
 from .results.run_log import RunLog
 from .results.tables import finished_rows
-from .settings.settings import Settings, refusals_end
+from .settings.settings import Settings, count_from, refusals_end
 from .training.compiling import compiled
 from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
 from .training.norm import norms_of, prepare_norms
@@ -32,8 +32,9 @@ from .training.world import World, join_world, launched_world_size
 
 
 def main(settings: Settings, recipe: Recipe) -> None:
-    check_request(settings, recipe, launched_world_size())
-    with join_world(recipe.workers) as world, explaining_memory(settings, recipe, world):
+    teams = count_from(os.environ, "TEAMS", 1)
+    check_request(settings, recipe, launched_world_size() // teams)
+    with join_world(recipe.workers, teams) as world, explaining_memory(settings, recipe, world):
         train_campaign(settings, recipe, world)
 
 
@@ -51,10 +52,9 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     clock = Clock(world.synchronize)
     data = prepare(images, learner, clock)
     log.set_up(clock, data.train.steps_per_epoch)
-    for run in log.runs_to_make():
+    for run in world.shared_out(log.runs_to_make()):
         train_once(run, learner, data, clock.fork(), log)
     log.summary()
-    log.save(learner.network)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
         with clock.counting("validation"):  # a part that is told, but not counted (section 6)
             validation = evaluate(learner, data.test)
         log.epoch(clock, validation)
-    log.run(run, clock, tally.read(), validation)
+    log.run(run, clock, tally.read(), validation, learner.network)
 
 
 def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list[Batch], tally: Tally) -> None:

@@ -81,7 +81,7 @@ class Recorder:
     def epoch(self, clock, validation):
         self.validations.append(validation)
 
-    def run(self, run, clock, train, validation):
+    def run(self, run, clock, train, validation, network):
         self.train = train
         assert validation is self.validations[-1]
 

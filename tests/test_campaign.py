@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from conftest import LAUNCHER, TINY, children_of, environment, launch
 
 from large_batch_cifar_10_fast.request.command_line import read_request
@@ -105,6 +106,28 @@ def test_with_restarts_a_campaign_heals_itself_and_equals_an_undisturbed_one(tin
     assert told.count("# restart 1 of 1: ") == 1
     assert told.count("# data ") == 1
     assert told.splitlines()[-1] == uninterrupted[1].splitlines()[-1]
+
+
+def test_teams_make_the_same_rows_and_weights_as_one_after_the_other(tiny_npz, tmp_path):
+    """Bit for bit, times apart; each run once, and each in its line."""
+    arguments = _arguments(tiny_npz, "--runs", 5, "--save", "w.pt", "--no_compile")
+    made = {}
+    for teams in (1, 2):
+        (tmp_path / str(teams)).mkdir()
+        result = launch(*arguments, cwd=tmp_path / str(teams), TEAMS=teams, NPROC=teams, OMP_NUM_THREADS=1)
+        assert (result.returncode, result.stderr) == (0, "")
+        rows = pd.read_csv(tmp_path / str(teams) / "runs.tsv", sep="\t")
+        made[teams] = rows, torch.load(tmp_path / str(teams) / "w.pt", weights_only=True), result.stdout
+    (alone, weights, _), (rows, same_weights, log) = made[1], made[2]
+    same = [name for name in COLUMNS if name not in (*TIMES, "campaign", "started", "device")]
+    pd.testing.assert_frame_equal(rows.sort_values("run").reset_index(drop=True)[same], alone[same])
+    assert rows[["campaign", "started"]].drop_duplicates().shape == (1, 2)
+    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+    assert rows["device"].str.contains("2 teams of 1 x 1 threads").all()
+    told = sorted(line.split(", ")[1].split(" loss")[0] for line in log.splitlines() if line.startswith("Train acc"))
+    assert told == sorted(f"validation acc {accuracy:.4f}" for accuracy in rows["validation_accuracy"])
+    assert "8 workers on 1 process, CPU" in log
+    assert len(pd.read_csv(tmp_path / "2" / "timing_log.tsv", sep="\t")) == 2
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from large_batch_cifar_10_fast.images.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import plan_processes, prepare_launch, torchrun_arguments
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO as PRESET
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.request.checks import check_out
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
@@ -73,6 +74,8 @@ CASES = {
         "the workers of recipe basenet (1) cannot be spread over NPROC=2 processes: use 1",
     ),
     "workers for a recipe that has its own": (("--recipe", "page"), {"WORKERS": 2}, "recipe page has its own number"),
+    "teams that do not come out even": (DEMO, {"TEAMS": 2, "NPROC": 1}, "TEAMS=2 cannot be made of NPROC=1 processes"),
+    "teams on several machines": (DEMO, {"TEAMS": 2, "NPROC": 2, "NNODES": 2}, "on 2 machines: one machine only"),
     "no time": (DEMO, {"TIMEOUT": "0"}, "TIMEOUT=0 is not a number of 1 to 999999"),
     "restarts on several machines": (DEMO, {"NNODES": 2, "RESTARTS": 1}, "RESTARTS is for one machine"),
     "a number beyond reason": (DEMO, {"WORKERS": "9" * 5000}, "is not a number of 1 to 999999"),
@@ -178,6 +181,16 @@ def test_no_more_processes_than_gpus():
 )
 def test_as_many_processes_as_divide_the_workers_and_fit(gpus, cores, workers, machines, processes):
     assert plan_processes(Apple2019(workers=workers), {"NNODES": str(machines)}, gpus, cores) == processes
+
+
+def test_teams_take_as_many_processes_as_fit_their_workers():
+    plan = {teams: plan_processes(Apple2019(), {"TEAMS": str(teams)}, 0, 6) for teams in (1, 2, 3, 6)}
+    assert plan == {1: 4, 2: 4, 3: 6, 6: 6}
+    assert plan_processes(MuonRecipe(), {"TEAMS": "5"}, 8, 64) == 5
+    with pytest.raises(Refusal, match="NPROC=5 is more than this machine's 4 GPUs"):
+        plan_processes(MuonRecipe(), {"TEAMS": "5"}, 4, 64)
+    arguments = torchrun_arguments({"TEAMS": "2"}, 4, "scratch")
+    assert "--redirects=1:2,3:2" in arguments, "what a team's main process says is heard"
 
 
 def test_several_machines_meet_where_asked_and_one_machine_in_a_file():

@@ -35,13 +35,14 @@ def software() -> dict[str, object]:
 
 
 def device_name(world: World) -> str:
+    teams = f"{world.teams} teams of " if world.teams > 1 else ""
     if world.on_gpu:
-        return f"{world.world_size} x {torch.cuda.get_device_name(world.device)}"
+        return f"{teams}{world.world_size} x {torch.cuda.get_device_name(world.device)}"
     name = platform.machine()
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         line = next(line for line in file if line.startswith("model name"))
         name = line.split(":")[1].strip()
-    return f"CPU {name}, {world.world_size} x {torch.get_num_threads()} threads"
+    return f"CPU {name}, {teams}{world.world_size} x {torch.get_num_threads()} threads"
 
 
 def driver_and_clocks(world: World) -> dict[str, str]:

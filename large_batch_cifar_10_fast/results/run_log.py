@@ -3,6 +3,7 @@
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from .. import __version__
 from ..settings.settings import Settings, restarts
 from ..training.recipe import Recipe
 from ..training.tally import Score
-from ..training.world import World
+from ..training.world import World, warn
 from . import lines
 from .clock import PARTS, Clock
 from .provenance import (
@@ -39,6 +40,7 @@ from .tables import (
     diverged,
     reached_goal,
     refuse_other,
+    rows_of,
     write_timing_log,
     written_whole,
 )
@@ -47,7 +49,7 @@ Item = TypeVar("Item")
 
 
 class RunLog:
-    """Prints and writes for the whole world; on all processes but the main one it does nothing."""
+    """Prints and writes: for all teams the first process, and each team's main one of its own runs; others nothing."""
 
     def __init__(
         self, settings: Settings, recipe: Recipe, world: World, images: Callable[[], dict], finished: list[Row]
@@ -56,8 +58,14 @@ class RunLog:
         self.settings, self.recipe, self.world = settings, recipe, world
         self.rows = {int(row["run"]): row for row in finished}
         self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
-        if not world.is_main:
-            return
+        if world.is_main:
+            self._take_down(images, finished)
+        words = world.words_of_all("started", self.facts["started"] if world.is_first else "")
+        if world.is_main:  # and the table has its header
+            self.facts["started"] = words[0]
+
+    def _take_down(self, images: Callable[[], dict], finished: list[Row]) -> None:
+        settings, recipe, world = self.settings, self.recipe, self.world
         now = datetime.now(UTC)
         self.facts = {"campaign": campaign_of_this_launch(), "started": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
         self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
@@ -69,10 +77,12 @@ class RunLog:
         if finished:
             refuse_other(finished[0], changes(finished[0], device=self.facts["device"]))
             self.facts |= {name: finished[0][name] for name in ("campaign", "started")}
-        Path(settings.out).mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(Path(settings.out) / "runs.tsv")
-        self._journal.mend()
         self.restart, most = restarts(os.environ)
+        Path(settings.out).mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(Path(settings.out) / "runs.tsv", world.teams > 1, world.is_first)
+        if not world.is_first:
+            return
+        self._journal.mend()
         if self.restart:  # the log goes on
             self._print(lines.RESTART, restart=self.restart, most=most, made=len(self.rows), runs=settings.runs)
         else:
@@ -89,15 +99,17 @@ class RunLog:
 
     def runs_to_make(self) -> list[int]:
         """The runs of the campaign that are not finished yet."""
-        return [run for run in range(self.settings.runs) if run not in self.rows]
+        missing = [run for run in range(self.settings.runs) if run not in self.rows]
+        self._last = max(missing, default=0)
+        return missing
 
     def set_up(self, clock: Clock, steps_per_epoch: int) -> None:
         """The published lines about what all runs share; from here on the steps go by on a terminal."""
         steps = self.recipe.epochs * steps_per_epoch
-        hidden = None if self.world.is_main else True  # None: where there is no terminal
+        hidden = None if self.world.is_first else True  # None: where there is no terminal
         made, total = len(self.rows) * steps, self.settings.runs * steps
         self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=hidden)
-        if not self.world.is_main or self.restart:
+        if not self.world.is_first or self.restart:
             return
         self._print(lines.UPLOAD, **clock.seconds)
         self._print(lines.WHITENING, **clock.seconds)
@@ -115,8 +127,8 @@ class RunLog:
     def epoch(self, clock: Clock, validation: Score) -> None:
         self.epochs.append((clock.total, validation.accuracy))
 
-    def run(self, run: int, clock: Clock, train: Score, validation: Score) -> None:
-        """A finished run: its row, its line, and for the first its epochs and the parts of its time."""
+    def run(self, run: int, clock: Clock, train: Score, validation: Score, network: nn.Module) -> None:
+        """A finished run: its row, its line, for the first its epochs and the parts of its time; the last's weights."""
         epochs, self.epochs = self.epochs, []
         if not self.world.is_main:
             return
@@ -131,40 +143,41 @@ class RunLog:
         row["peak_memory"] = peak_memory(self.world.device)
         if run == 0:
             write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
+        if self.settings.save and run == self._last:  # before its row: what has a row is not made again
+            self._save(network)
         if not self._journal.append(row):
-            self.world.warn(f"somebody changed {self._journal.path} in the meantime: it has this campaign's rows again")
+            warn(f"somebody changed {self._journal.path} in the meantime: it has this campaign's rows again")
         self._print_run(row)
         if run == 0:
             self._print(lines.TIMES, **row)
             with_validation = row["seconds"] + row["last_validation"]
             self._print(lines.ASIDE, **row, with_validation=with_validation, gib=row["peak_memory"] / 2**30)
         if diverged(row):
-            self.world.warn(f"run {run} (seed {self.settings.seed + run}) diverged: its loss is not finite")
+            warn(f"run {run} (seed {self.settings.seed + run}) diverged: its loss is not finite")
 
     def summary(self) -> None:
         """The three lines that close the published log, over the whole seconds of each run."""
         self._bar.close()
-        if not self.world.is_main:
+        if not self.world.is_first:
             return
+        while len(self.rows) < self.settings.runs:  # the others' last ones
+            time.sleep(0.1)
+            self.rows = {int(row["run"]): row for row in rows_of(self.settings.out, self.facts["campaign"])}
         seconds = [float(row["seconds"]) for row in self.rows.values()]
         accuracies = [float(row["validation_accuracy"]) for row in self.rows.values()]
         self._print(lines.SLOWEST, maximum=max(seconds), median=statistics.median(seconds))
         self._print(lines.LOWEST, lowest=min(accuracies), median=round(statistics.median(accuracies), 6))
         self._print(lines.REACHED, reached=sum(map(reached_goal, self.rows.values())), total=len(self.rows))
 
-    def save(self, network: nn.Module) -> None:
-        """With --save, the last run's weights and statistics; read them with torch.load(FILE, weights_only=True)."""
-        if self.settings.save and self.world.is_main:
-            with written_whole(self.settings.save) as unfinished:
-                torch.save(
-                    {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}, unfinished
-                )
+    def _save(self, network: nn.Module) -> None:
+        """Weights and statistics; read them with torch.load(FILE, weights_only=True)."""
+        with written_whole(self.settings.save) as unfinished:
+            torch.save({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}, unfinished)
 
     def _print_run(self, row: Row) -> None:
         figures = ("train_accuracy", "train_loss", "validation_accuracy", "validation_loss", "seconds")
         self._print(lines.RUN, **{name: float(row[name]) for name in figures})
 
     def _print(self, line: lines.Line, **values: object) -> None:
-        if self.world.is_main:
-            with tqdm.external_write_mode():
-                print(line.write(**values), flush=True)
+        with tqdm.external_write_mode():
+            print(line.write(**values) + "\n", end="", flush=True)  # in one piece: other teams print, too

@@ -133,13 +133,16 @@ def _split_whole(content: bytes) -> tuple[bytes, bytes]:
 class Journal:
     """runs.tsv open for one campaign: locked against a second one, mended, appended to row by row."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, shared: bool = False, is_first: bool = True) -> None:
+        """`shared` by several teams' processes, of which the first holds the lock."""
+        self.path, self._shared, self._is_first, self._size = path, shared, is_first, 0
         self._rows: list[dict[str, object]] = []  # of this launch
         self._open()
 
     def _open(self) -> None:
         self._file = open(self.path, "a+b")  # noqa: SIM115 (held open, and so locked, for the campaign)
+        if not self._is_first:
+            return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -191,7 +194,8 @@ class Journal:
             now, left = os.stat(self.path), os.fstat(self._file.fileno())
         except FileNotFoundError:
             return False
-        return os.path.samestat(now, left) and now.st_size == self._size
+        grown = self._shared and now.st_size > self._size
+        return os.path.samestat(now, left) and (grown or now.st_size == self._size)
 
     def close(self) -> None:
         self._file.close()

@@ -5,9 +5,10 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,19 +18,25 @@ from tqdm import tqdm
 from ..settings.settings import count_from
 from .process import meeting_point
 
+Item = TypeVar("Item")
+
 TIMEOUT = 3600  # seconds; one epoch on a slow machine may keep the others waiting
 GRACE = timedelta(seconds=10)  # in which all that still can have given up waiting, too
 
 
 @dataclass(frozen=True)
 class World:
-    """One process's view of all: its rank, how many processes, its device, and how many workers all have together."""
+    """One process's view of those that train a run together, a team: its rank, how many they are, its device, and how
+    many workers all have together. Several teams make runs side by side, each whole ones."""
 
     rank: int
     world_size: int
     device: torch.device
     total_workers: int
-    store: dist.Store | None = None  # where they leave each other word; a process by itself has none
+    team: int = 0
+    teams: int = 1
+    group: dist.ProcessGroup | None = None  # of the team; None: of all
+    store: dist.Store | None = None  # where the processes of all teams leave word; one by itself has none
 
     @property
     def workers(self) -> range:
@@ -39,37 +46,41 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that speaks and writes, with worker 0."""
+        """Whether this is the team's process that speaks and writes, with worker 0."""
         return self.rank == 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that speaks for all teams."""
+        return self.is_main and self.team == 0
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
     def warn(self, text: str) -> None:
-        """A line on STDERR, from the main process alone, clear of the progress bar."""
-        if self.is_main:
-            with tqdm.external_write_mode():
-                print(f"Warning: {text}", file=sys.stderr, flush=True)
+        """A line on STDERR, from one process alone."""
+        if self.is_first:
+            warn(text)
 
     def synchronize(self) -> None:
         """Return when the devices of all processes have finished what they were given."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Add up a tensor over the processes, in place."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def broadcast(self, *tensors: Tensor) -> None:
         """Give all processes the main one's values, in place."""
         if self.world_size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor, src=self.team * self.world_size, group=self.group)
 
     @torch.no_grad()
     def average_gradients(self, network: nn.Module, loss_scale: int) -> None:
@@ -85,15 +96,33 @@ class World:
             torch._foreach_div_(lines, self.total_workers * loss_scale)
             if self.world_size > 1:
                 message = torch.cat(lines)
-                dist.all_reduce(message)
+                dist.all_reduce(message, group=self.group)
                 torch._foreach_copy_(lines, message.split([len(line) for line in lines]))
 
+    @property
+    def _places(self) -> tuple[int, int]:
+        """This process's place among those of all teams, and how many they are."""
+        return self.team * self.world_size + self.rank, self.teams * self.world_size
+
     def words_of_all(self, subject: str, word: str) -> list[str]:
-        """What each process says about a subject, by rank; returns when all have said it."""
+        """What each process of every team says about a subject; returns when all have said it."""
         if self.store is None:
             return [word]
-        self.store.set(f"{subject}/{self.rank}", word)
-        return [self.store.get(f"{subject}/{rank}").decode() for rank in range(self.world_size)]
+        place, count = self._places
+        self.store.set(f"{subject}/{place}", word)
+        return [self.store.get(f"{subject}/{other}").decode() for other in range(count)]
+
+    def shared_out(self, things: Sequence[Item]) -> Iterator[Item]:
+        """Each of these to one team: a free team takes the next that nobody has taken."""
+        if self.teams == 1:
+            yield from things
+            return
+        while True:
+            taken = torch.tensor(self.store.add("taken", 1) if self.is_main else 0, device=self.device)
+            self.broadcast(taken)
+            if taken > len(things):
+                return
+            yield things[int(taken) - 1]
 
     @contextlib.contextmanager
     def naming_the_silent(self) -> Iterator[None]:
@@ -106,17 +135,25 @@ class World:
             heard: list[int] = []
             asking = threading.Thread(target=self._hear, args=(heard,), daemon=True)
             asking.start()
-            asking.join(GRACE.total_seconds() * (self.world_size + 1))
-            silent = [str(rank) for rank in range(self.world_size) if rank not in heard]
-            who = " and ".join(silent) if self.rank in heard else "0"  # which keeps the store
+            place, count = self._places
+            asking.join(GRACE.total_seconds() * (count + 1))
+            silent = [str(other) for other in range(count) if other not in heard]
+            who = " and ".join(silent) if place in heard else "0"  # which keeps the store
             raise TimeoutError(f"waited for process {who} longer than TIMEOUT") from error
 
     def _hear(self, heard: list[int]) -> None:
-        self.store.set(f"given up/{self.rank}", "")
-        for rank in range(self.world_size):
+        place, count = self._places
+        self.store.set(f"given up/{place}", "")
+        for other in range(count):
             with contextlib.suppress(RuntimeError):
-                self.store.wait([f"given up/{rank}"], GRACE)
-                heard.append(rank)
+                self.store.wait([f"given up/{other}"], GRACE)
+                heard.append(other)
+
+
+def warn(text: str) -> None:
+    """A line on STDERR, clear of the progress bar."""
+    with tqdm.external_write_mode():
+        print(f"Warning: {text}", file=sys.stderr, flush=True)
 
 
 def launched_world_size() -> int:
@@ -125,7 +162,7 @@ def launched_world_size() -> int:
 
 
 @contextlib.contextmanager
-def join_world(total_workers: int) -> Iterator[World]:
+def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
     """Take this process's place in the world, and leave it in order."""
     rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
     cuda = torch.cuda.is_available()
@@ -144,7 +181,12 @@ def join_world(total_workers: int) -> Iterator[World]:
     store = meeting_point(rank, world_size, one_machine, timeout)
     meeting = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     dist.init_process_group("nccl" if cuda else "gloo", **meeting, device_id=device if cuda else None)
-    world = World(rank, world_size, device, total_workers, dist.PrefixStore("large_batch", store))
+    size, group = world_size // teams, None
+    if teams > 1 and size > 1:
+        groups = [dist.new_group(range(first, first + size), timeout) for first in range(0, world_size, size)]
+        group = groups[rank // size]
+    word = dist.PrefixStore("large_batch", store)
+    world = World(rank % size, size, device, total_workers, rank // size, teams, group, word)
     with world.naming_the_silent():
         yield world
     dist.destroy_process_group()
