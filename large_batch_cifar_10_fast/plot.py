@@ -92,6 +92,7 @@ def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
             color=color,
             weight=weight,
             annotation_clip=False,
+            parse_math=False,  # a file may be called $x$
             arrowprops={"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 0},
         )
 
@@ -101,7 +102,8 @@ def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: floa
     for log, name, color in zip(logs, names, (INK, BEHIND), strict=False):
         axes.ecdf(factor * getattr(log, figure), color=color, lw=1, label=name)
     axes.set_ylabel("share of runs")
-    axes.legend(frameon=False, fontsize=6)
+    for text in axes.legend(frameon=False, fontsize=6).get_texts():
+        text.set_parse_math(False)
 
 
 def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> None:

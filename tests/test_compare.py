@@ -104,7 +104,7 @@ def test_four_decimals_of_ten_thousand_images_are_exact(tmp_path):
     assert read_log(str(path)).reached == (1, 2), "without the number of images 0.9400 may be 0.93995"
 
 
-def _runs_table(path, **columns):
+def runs_table(path, **columns):
     """A runs.tsv of two campaigns, a of one run and b of three."""
     base = dict.fromkeys(COLUMNS, "1")
     rows = [
@@ -129,8 +129,8 @@ def _runs_table(path, **columns):
     return str(path)
 
 
-def test_runs_table_is_read_by_campaign(tmp_path):
-    path = _runs_table(tmp_path / "runs.tsv")
+def testruns_table_is_read_by_campaign(tmp_path):
+    path = runs_table(tmp_path / "runs.tsv")
     last = read_log(path)
     np.testing.assert_allclose(last.accuracy, [0.9399, 0.94, 0.9401])
     assert (last.reached, last.notes) == ((2, 2), ())
@@ -138,7 +138,7 @@ def test_runs_table_is_read_by_campaign(tmp_path):
     assert read_log(path, "a").accuracy.tolist() == [0.93]
     with pytest.raises(Refusal, match="no campaign c, only a, b"):
         read_log(path, "c")
-    unfinished = read_log(_runs_table(tmp_path / "runs.tsv", runs="5"))
+    unfinished = read_log(runs_table(tmp_path / "runs.tsv", runs="5"))
     assert "3 of the campaign's 5 runs" in unfinished.notes[0]
 
 
@@ -252,6 +252,20 @@ def test_diverged_runs_are_counted_and_their_loss_set_aside(tmp_path, conclusion
     assert rows["loss mean"]["mine"] == "0.991"
     assert rows["accuracy lowest, %"]["mine"] == "10.000"
     assert any("1 runs without a finite loss" in note for note in told["notes"])
+
+
+def test_where_all_runs_diverged_it_says_so(tmp_path, conclusion):
+    path = tmp_path / "log.txt"
+    path.write_text(our_form([0.1, 0.1, 0.1]).replace("loss 0.991", "loss nan"))
+    told, status = conclusion(path, "published")
+    assert told["conclusions"]["accuracy"]["text"] == "Accuracy: all 3 runs of mine diverged."
+    assert {row["name"]: row for row in told["rows"]}["loss mean"]["mine"] == "unknown"
+    assert status == 1
+    told, status = conclusion("published", path)
+    assert told["conclusions"]["accuracy"]["text"] == "Accuracy: all 3 runs of the reference diverged."
+    assert (told["conclusions"]["accuracy"]["verdict"], status) == ("open", 0)
+    entry = REPO / "published" / "dawnbench" / "basenet.tsv"
+    assert "diverged" not in conclusion(entry, "published")[0]["conclusions"]["accuracy"]["text"], "no loss is told"
 
 
 def test_a_clock_that_counts_validation_is_named(tmp_path, capsys):

@@ -1,7 +1,11 @@
 """The picture: every format and suffix, and labels that do not cover each other."""
 
+import errno
+import os
+
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from large_batch_cifar_10_fast.plot import ENTRIES, main, spread
 from large_batch_cifar_10_fast.results.logs import PUBLISHED
@@ -57,3 +61,57 @@ def test_a_picture_that_cannot_be_written_is_refused(tmp_path, capsys, out, mess
         main([str(CURVE), "--out", str(tmp_path / out)])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_name_of_a_file_is_no_formula(tmp_path):
+    path = tmp_path / "a$\\b$.tsv"
+    path.write_text(CAMPAIGN.read_text())
+    main([str(path), str(CURVE), "--out", str(tmp_path / "p.svg")])
+    text = (tmp_path / "p.svg").read_text().replace("> ", ">")
+    assert text.count(">a$\\b$.tsv<") == 3, "at its line, and over each of two distributions"
+
+
+def refused(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, arguments)])
+    err = capsys.readouterr().err
+    assert (end.value.code, err.count("\n")) == (2, 1)
+    return err
+
+
+@pytest.mark.parametrize("field", ["hours", "top1Accuracy"])
+def test_a_log_with_nan_is_refused(tmp_path, capsys, field):
+    path = tmp_path / "log.tsv"
+    figures = {"hours": "1", "top1Accuracy": "94"} | {field: "nan"}
+    path.write_text(f"epoch\thours\ttop1Accuracy\n1\t{figures['hours']}\t{figures['top1Accuracy']}\n")
+    assert f"line 2: {field} is 'nan'" in refused(capsys, path, "--out", tmp_path / "p.png")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["log.tsv"]
+
+
+def test_a_folder_or_a_device_is_no_picture(tmp_path, capsys):
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "device.png").symlink_to("/dev/full")
+    for name in ("folder.png", "device.png"):
+        assert f"{name} is there and is no file" in refused(capsys, CURVE, "--out", tmp_path / name)
+    assert (tmp_path / "device.png").is_symlink()
+
+
+def test_on_a_full_disk_the_picture_before_stays(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "p.png"
+    out.write_bytes(b"before")
+
+    def fill_the_disk(figure, path, **_):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Figure, "savefig", fill_the_disk)
+    assert f"{out} cannot be written (No space left on device)" in refused(capsys, CURVE, "--out", out)
+    assert out.read_bytes() == b"before"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["p.png"]
+
+
+def test_a_picture_replaces_what_a_link_leads_to(tmp_path):
+    (tmp_path / "link.png").symlink_to(tmp_path / "p.png")
+    main([str(CURVE), "--out", str(tmp_path / "link.png")])
+    assert (tmp_path / "link.png").is_symlink()
+    assert (tmp_path / "p.png").read_bytes().startswith(MAGIC[".png"])

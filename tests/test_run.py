@@ -1,6 +1,7 @@
 """What a run prints and writes, in every precision; and what is left when it goes wrong."""
 
 import contextlib
+import math
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from conftest import REPO, TINY, environment, launch, train_here
 
+from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.images.sources import load_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.advice import explaining_memory
@@ -18,6 +20,7 @@ from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.provenance import driver_and_clocks
 from large_batch_cifar_10_fast.results.tables import COLUMNS, write_timing_log, written_whole
 from large_batch_cifar_10_fast.settings.settings import Settings
+from large_batch_cifar_10_fast.training.tally import Score
 from large_batch_cifar_10_fast.training.world import World
 
 pytestmark = pytest.mark.slow
@@ -135,6 +138,15 @@ def test_a_diverged_run_is_a_result_with_a_warning(tiny_npz, tmp_path, capsys):
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert np.isnan(row["train_loss"])
     assert row["validation_images"] == 101
+
+
+def test_a_diverged_run_never_reached_the_goal(tiny_npz, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", lambda *_: Score(95, 100, math.nan))
+    train_here("--demo", *TINY, "--data", tiny_npz, "--out", tmp_path)
+    assert capsys.readouterr().out.splitlines()[-1] == "0 runs reached 0.94 out of 1"
+    row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
+    assert row["validation_count"] == 95
+    assert row[["goal_epoch", "goal_seconds"]].isna().all()
 
 
 def test_warm_up_leaves_no_trace(tiny_npz, tmp_path):

@@ -1,6 +1,7 @@
 """Intervals, tests and the runs they need, against textbooks and SciPy called directly."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -48,6 +49,29 @@ def test_resampled_interval_is_scipys_and_needs_five_runs():
     w_low, w_high = ours.welch_interval(a, b)
     assert (low, high) == pytest.approx((w_low, w_high), abs=0.08)
     assert ours.resampled_interval(a[:4], b, lambda x, y: 0.0) is None
+
+
+def test_resampling_a_hundred_runs_is_scipys_bootstrap_at_once():
+    random = np.random.default_rng(5)
+    a, b = random.normal(5, 1, 100), random.normal(4, 1, 50)
+    between = lambda x, y: np.median(x) / np.median(y)  # noqa: E731
+    settled = {"vectorized": False, "n_resamples": 5000, "method": "percentile", "rng": np.random.default_rng(0)}
+    expected = stats.bootstrap((a, b), between, **settled).confidence_interval
+    assert ours.resampled_interval(a, b, between) == (expected.low, expected.high)
+
+
+def test_resampling_very_many_runs_is_bounded_in_memory_and_draws(monkeypatch):
+    monkeypatch.setattr(ours, "AT_ONCE", 100_000)  # a megabyte and a half; all of it at once would be 320
+    monkeypatch.setattr(ours, "DRAWS", 10_000_000)
+    random, calls = np.random.default_rng(6), []
+    a, b = random.normal(5, 1, 20_000), random.normal(4, 1, 5)
+    tracemalloc.start()
+    low, high = ours.resampled_interval(a, b, lambda x, y: calls.append(0) or x.mean() - y.mean())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8e6
+    assert 1000 <= len(calls) <= 1002  # SciPy asks for the statistic of the samples themselves, too
+    assert low < a.mean() - b.mean() < high
 
 
 def test_runs_needed_gives_the_power_it_promises():

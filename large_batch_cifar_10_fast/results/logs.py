@@ -98,15 +98,14 @@ def _columns(path: Path, text: list[str], kinds: Mapping[str, Number]) -> dict[s
     """Of a tab-separated table the columns asked for, as text that was seen to be their kinds of numbers."""
     head = text[0].split("\t")
     for name in kinds:
-        if name not in head:
-            raise Refusal(f"{path}, line 1: no column {name}")
+        if head.count(name) != 1:
+            raise Refusal(f"{path}, line 1: {'more than one' if name in head else 'no'} column {name}")
     columns = {name: [] for name in kinds}
-    for number, line in enumerate(text[1:], 2):
-        row = line.split("\t")
-        if line.strip() and len(row) != len(head):
+    for number, row in ((number, line.split("\t")) for number, line in enumerate(text[1:], 2) if line.strip()):
+        if len(row) != len(head):
             raise Refusal(f"{path}, line {number}: {len(row)} fields where the header has {len(head)}")
-        for name, written in zip(head, row, strict=False):
-            if name in kinds and line.strip():
+        for name, written in zip(head, row, strict=True):
+            if name in kinds:
                 kinds[name].read(written, f"{path}, line {number}: {name}")
                 columns[name].append(written)
     if not all(columns.values()):

@@ -9,7 +9,8 @@ import numpy as np
 from scipy import stats
 
 FEW = 5  # runs below which resampling says nothing
-RESAMPLES = 5000
+RESAMPLES = 1000, 5000  # at least, where runs are very many, and else
+DRAWS = 100_000_000  # values that more than the least resamples may draw, which take a minute
 AT_ONCE = 10_000_000  # values drawn at a time: memory must not grow with resamples times runs
 SIGNIFICANCE = 0.01
 
@@ -45,12 +46,14 @@ def resampled_interval(
     """95% interval of a statistic of two samples by the bootstrap (percentiles, always the same draws)."""
     if min(len(a), len(b)) < FEW:
         return None
+    values = len(a) + len(b)
+    resamples = int(np.clip(DRAWS // values, *RESAMPLES))
     result = stats.bootstrap(
         (a, b),
         statistic,
         vectorized=False,
-        n_resamples=RESAMPLES,
-        batch=max(1, min(RESAMPLES, AT_ONCE // (len(a) + len(b)))),
+        n_resamples=resamples,
+        batch=int(np.clip(AT_ONCE // values, 1, resamples)),
         method="percentile",
         rng=np.random.default_rng(0),
     )
