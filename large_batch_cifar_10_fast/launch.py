@@ -162,7 +162,10 @@ def first_line(said: object) -> str:
 
 def advice(settings: Settings) -> str:
     """What is made of this launch's campaign, and how to go on."""
-    rows = rows_of(settings.out, "" if settings.resume else os.environ[CAMPAIGN])
+    try:
+        rows = rows_of(settings.out, "" if settings.resume else os.environ[CAMPAIGN])
+    except Refusal as refusal:  # somebody spoilt the table in the meantime
+        return str(refusal)
     return f"{len(rows)} of its {rows[0]['runs']} runs are made, go on with --resume" if rows else "no run was finished"
 
 

@@ -13,9 +13,11 @@ import pandas as pd
 import pytest
 from conftest import LAUNCHER, REPO, TINY, children_of, environment, launch
 
-from large_batch_cifar_10_fast.launch import scratch_folder, torchrun_arguments
+from large_batch_cifar_10_fast.launch import advice, scratch_folder, torchrun_arguments
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
+from large_batch_cifar_10_fast.results.tables import CAMPAIGN
 from large_batch_cifar_10_fast.settings.ending import LAUNCH
+from large_batch_cifar_10_fast.settings.settings import Settings
 
 pytestmark = pytest.mark.slow
 
@@ -167,6 +169,13 @@ def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported():
     assert (mine.returncode, mine.stdout) == (0, "False\n")
     orphan = subprocess.run(command, cwd=REPO, env=environment(**{LAUNCH: 1}), capture_output=True, text=True)
     assert (orphan.returncode, orphan.stdout, orphan.stderr) == (1, "", "")
+
+
+def test_advice_names_what_is_wrong_with_a_table_that_was_spoilt_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.setenv(CAMPAIGN, "mine")
+    assert advice(Settings(out=str(tmp_path))) == "no run was finished"
+    (tmp_path / "runs.tsv").write_text("a\tb\n")
+    assert "has other columns" in advice(Settings(out=str(tmp_path)))
 
 
 def test_a_signal_that_is_ignored_goes_on_being_ignored(monkeypatch):
