@@ -131,7 +131,7 @@ def test_one_process_trains_in_every_precision(tiny_npz, tmp_path, capsys, preci
 
 
 def test_a_diverged_run_is_a_result_with_a_warning(tiny_npz, tmp_path, capsys):
-    train_here("--demo", *TINY, "--data", tiny_npz, "--lr_scaler", "1e18", "--out", tmp_path)
+    train_here("--demo", *TINY, "--data", tiny_npz, "--lr_scaler", "100000", "--out", tmp_path)
     out, err = capsys.readouterr()
     assert err == "Warning: run 0 (seed 0) diverged: its loss is not finite\n"
     assert "loss nan" in out
