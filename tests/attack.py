@@ -18,10 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from unittest import mock
 
 import pandas as pd
 from conftest import LAUNCHER, TINY, children_of, environment, write_npz
 
+from large_batch_cifar_10_fast.images import cifar10
 from large_batch_cifar_10_fast.images.sources import load_images
 from large_batch_cifar_10_fast.images.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import prepare_launch
@@ -140,23 +142,27 @@ def answer(attempt: Callable[[], object]) -> str:
 
 
 def bad_requests(npz: Path, place: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every option of every recipe, and every variable, with every bad value."""
+    """Every option of every recipe, and every variable, with every bad value; no mirror is asked for anything."""
     os.chdir(place)
-    for recipe in RECIPES.values():
-        options = [entry.name for owner in (recipe, Settings) for entry in fields(owner) if entry.type != "bool"]
-        for name in [*options, "recipe", "no_such_option"]:
+    with mock.patch.object(cifar10, "MIRRORS", ("http://127.0.0.1:9/nobody.listens",)):
+        for recipe in RECIPES.values():
+            options = [entry.name for owner in (recipe, Settings) for entry in fields(owner) if entry.type != "bool"]
+            for name in [*options, "recipe", "no_such_option"]:
+                for value in BAD_VALUES:
+                    given = [
+                        "--recipe",
+                        recipe.name,
+                        *([] if name == "data" else ["--data", str(npz)]),
+                        f"--{name}={value}",
+                    ]
+                    yield f"{recipe.name} --{name}={value[:20]!r}", lambda given=given: prepare_launch(given, {})
+        for name in VARIABLES:
             for value in BAD_VALUES:
-                given = [
-                    "--recipe",
-                    recipe.name,
-                    *([] if name == "data" else ["--data", str(npz)]),
-                    f"--{name}={value}",
-                ]
-                yield f"{recipe.name} --{name}={value[:20]!r}", lambda given=given: prepare_launch(given, {})
-    for name in VARIABLES:
-        for value in BAD_VALUES:
-            given = {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "127.0.0.1:2", name: value}
-            yield f"{name}={value[:20]!r}", lambda given=given: prepare_launch(["--demo", "--data", str(npz)], given)
+                given = {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "127.0.0.1:2", name: value}
+                yield (
+                    f"{name}={value[:20]!r}",
+                    lambda given=given: prepare_launch(["--demo", "--data", str(npz)], given),
+                )
 
 
 def damaged(original: bytes, dice: random.Random) -> bytes:
