@@ -49,18 +49,12 @@ def plan_processes(recipe: Recipe, environment: Mapping[str, str], gpus: int, co
 def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: str) -> list[str]:
     """Where the processes meet: without any port of torchrun's own on one machine, at RDZV_ENDPOINT on several."""
     machines = count_from(environment, "NNODES", 1)
-    if machines > 1 and restarts(environment)[1]:
-        raise Refusal("RESTARTS is for one machine: the others would not know; unset it, and go on with --resume")
     if machines == 1:
         where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={scratch}/rendezvous"]
         where += ["--rdzv-id=large_batch", "--local-addr=127.0.0.1"]
     else:
-        endpoint, rank = environment.get("RDZV_ENDPOINT", ""), environment.get("NODE_RANK", "")
-        if rank not in map(str, range(machines)):
-            raise Refusal(f"NODE_RANK={rank} must be 0 to {machines - 1} with NNODES={machines}")
+        endpoint, rank = environment["RDZV_ENDPOINT"], environment["NODE_RANK"]
         host, _, port = endpoint.rpartition(":")
-        if not host or not re.fullmatch("[0-9]{1,5}", port):
-            raise Refusal(f"RDZV_ENDPOINT={endpoint} must be host:port of the first machine with NNODES={machines}")
         where = ["--rdzv-backend=static", f"--nnodes={machines}", f"--node-rank={rank}"]
         where += [f"--rdzv-endpoint={endpoint}", f"--master-addr={host}", f"--master-port={port}"]
         where += [f"--rdzv-conf=timeout={count_from(environment, 'TIMEOUT', MEETING)}"]
@@ -70,6 +64,21 @@ def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: 
     handled = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if not _is_ignored(name)]
     ends = [f"--signals-to-handle={','.join(handled)}", f"--max-restarts={restarts(environment)[1]}"]
     return [*where, *kept, *ends, f"--nproc-per-node={processes}", "-m", "large_batch_cifar_10_fast.train"]
+
+
+def check_meeting(environment: Mapping[str, str]) -> None:
+    """Refuse several machines that could not find each other, and what only one machine can do."""
+    machines = count_from(environment, "NNODES", 1)
+    if machines == 1:
+        return
+    if restarts(environment)[1]:
+        raise Refusal("RESTARTS is for one machine: the others would not know; unset it, and go on with --resume")
+    endpoint, rank = environment.get("RDZV_ENDPOINT", ""), environment.get("NODE_RANK", "")
+    if rank not in map(str, range(machines)):
+        raise Refusal(f"NODE_RANK={rank} must be 0 to {machines - 1} with NNODES={machines}")
+    host, _, port = endpoint.rpartition(":")
+    if not host or not re.fullmatch("[0-9]{1,5}", port):
+        raise Refusal(f"RDZV_ENDPOINT={endpoint} must be host:port of the first machine with NNODES={machines}")
 
 
 def _is_ignored(name: str) -> bool:
@@ -84,7 +93,7 @@ def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tupl
     count_from(environment, "TIMEOUT", 1)
     processes = plan_processes(recipe, environment, gpus, cores)
     check_request(settings, recipe, processes * machines // count_from(environment, "TEAMS", 1))
-    torchrun_arguments(environment, processes, scratch="")
+    check_meeting(environment)
     runs = Path(settings.out) / "runs.tsv"
     if runs.exists():
         Journal(runs).close()  # only one campaign at a time may write it
@@ -122,8 +131,10 @@ def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int
             return REFUSED
         how, status, report = what_failed(*failed.get_first_failure()), 1, failed.format_msg()
     except Exception as fault:  # whatever torchrun may say where machines do not meet
-        how = f"the {os.environ.get('NNODES', 1)} machines, each with a NODE_RANK of its own, did not meet"
-        status, report = 1, repr(fault)
+        machines, status, report = count_from(os.environ, "NNODES", 1), 1, repr(fault)
+        how = f"the {machines} machines, each with a NODE_RANK of its own, did not meet"
+        if machines == 1:
+            how = f"the processes did not start ({first_line(fault)})"
     print(f"train_cifar_parallel.sh: {how}; {advice(settings)}{kept(report, settings, scratch)}", file=sys.stderr)
     return status
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from unittest import mock
 
 import pandas as pd
-from conftest import LAUNCHER, TINY, children_of, environment, write_npz
+from conftest import LAUNCHER, TINY, children_of, environment, is_alive, write_npz
 
 from large_batch_cifar_10_fast.images import cifar10
 from large_batch_cifar_10_fast.images.sources import load_images
@@ -76,13 +76,6 @@ def strike(process: subprocess.Popen, table: Path, dice: random.Random) -> tuple
         return f"{number.name} to all", family
     os.kill(family[victim], number)
     return f"{number.name} to {'the launcher' if victim == 0 else 'another'}", family
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> dict[str, object]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import LAUNCHER, REPO, TINY, children_of, environment, launch
+from conftest import LAUNCHER, REPO, TINY, children_of, environment, is_alive, launch
 
 from large_batch_cifar_10_fast.launch import advice, scratch_folder, torchrun_arguments
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
@@ -28,13 +28,6 @@ def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "1 runs reached 0.94 out of 1" in result.stdout
     assert len(pd.read_csv(tmp_path / "timing_log.tsv", sep="\t")) == DEMO["epochs"]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -72,7 +65,7 @@ def campaign_at_run_two(tiny_npz, tmp_path, monkeypatch):
     assert len(workers) == 2
     yield process, children, workers, tmp_path / "runs.tsv"
     for pid in (process.pid, *children):
-        if _alive(pid):
+        if is_alive(pid):
             os.kill(pid, signal.SIGKILL)
     process.wait()
     process.stderr.close()
@@ -110,9 +103,9 @@ def test_all_processes_end_within_seconds_in_one_line_and_finished_rows_stay(
     start = time.monotonic()
     blow(process, workers)
     assert process.wait(timeout=10) == status
-    while any(map(_alive, children)) and time.monotonic() - start < 10:
+    while any(map(is_alive, children)) and time.monotonic() - start < 10:
         time.sleep(0.05)
-    assert not any(map(_alive, children))
+    assert not any(map(is_alive, children))
     told, made = process.stderr.read(), len(pd.read_csv(runs, sep="\t"))
     temporary = tmp_path / "temporary"
     left = [*temporary.glob("large_batch_*"), *temporary.glob("torchelastic_*")]
