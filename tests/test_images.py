@@ -65,7 +65,7 @@ def small_cifar10(tmp_path, monkeypatch):
 
 
 def _same(a: Images, b: Images) -> bool:
-    return a.digest() == b.digest()
+    return a.digest == b.digest
 
 
 def test_mirrors_are_tried_until_one_sends_the_right_bytes(small_cifar10, tmp_path):

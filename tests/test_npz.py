@@ -26,7 +26,7 @@ def test_npz_is_read_as_it_is(tmp_path):
     ):
         np.testing.assert_array_equal(got, expected)
     flat = b"".join(part.astype(np.uint8).tobytes() for part in (*train, *test))
-    assert loaded.digest() == hashlib.sha256(flat).hexdigest()[:12]
+    assert loaded.digest == hashlib.sha256(flat).hexdigest()[:12]
 
 
 WRONG = {
@@ -145,9 +145,9 @@ def test_a_crafted_npz_is_refused_in_one_line(tmp_path, fault, read):
 
 def test_a_compressed_npz_is_read_like_another(tmp_path):
     path = write_npz(tmp_path / "some.npz", *random_pictures(30), *random_pictures(7))
-    digest = load_images(str(path)).digest()
+    digest = load_images(str(path)).digest
     _rezip(path, DEFLATED)
-    assert load_images(str(path)).digest() == digest
+    assert load_images(str(path)).digest == digest
 
 
 def test_an_npz_that_says_it_unpacks_to_gigabytes_is_refused(tmp_path):

@@ -55,7 +55,7 @@ def test_stdout_is_the_log_and_stderr_is_silent(campaign, tiny_npz):
         "seed=5",
         "batch_size=16",
         "643 training and 101 test images",
-        f"SHA-256 {images.digest()}",
+        f"SHA-256 {images.digest}",
     ):
         assert part in head
     assert re.fullmatch(r"Uploaded data to GPUs \d+\.\d{3}s", published[0])

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,9 @@ class Images:
     def facts(self) -> dict[str, object]:
         """What a log tells of them."""
         counts = {"train": len(self.train_images), "test": len(self.test_images)}
-        return {"images": self.name, "digest": self.digest(), **counts}
+        return {"images": self.name, "digest": self.digest, **counts}
 
+    @cached_property
     def digest(self) -> str:
         """The first 12 hexadecimal digits of the SHA-256 over all images and labels, labels as bytes."""
         total = hashlib.sha256()

@@ -23,14 +23,14 @@ def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
     check_out(settings)
     check_images(recipe, count_training_images(settings.data))
     for row in finished_rows(settings)[-1:]:
-        refuse_other(row, changes(row, processes=world_size, digest=load_images(settings.data).digest()))
+        refuse_other(row, changes(row, processes=world_size, digest=load_images(settings.data).digest))
 
 
 def check_agreement(settings: Settings, recipe: Recipe, images: Images, finished: list[Row], world: World) -> None:
     """Refuse processes, on several machines, that would train different things: the result would be neither."""
     if world.world_size == 1:
         return
-    mine = {"recipe": recipe.name, **asdict(recipe), **asdict(settings), "images": images.digest()}
+    mine = {"recipe": recipe.name, **asdict(recipe), **asdict(settings), "images": images.digest}
     mine |= {
         "code": code_digest(),
         "torch": version("torch"),
