@@ -18,6 +18,8 @@ print("yes")
 ' $needed 2>/dev/null)" = yes ]
 }
 
+is_complete() { cmp -s "$top/requirements.txt" "$top/.venv/complete"; }
+
 # Run a command that ends when this script is killed, where bash alone would leave it behind.
 attended() {
     "$@" &
@@ -30,7 +32,6 @@ attended() {
 make_venv() {
     if [ ! -x "$top/.venv/bin/python" ] || ! "$top/.venv/bin/python" -m pip --version >/dev/null 2>&1; then
         echo "Making $top/.venv: $1 lacks some of: $needed" >&2
-        [ "$("$1" -c 'import sys; print(sys.version_info >= (3, 11))')" = True ] || { echo "Python 3.11 or newer is needed; $1 is not: name another in PYTHON" >&2; exit 2; }
         "$1" -m venv --clear "$top/.venv" >&2 || { echo "$1 cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 2; }
     else
         echo "Finishing $top/.venv" >&2
@@ -44,6 +45,10 @@ choose_python() {
     python=${PYTHON:-python3}
     has_what_is_needed "$python" && return
     command -v "$python" >/dev/null || { echo "There is no interpreter $python: name one in PYTHON" >&2; exit 2; }
-    cmp -s "$top/requirements.txt" "$top/.venv/complete" || make_venv "$python"
+    if [ -n "${PYTHON:-}" ] || ! is_complete; then
+        [ "$("$python" -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null)" = True ] \
+            || { echo "Python 3.11 or newer is needed; $python is not: name another in PYTHON" >&2; exit 2; }
+    fi
+    is_complete || make_venv "$python"
     python=$top/.venv/bin/python
 }

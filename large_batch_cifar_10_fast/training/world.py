@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ Item = TypeVar("Item")
 
 TIMEOUT = 3600  # seconds; one epoch on a slow machine may keep the others waiting
 GRACE = timedelta(seconds=10)  # in which all that still can have given up waiting, too
+LOST = 3  # seconds that a process leaves the launcher to find the one that it lost, and to end it with the others
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,13 @@ class World:
 
     @contextlib.contextmanager
     def naming_the_silent(self) -> Iterator[None]:
-        """Where a wait for others takes too long, say which of them do not even say that they gave up waiting."""
+        """Where a wait for others takes too long, say which of them do not even say that they gave up waiting; and
+        where another is gone, keep quiet until the launcher has seen that: its end is the cause, this one's follows."""
         try:
             yield
         except RuntimeError as error:
+            if re.search("connection|remote process", str(error), re.IGNORECASE):
+                time.sleep(LOST)
             if not re.search("timed out|timeout", str(error), re.IGNORECASE):
                 raise
             heard: list[int] = []
