@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from .request.advice import count_cores
 from .request.checks import check_request
 from .request.command_line import read_request
-from .results.tables import CAMPAIGN, Journal, campaign_of_this_launch, rows_of
+from .results.tables import CAMPAIGN, Journal, campaign_of_this_launch, planned_by, rows_of
 from .settings.ending import LAUNCH
 from .settings.settings import Refusal, Settings, count_from, refusals_end, restarts
 from .training.recipe import Recipe
@@ -177,7 +177,9 @@ def advice(settings: Settings) -> str:
         rows = rows_of(settings.out, "" if settings.resume else os.environ[CAMPAIGN])
     except Refusal as refusal:  # somebody spoilt the table in the meantime
         return str(refusal)
-    return f"{len(rows)} of its {rows[0]['runs']} runs are made, go on with --resume" if rows else "no run was finished"
+    if not rows:
+        return "no run was finished"
+    return f"{len(rows)} of its {len(planned_by(rows[0]))} runs are made, go on with --resume"
 
 
 def kept(report: str, settings: Settings, scratch: str) -> str:

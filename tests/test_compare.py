@@ -106,9 +106,16 @@ def test_four_decimals_of_ten_thousand_images_are_exact(tmp_path):
 
 def runs_table(path, **columns):
     """A runs.tsv of two campaigns, a of one run and b of three."""
-    base = dict.fromkeys(COLUMNS, "1")
+    base = {**dict.fromkeys(COLUMNS, "1"), "share": "0/1"}
     rows = [
-        {**base, "campaign": "a", "validation_count": "9300", "validation_images": "10000", "goal_seconds": ""},
+        {
+            **base,
+            "campaign": "a",
+            "run": "0",
+            "validation_count": "9300",
+            "validation_images": "10000",
+            "goal_seconds": "",
+        },
         *(
             {
                 **base,

@@ -94,6 +94,13 @@ def test_a_spoilt_field_of_runs_tsv_is_named_to_compare_and_to_resume(tmp_path, 
         (3, {"validation_count": "10001"}, "validation_count is 10001, of 10000 validation_images"),
         (4, {"run": "0", "seed": "7"}, "run 0 of campaign b is there a second time: take one of them out"),
         (5, {"seed": "8"}, "seed is 8, but 9 by campaign b's first row"),
+        (4, {"share": "0/2"}, "run 1 is none of share 0/2 of 3 runs"),
+        (5, {"run": "3", "seed": "10"}, "run 3 is none of share 0/1 of 3 runs"),
+        (
+            3,
+            {"share": "half"},
+            "share half has none of 3 runs: give I/N, I from 0, below N and below the number of runs",
+        ),
     ],
 )
 def test_rows_of_runs_tsv_that_contradict_each_other_are_named(tmp_path, line, fields, message):

@@ -27,7 +27,7 @@ def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) 
 
 def hours_on_cpu(settings: Settings, recipe: Recipe, train_images: int) -> float:
     """About how long plain float32 takes: a core was seen to do 70 GFLOP/s (30 images/s of the default recipe)."""
-    return settings.runs * work(recipe, train_images) / (70e9 * count_cores()) / 3600
+    return len(settings.planned) * work(recipe, train_images) / (70e9 * count_cores()) / 3600
 
 
 def count_cores() -> int:

@@ -87,7 +87,7 @@ def check_out(settings: Settings) -> None:
     except OSError as error:  # a name that is too long, say
         raise Refusal(f"--out or --save cannot be written: {error}") from error
     if (out / "runs.tsv").exists():
-        read_rows(out / "runs.tsv")
+        read_rows(out / "runs.tsv", to_append=True)
 
 
 def _refuse_unless_writable(option: str, path: Path, folder: Path) -> None:

@@ -16,7 +16,7 @@ from ..recipes.muon import Muon2024, MuonRecipe
 from ..recipes.page import Page
 from ..results.lines import from_pairs
 from ..results.provenance import code_digest
-from ..results.tables import CONDITIONS, Row, changes, finished_rows, refuse_other
+from ..results.tables import CONDITIONS, Row, changes, finished_rows, planned_by, refuse_other
 from ..settings.settings import Refusal, Settings, count_from, has_option, restarts
 from ..training.recipe import Recipe
 
@@ -123,17 +123,17 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
     rows = finished_rows(settings)
     if not rows:
         raise Refusal(f"--resume: there is no campaign in {settings.out}: start one without --resume")
-    row = rows[-1]
-    if len(rows) >= int(row["runs"]) and not restarts(os.environ)[0]:
-        message = f"the last campaign in {settings.out}, {row['campaign']}, has all its {row['runs']} runs"
-        last_seed = int(row["seed"]) - int(row["run"]) + int(row["runs"]) - 1
+    row, planned = rows[-1], planned_by(rows[-1])
+    if len(rows) >= len(planned) and not restarts(os.environ)[0]:
+        message = f"the last campaign in {settings.out}, {row['campaign']}, has all its {len(planned)} runs"
+        last_seed = int(row["seed"]) - int(row["run"]) + planned[-1]
         advice = f"; for its last run's weights train that again: --seed {last_seed} --save" if settings.save else ""
         raise Refusal(f"--resume: {message}{advice}")
     if row["recipe"] not in RECIPES:
         raise Refusal(f"--resume: this version has no recipe {row['recipe']}: start without --resume")
     kind = RECIPES[row["recipe"]]
     recipe = _made_of(kind, _typed(kind, from_pairs(row["options"])))
-    kept = _typed(Settings, {name: row[name] for name in ("runs", *CONDITIONS)})
+    kept = _typed(Settings, {name: row[name] for name in ("runs", "share", *CONDITIONS)})
     kept |= {"seed": int(row["seed"]) - int(row["run"]), "no_compile": not kept["compile"]}
     campaign = kept | asdict(recipe)
     differing = changes({"recipe": kind.name}, recipe=name or kind.name)

@@ -15,7 +15,7 @@ import numpy as np
 from ..settings.settings import REPO, Refusal, Settings
 from . import lines
 from .fields import DURATION, FRACTION, LOSS, PERCENT, TIME, Number
-from .tables import COLUMNS, CONDITIONS, GOAL, diverged, reached_goal, read_rows
+from .tables import COLUMNS, CONDITIONS, GOAL, OLDER, diverged, reached_goal, read_rows
 
 PUBLISHED = REPO / "published"
 PUBLISHED_FACTS = {"images": "CIFAR-10", "device": "8 x Tesla V100-SXM2-32GB", "workers": "8"}
@@ -64,15 +64,15 @@ def read_log(source: str, campaign: str | None = None) -> Log:
         log = read_log(str(PUBLISHED / "apple_8xv100_50_runs.tsv"))
         summary = (PUBLISHED / "apple_8xv100_summary.txt").read_text().splitlines()
         return replace(_with_summary(log, summary), name="published", facts=PUBLISHED_FACTS)
-    path, content = Path(source), _read_bounded(source)
+    path, content = Path(source), read_bounded(source)
     try:
         text = content.decode().splitlines()
     except UnicodeDecodeError as error:
         raise Refusal(f"{source}: cannot be read ({error})") from error
     head = text[0].split("\t") if text else []
-    if campaign and head != COLUMNS:
+    if campaign and head not in (COLUMNS, OLDER):
         raise Refusal(f"{source}: --campaign is for a runs.tsv, which this is not")
-    if head == COLUMNS:
+    if head in (COLUMNS, OLDER):
         return _read_runs(path, content, campaign)
     if head[:1] in (["epoch"], ["epochs"]):
         return _read_epochs(path, text)
@@ -83,7 +83,7 @@ def read_log(source: str, campaign: str | None = None) -> Log:
     raise Refusal(f"{source}, line 1: neither a run log with finished runs, nor runs.tsv, nor a DAWNBench table")
 
 
-def _read_bounded(source: str) -> bytes:
+def read_bounded(source: str) -> bytes:
     try:
         with open(source, "rb") as file:
             content = file.read(LARGEST + 1)
@@ -142,7 +142,8 @@ def _read_runs(path: Path, content: bytes, campaign: str | None) -> Log:
     goal = np.where(np.isfinite(loss), _numbers(row["goal_seconds"] or "nan" for row in rows), math.nan)
     reached, planned = sum(map(reached_goal, rows)), int(rows[-1]["runs"])
     notes = (f"{path} holds {len(rows)} of the campaign's {planned} runs",) if len(rows) < planned else ()
-    facts = _conditions(rows[-1])
+    machines = {name: " and ".join(dict.fromkeys(row[name] for row in rows)) for name in ("device", "processes")}
+    facts = _conditions(rows[-1] | machines)
     return Log(str(path), count / images, loss, seconds, goal, (reached, reached), facts=facts, notes=notes)
 
 

@@ -69,7 +69,12 @@ class RunLog:
         now = datetime.now(UTC)
         self.facts = {"campaign": campaign_of_this_launch(), "started": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
         self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
-        self.facts |= {"runs": settings.runs, "processes": world.world_size, "device": device_name(world)}
+        self.facts |= {
+            "runs": settings.runs,
+            "share": settings.share,
+            "processes": world.world_size,
+            "device": device_name(world),
+        }
         self.facts |= driver_and_clocks(world) | images()
         self.facts |= {name: getattr(settings, name) for name in CONDITIONS}
         self.facts |= {"data": os.path.abspath(settings.data) if os.path.exists(settings.data) else settings.data}
@@ -84,13 +89,13 @@ class RunLog:
             return
         self._journal.mend()
         if self.restart:  # the log goes on
-            self._print(lines.RESTART, restart=self.restart, most=most, made=len(self.rows), runs=settings.runs)
+            self._print(lines.RESTART, restart=self.restart, most=most, made=len(self.rows), runs=len(settings.planned))
         else:
             self._head()
 
     def _head(self) -> None:
         facts = self.facts | {"plural": "es" * (self.world.world_size > 1), "made": len(self.rows)}
-        facts |= {"settings": lines.as_pairs(asdict(self.settings))}
+        facts |= {"settings": lines.as_pairs(asdict(self.settings)), "runs": len(self.settings.planned)}
         gpu = [lines.GPU] if facts["driver"] else []
         self._print(lines.HEAD, **facts)
         self._print(lines.SOFTWARE, **software())
@@ -98,8 +103,8 @@ class RunLog:
             self._print(line, **facts)
 
     def runs_to_make(self) -> list[int]:
-        """The runs of the campaign that are not finished yet."""
-        missing = [run for run in range(self.settings.runs) if run not in self.rows]
+        """The runs that are this launch's to make and not finished yet."""
+        missing = [run for run in self.settings.planned if run not in self.rows]
         self._last = max(missing, default=0)
         return missing
 
@@ -107,7 +112,7 @@ class RunLog:
         """The published lines about what all runs share; from here on the steps go by on a terminal."""
         steps = self.recipe.epochs * steps_per_epoch
         hidden = None if self.world.is_first else True  # None: where there is no terminal
-        made, total = len(self.rows) * steps, self.settings.runs * steps
+        made, total = len(self.rows) * steps, len(self.settings.planned) * steps
         self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=hidden)
         if not self.world.is_first or self.restart:
             return
@@ -141,14 +146,15 @@ class RunLog:
         at_goal = ((i, seconds) for i, (seconds, accuracy) in enumerate(epochs, 1) if accuracy >= GOAL)
         row["goal_epoch"], row["goal_seconds"] = ("", "") if diverged(row) else next(at_goal, ("", ""))
         row["peak_memory"] = peak_memory(self.world.device)
-        if run == 0:
+        is_first = run == self.settings.planned[0]
+        if is_first:
             write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
         if self.settings.save and run == self._last:  # before its row: what has a row is not made again
             self._save(network)
         if not self._journal.append(row):
             warn(f"somebody changed {self._journal.path} in the meantime: it has this campaign's rows again")
         self._print_run(row)
-        if run == 0:
+        if is_first:
             self._print(lines.TIMES, **row)
             with_validation = row["seconds"] + row["last_validation"]
             self._print(lines.ASIDE, **row, with_validation=with_validation, gib=row["peak_memory"] / 2**30)
@@ -160,7 +166,7 @@ class RunLog:
         self._bar.close()
         if not self.world.is_first:
             return
-        while len(self.rows) < self.settings.runs:  # the others' last ones
+        while len(self.rows) < len(self.settings.planned):  # the others' last ones
             time.sleep(0.1)
             self.rows = {int(row["run"]): row for row in rows_of(self.settings.out, self.facts["campaign"])}
         seconds = [float(row["seconds"]) for row in self.rows.values()]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..settings.settings import Refusal, Settings, restarts
+from ..settings.settings import Refusal, Settings, restarts, runs_of
 from .clock import PARTS
 from .fields import COUNT, DURATION, FRACTION, FROM_ONE, LOSS, TIME
 
@@ -18,7 +18,7 @@ CAMPAIGN = "LARGE_BATCH_CAMPAIGN"  # the variable by which the launcher tells it
 GOAL = 0.94  # the accuracy a run is to reach
 CONDITIONS = ("precision", "micro_batches", "compile", "no_warmup")  # settings that may show in a result
 COLUMNS = [
-    *["campaign", "started", "run", "runs", "seed", "recipe", "options", "workers", "processes"],
+    *["campaign", "started", "run", "runs", "share", "seed", "recipe", "options", "workers", "processes"],
     *CONDITIONS,
     *["device", "driver", "clocks", "data", "images", "digest", "version", "commit", "code", "torch"],
     *["train_accuracy", "train_loss"],
@@ -26,8 +26,9 @@ COLUMNS = [
     *PARTS,
     *["seconds", "last_validation", "goal_epoch", "goal_seconds", "peak_memory"],
 ]
+WHOLE = "0/1"  # the share that is all of a campaign
+OLDER = [name for name in COLUMNS if name != "share"]  # of tables written before there were shares
 Row = dict[str, str]
-
 
 NUMBERS = {
     **dict.fromkeys(("run", "seed", "validation_count", "peak_memory"), COUNT),
@@ -68,6 +69,11 @@ def rows_of(out: str, campaign: str = "") -> list[Row]:
     return [row for row in rows if row["campaign"] == (campaign or rows[-1]["campaign"])]
 
 
+def planned_by(row: Row) -> range:
+    """The runs that the launches of a row's campaign and share make."""
+    return runs_of(row["share"], int(row["runs"]))
+
+
 def changes(row: Row, **now: object) -> list[str]:
     """What a row tells otherwise than it is now, in words."""
     return [f"{name} ({row[name]} then, {value} now)" for name, value in now.items() if row[name] != str(value)]
@@ -79,30 +85,29 @@ def refuse_other(row: Row, differing: list[str]) -> None:
         raise Refusal(f"--resume: campaign {row['campaign']} had other {', '.join(differing)}: start without --resume")
 
 
-def read_rows(path: Path, content: bytes | None = None) -> list[Row]:
+def read_rows(path: Path, content: bytes | None = None, to_append: bool = False) -> list[Row]:
     """All whole rows of a runs.tsv (`content`, if it was read already); one left half-written at the end is not one.
 
-    Raises Refusal, naming the line, for a table that this version did not write, or whose figures were spoilt since.
+    Raises Refusal, naming the line, for a table of other columns, or whose figures were spoilt since it was written.
     """
     lines = _split_whole(path.read_bytes() if content is None else content)[0].decode(errors="replace").splitlines()
-    if lines and lines[0].split("\t") != COLUMNS:
+    head = lines[0].split("\t") if lines else COLUMNS
+    if head != COLUMNS and (to_append or head != OLDER):
         raise Refusal(f"{path} has other columns than this version writes: move it or choose another --out")
     try:
         rows = list(csv.reader(lines[1:], delimiter="\t"))
     except csv.Error as error:
         raise Refusal(f"{path} is not a table ({error}): mend it or choose another --out") from None
     for number, row in enumerate(rows, 2):
-        if len(row) != len(COLUMNS):
-            raise Refusal(
-                f"{path}, line {number}: {len(row)} fields, not {len(COLUMNS)}: mend it or choose another --out"
-            )
-    table = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+        if len(row) != len(head):
+            raise Refusal(f"{path}, line {number}: {len(row)} fields, not {len(head)}: mend it or choose another --out")
+    table = [{"share": WHOLE, **dict(zip(head, row, strict=True))} for row in rows]
     _refuse_spoilt(path, table)
     return table
 
 
 def _refuse_spoilt(path: Path, table: list[Row]) -> None:
-    """Raise Refusal for a field that is not its kind of number, a run told twice, a seed that is not its run's."""
+    """Raise Refusal for a field that is not its kind of number, a run told twice or not of its share, a wrong seed."""
     seen, first_seed = set(), {}
     for number, row in enumerate(table, 2):
         where = f"{path}, line {number}"
@@ -113,6 +118,12 @@ def _refuse_spoilt(path: Path, table: list[Row]) -> None:
         if count > images:
             raise Refusal(f"{where}: validation_count is {count}, of {images} validation_images")
         campaign, run, seed = row["campaign"], int(row["run"]), int(row["seed"])
+        try:
+            planned = planned_by(row)
+        except Refusal as refusal:
+            raise Refusal(f"{where}: {refusal}") from None
+        if run not in planned:
+            raise Refusal(f"{where}: run {run} is none of share {row['share']} of {row['runs']} runs")
         if (campaign, run) in seen:
             raise Refusal(f"{where}: run {run} of campaign {campaign} is there a second time: take one of them out")
         seen.add((campaign, run))
@@ -125,7 +136,7 @@ def _split_whole(content: bytes) -> tuple[bytes, bytes]:
     """The whole lines of a table, and what was begun after them: no newline, or too few fields at the end."""
     end = content.rfind(b"\n") + 1
     last = content.rfind(b"\n", 0, max(0, end - 1)) + 1
-    if last and content[last:end].count(b"\t") < len(COLUMNS) - 1:
+    if last and content[last:end].count(b"\t") < content[: content.find(b"\n")].count(b"\t"):
         end = last
     return content[:end], content[end:]
 
@@ -178,10 +189,10 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._open()
         try:
-            there = {(row["campaign"], row["run"]) for row in read_rows(self.path)}
+            there = {(row["campaign"], row["run"]) for row in read_rows(self.path, to_append=True)}
         except Refusal as refusal:
             for lost in self._rows:
-                self._put_aside(_as_line([lost[name] for name in COLUMNS]))
+                self._put_aside(as_line([lost[name] for name in COLUMNS]))
             raise Refusal(f"{refusal}; this campaign's rows are in {self.path}.broken") from None
         self.mend()
         for lost in self._rows:
@@ -201,13 +212,13 @@ class Journal:
         self._file.close()
 
     def _write(self, values: list[object]) -> None:
-        self._file.write(_as_line(values))
+        self._file.write(as_line(values))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._size = os.path.getsize(self.path)
 
 
-def _as_line(values: list[object]) -> bytes:
+def as_line(values: list[object]) -> bytes:
     line = io.StringIO()
     csv.writer(line, delimiter="\t", lineterminator="\n").writerow(values)
     return line.getvalue().encode()

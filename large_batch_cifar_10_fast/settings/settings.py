@@ -86,11 +86,21 @@ def restarts(environment: Mapping[str, str]) -> tuple[int, int]:
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)), most
 
 
+def runs_of(share: str, runs: int) -> range:
+    """Those of a campaign's runs that a share of it makes: I/N is run I and every Nth after it. Raises Refusal."""
+    if re.fullmatch("[0-9]{1,6}/[0-9]{1,6}", share):
+        first, shares = map(int, share.split("/"))
+        if first < min(shares, runs):
+            return range(first, runs, shares)
+    raise Refusal(f"share {share} has none of {runs} runs: give I/N, I from 0, below N and below the number of runs")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Device, processes, precision, compilation, folders, campaign: the same for every recipe."""
 
     runs: int = option(1, "runs, each with fresh weights; run i uses seed + i")
+    share: str = option("0/1", "I/N: make runs I, I+N, I+2N, ... alone; other launches the other shares of N")
     seed: int = option(0, "seed of the first run")
     data: str = option(str(DATA), "folder with CIFAR-10 (fetched if missing), FILE.npz, or synthetic")
     out: str = option(".", "folder for timing_log.tsv and runs.tsv")
@@ -107,6 +117,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "runs", "micro_batches")
+        if not self.resume:  # which takes runs and share from the campaign
+            runs_of(self.share, self.runs)
         if self.compile and self.no_compile:
             raise Refusal("--compile and --no_compile were both given: choose one")
         for name in ("data", "out", "save"):
@@ -114,3 +126,8 @@ class Settings:
                 raise Refusal(f"--{name} {getattr(self, name)!a} cannot stand in a table: use printable characters")
         if not 0 <= self.seed < 2**62:
             raise Refusal(f"{spelled(self, 'seed')} must lie in 0 to 2**62 - 1")
+
+    @property
+    def planned(self) -> range:
+        """The runs that this launch makes, or has made before."""
+        return runs_of(self.share, self.runs)

@@ -1,0 +1,147 @@
+"""Shares of a campaign, made by launches that know nothing of each other, and what `merge` makes of them."""
+
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import TINY, train_here
+
+from large_batch_cifar_10_fast import merge
+from large_batch_cifar_10_fast.request.checks import check_out
+from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.results.clock import PARTS
+from large_batch_cifar_10_fast.results.logs import read_log
+from large_batch_cifar_10_fast.results.tables import COLUMNS
+from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+
+RUNS = 5
+NOT_THE_RESULT = {*PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory", "campaign", "started", "share"}
+RESULT = [name for name in COLUMNS if name not in NOT_THE_RESULT]
+
+
+def _train(folder: Path, npz: Path, *arguments: object) -> Path:
+    train_here("--demo", *TINY, "--epochs", 1, "--no_compile", "--data", npz, "--out", folder, "--seed", 7, *arguments)
+    return folder / "runs.tsv"
+
+
+@pytest.fixture(scope="module")
+def tables(tiny_npz, tmp_path_factory) -> dict[str, Path]:
+    """The whole campaign's, its two shares', and that of a share with other options."""
+    folder = tmp_path_factory.mktemp("shares")
+    whole = _train(folder / "whole", tiny_npz, "--runs", RUNS)
+    shares = {share: _train(folder / share[0], tiny_npz, "--runs", RUNS, "--share", share) for share in ("0/2", "1/2")}
+    other = _train(folder / "other", tiny_npz, "--runs", RUNS, "--share", "1/3", "--lr_scaler", 2)
+    return {"whole": whole, "other": other, **shares}
+
+
+def _merge(out: Path, *files: Path) -> None:
+    merge.main([*map(str, files), "--out", str(out)])
+
+
+def _result(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path, sep="\t", dtype=str)[RESULT]
+
+
+def test_a_share_has_every_nth_run_and_the_curve_of_its_first(tables):
+    for share, runs in {"0/2": [0, 2, 4], "1/2": [1, 3]}.items():
+        assert pd.read_csv(tables[share], sep="\t")["run"].tolist() == runs
+        assert len(pd.read_csv(tables[share].parent / "timing_log.tsv", sep="\t")) == 1
+        note = f"{tables[share]} holds {len(runs)} of the campaign's {RUNS} runs"
+        assert read_log(str(tables[share])).notes == (note,)
+
+
+def test_shares_in_any_order_are_the_campaign_that_one_launch_makes(tables, tmp_path, capsys):
+    _merge(tmp_path, tables["1/2"], tables["0/2"])
+    pd.testing.assert_frame_equal(_result(tmp_path / "runs.tsv"), _result(tables["whole"]))
+    log = read_log(str(tmp_path / "runs.tsv"))
+    assert (len(log.accuracy), log.notes) == (RUNS, ())
+    told = capsys.readouterr().out
+    assert told.startswith(f"{tmp_path}/runs.tsv: 5 of campaign ")
+    assert told.endswith("'s 5 runs, from 2 tables\n")
+
+
+def test_what_is_missing_is_named_and_made_by_resume(tables, tmp_path, capsys):
+    _merge(tmp_path, tables["0/2"])
+    assert capsys.readouterr().out.endswith(f"; not made yet: 1, 3 (--resume --out {tmp_path} makes them)\n")
+    train_here("--resume", "--out", tmp_path)
+    pd.testing.assert_frame_equal(
+        _result(tmp_path / "runs.tsv").sort_values("run", ignore_index=True), _result(tables["whole"])
+    )
+
+
+def test_a_broken_share_is_resumed_as_what_it_is(tables, tmp_path, capsys):
+    lines = tables["0/2"].read_text().splitlines(keepends=True)
+    (tmp_path / "runs.tsv").write_text("".join(lines[:2]))
+    train_here("--resume", "--out", tmp_path)
+    assert "# campaign" in (told := capsys.readouterr().out)
+    assert ", 1 of 3 runs made before\n" in told
+    assert told.endswith(" out of 3\n")
+    pd.testing.assert_frame_equal(_result(tmp_path / "runs.tsv"), _result(tables["0/2"]))
+    with pytest.raises(Refusal, match=r"has all its 3 runs; for its last run's weights .* --seed 11 --save"):
+        read_request(["--resume", "--out", str(tmp_path), "--save", "w.pt"], {})
+    (tmp_path / "runs.tsv").write_text("".join(lines[:2]))
+    with pytest.raises(Refusal, match=r"had other share \(0/2 then, 1/2 now\)"):
+        read_request(["--resume", "--out", str(tmp_path), "--share", "1/2"], {})
+
+
+def test_times_of_several_machines_are_told_apart(tables, tmp_path):
+    elsewhere = tmp_path / "elsewhere.tsv"
+    pd.read_csv(tables["1/2"], sep="\t", dtype=str, keep_default_na=False).assign(device="abacus").to_csv(
+        elsewhere, sep="\t", index=False
+    )
+    _merge(tmp_path / "merged", tables["0/2"], elsewhere)
+    assert read_log(str(tmp_path / "merged" / "runs.tsv")).facts["device"].endswith(" threads and abacus")
+
+
+REFUSED = {
+    "another recipe": (["0/2", "other"], r"other/runs\.tsv has other options \(.*lr_scaler=2\.0.*\) than .*not one"),
+    "the same run": (["whole", "1/2"], r"run 1 is in .*whole/runs\.tsv and in .*1/runs\.tsv: leave out one of them"),
+    "the same file": (["0/2", "0/2"], "the same file was given twice"),
+}
+
+
+@pytest.mark.parametrize(("names", "message"), REFUSED.values(), ids=REFUSED)
+def test_tables_that_are_not_one_campaign_are_refused(tables, tmp_path, capsys, names, message):
+    _refuse(tmp_path / "merged", capsys, message, *(tables[name] for name in names))
+
+
+@pytest.mark.parametrize("column", ["digest", "code", "torch", "precision", "runs", "seed"])
+def test_shares_of_other_images_code_or_settings_are_refused(tables, tmp_path, capsys, column):
+    table = pd.read_csv(tables["1/2"], sep="\t", dtype=str, keep_default_na=False)
+    table[column] = [str(int(value) + 1) for value in table[column]] if column in ("runs", "seed") else "other"
+    table.to_csv(tmp_path / "edited.tsv", sep="\t", index=False)
+    message = rf"edited\.tsv has other {column}[ a-z]* \(.*, not .*\) than "
+    _refuse(tmp_path / "merged", capsys, message, tables["0/2"], tmp_path / "edited.tsv")
+
+
+def test_a_table_from_before_there_were_shares_is_a_whole_campaign_and_not_written_to(tables, tmp_path):
+    table = pd.read_csv(tables["whole"], sep="\t", dtype=str, keep_default_na=False)
+    table.drop(columns="share").to_csv(tmp_path / "runs.tsv", sep="\t", index=False)
+    log = read_log(str(tmp_path / "runs.tsv"))
+    assert (len(log.accuracy), log.notes) == (RUNS, ())
+    with pytest.raises(Refusal, match="other columns than this version writes"):
+        check_out(Settings(out=str(tmp_path)))
+
+
+def test_what_is_there_is_not_written_over(tables, tmp_path, capsys):
+    (tmp_path / "runs.tsv").write_text("mine")
+    _refuse(tmp_path, capsys, "is there already: choose another --out", tables["0/2"])
+    assert (tmp_path / "runs.tsv").read_text() == "mine"
+    _refuse(tmp_path / "runs.tsv", capsys, "--out .* cannot be written: ", tables["0/2"])
+
+
+def _refuse(out: Path, capsys, message: str, *files: Path) -> None:
+    with pytest.raises(SystemExit) as end:
+        _merge(out, *files)
+    assert end.value.code == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert re.search(message, told.err), told.err
+
+
+@pytest.mark.parametrize("share", ["2/2", "1", "1/", "-1/2", "1/2/3", "a/b", "1/0", "9/99", "1/9999999", " 0/1"])
+def test_what_is_no_share_is_refused(share):
+    with pytest.raises(Refusal, match=r"share .* has none of 5 runs: give I/N"):
+        Settings(runs=5, share=share)
