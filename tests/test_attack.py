@@ -5,6 +5,7 @@ import random
 import attack
 import pytest
 from conftest import REPO
+from disturbances import fill_disks
 
 from large_batch_cifar_10_fast.images.sources import load_images
 from large_batch_cifar_10_fast.results.logs import read_log
@@ -23,6 +24,14 @@ def test_no_bad_request_gets_more_than_one_line(tiny_npz, tmp_path):
     assert {what: answer for what, answer in answers.items() if answer not in GOOD} == {}
     assert sum(answer != "accepted" for answer in answers.values()) > 0.9 * len(answers)
     assert not list(tmp_path.iterdir()), "nothing is written by a request that is only looked at"
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_any_write_loses_no_run(tiny_npz, tmp_path):
+    """At the header's, the first run's curve, a row, the weights and the last row."""
+    found = fill_disks(tiny_npz, tmp_path / "full", 5, random.Random(0))
+    assert found["by"] == {"OSError": 5}
+    assert not any(found[what] for what in found if what not in ("by", "full disks")), found
 
 
 @pytest.mark.parametrize("file", ["images", "runs.tsv", "timing_log.tsv", "run_log.txt"])
