@@ -20,7 +20,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from .request.advice import count_cores
 from .request.checks import check_request
 from .request.command_line import read_request
-from .results.tables import CAMPAIGN, Journal, campaign_of_this_launch, planned_by, rows_of
+from .results.journal import Journal
+from .results.resuming import CAMPAIGN, campaign_of_this_launch, is_told_later, rows_of
+from .results.tables import planned_by
 from .settings.ending import LAUNCH
 from .settings.settings import Refusal, Settings, count_from, refusals_end, restarts
 from .training.recipe import Recipe
@@ -92,7 +94,8 @@ def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tupl
     machines, gpus, cores = count_from(environment, "NNODES", 1), torch.cuda.device_count(), count_cores()
     count_from(environment, "TIMEOUT", 1)
     processes = plan_processes(recipe, environment, gpus, cores)
-    check_request(settings, recipe, processes * machines // count_from(environment, "TEAMS", 1))
+    if not is_told_later(settings):
+        check_request(settings, recipe, processes * machines // count_from(environment, "TEAMS", 1))
     check_meeting(environment)
     runs = Path(settings.out) / "runs.tsv"
     if runs.exists():

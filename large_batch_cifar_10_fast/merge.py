@@ -9,8 +9,9 @@ was not made of it yet is named. Exit status: 0, or 2 and nothing written where 
 import argparse
 from pathlib import Path
 
-from .results.logs import read_bounded
-from .results.tables import COLUMNS, CONDITIONS, WHOLE, Row, as_line, read_rows, written_whole
+from .results.campaign import read_bounded
+from .results.journal import as_line, written_whole
+from .results.tables import COLUMNS, CONDITIONS, WHOLE, Row, read_rows
 from .settings.settings import Refusal, refusals_end
 
 ALIKE = ("runs", "recipe", "options", "workers", *CONDITIONS, "digest", "validation_images", "code", "torch")

@@ -17,8 +17,8 @@ from .request.advice import explaining_memory, settle
 from .request.checks import check_agreement, check_request
 from .request.command_line import read_request
 from .results.clock import Clock
+from .results.resuming import finished_rows
 from .results.run_log import RunLog
-from .results.tables import finished_rows
 from .settings.settings import Settings, count_from, refusals_end
 from .training.compiling import compiled
 from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype

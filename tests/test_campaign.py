@@ -14,7 +14,8 @@ from conftest import LAUNCHER, TINY, children_of, environment, launch
 
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import PARTS
-from large_batch_cifar_10_fast.results.tables import COLUMNS, Journal, read_rows
+from large_batch_cifar_10_fast.results.journal import Journal
+from large_batch_cifar_10_fast.results.tables import COLUMNS, read_rows
 from large_batch_cifar_10_fast.settings.settings import Refusal
 
 pytestmark = pytest.mark.slow

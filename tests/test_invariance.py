@@ -10,6 +10,7 @@ import torch
 from conftest import LAUNCHER, TINY, environment, launch
 
 from large_batch_cifar_10_fast.request.command_line import RECIPES
+from large_batch_cifar_10_fast.results.tables import COLUMNS
 from large_batch_cifar_10_fast.settings.settings import has_option
 
 pytestmark = pytest.mark.slow
@@ -74,7 +75,7 @@ def _on_two_machines(folder, commands, **variables):
         port = free.getsockname()[1]
     machines = []
     for rank, (name, command) in enumerate(commands.items()):
-        (folder / name).mkdir()
+        (folder / name).mkdir(exist_ok=True)
         more = environment(NPROC=1, NNODES=2, NODE_RANK=rank, RDZV_ENDPOINT=f"127.0.0.1:{port}", **variables)
         pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         machines.append(subprocess.Popen(["bash", str(LAUNCHER), *command], cwd=folder / name, env=more, **pipes))
@@ -82,16 +83,26 @@ def _on_two_machines(folder, commands, **variables):
     return [(machine.returncode, *words) for machine, words in zip(machines, told, strict=True)]
 
 
-def test_two_machines_equal_one(tiny_npz, tmp_path, alone):
-    """The several-machine form."""
+def test_two_machines_equal_one_and_go_on_with_what_the_first_has_finished(tiny_npz, tmp_path, alone):
+    """The several-machine form; the second has no table, and need not know which campaign is gone on with."""
     expected, _ = alone("apple2019")
-    command = [*SMALL["apple2019"], "--data", str(tiny_npz), "--precision", "fp64", "--save", "w.pt"]
+    command = [*SMALL["apple2019"], "--data", str(tiny_npz), "--precision", "fp64", "--runs", "2"]
     first, second = _on_two_machines(tmp_path, {"first": command, "second": command})
     assert first[0] == 0, first
     assert "8 workers on 2 processes" in first[1]
     assert second[:2] == (0, "")
+    table = tmp_path / "first" / "runs.tsv"
+    head, run_0, run_1 = table.read_text().splitlines(keepends=True)
+    table.write_text(head + run_1)
+    command = ["--resume", "--save", "w.pt"]
+    first, second = _on_two_machines(tmp_path, {"first": command, "second": command})
+    assert first[0] == 0, first
+    assert ", 1 of 2 runs made before\n" in first[1]
+    assert second[:2] == (0, "")
     assert not list((tmp_path / "second").iterdir()), "only the first machine writes"
     _equal(torch.load(tmp_path / "first" / "w.pt", weights_only=True), expected)
+    again, loss = table.read_text().splitlines()[-1].split("\t"), COLUMNS.index("validation_loss")
+    assert again[loss] == run_0.split("\t")[loss]
 
 
 def test_two_machines_that_were_asked_for_different_things_train_nothing(tiny_npz, tmp_path):

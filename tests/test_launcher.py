@@ -15,7 +15,7 @@ from conftest import LAUNCHER, REPO, TINY, children_of, environment, is_alive, l
 
 from large_batch_cifar_10_fast.launch import advice, scratch_folder, torchrun_arguments
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
-from large_batch_cifar_10_fast.results.tables import CAMPAIGN
+from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.settings.ending import LAUNCH
 from large_batch_cifar_10_fast.settings.settings import Settings
 

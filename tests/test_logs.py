@@ -6,7 +6,8 @@ import pytest
 from test_compare import OUR_HEAD, our_form, runs_table
 
 from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.results.logs import LARGEST, read_log
+from large_batch_cifar_10_fast.results.campaign import LARGEST
+from large_batch_cifar_10_fast.results.logs import read_log
 from large_batch_cifar_10_fast.results.tables import COLUMNS, reached_goal, read_rows
 from large_batch_cifar_10_fast.settings.settings import Refusal
 

@@ -17,8 +17,9 @@ from large_batch_cifar_10_fast.images.sources import load_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.advice import explaining_memory
 from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.results.journal import write_timing_log, written_whole
 from large_batch_cifar_10_fast.results.provenance import driver_and_clocks
-from large_batch_cifar_10_fast.results.tables import COLUMNS, write_timing_log, written_whole
+from large_batch_cifar_10_fast.results.tables import COLUMNS
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.training.tally import Score
 from large_batch_cifar_10_fast.training.world import World

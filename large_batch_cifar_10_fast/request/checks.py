@@ -9,7 +9,8 @@ from pathlib import Path
 from ..images.sources import Images, count_training_images, load_images
 from ..results.lines import as_pairs, from_pairs
 from ..results.provenance import code_digest
-from ..results.tables import Row, changes, finished_rows, read_rows, refuse_other
+from ..results.resuming import changes, finished_rows, refuse_other
+from ..results.tables import Row, read_rows
 from ..settings.settings import Refusal, Settings, has_option, spelled
 from ..training.recipe import Recipe
 from ..training.world import World

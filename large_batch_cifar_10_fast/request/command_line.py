@@ -16,7 +16,8 @@ from ..recipes.muon import Muon2024, MuonRecipe
 from ..recipes.page import Page
 from ..results.lines import from_pairs
 from ..results.provenance import code_digest
-from ..results.tables import CONDITIONS, Row, changes, finished_rows, planned_by, refuse_other
+from ..results.resuming import changes, finished_rows, is_told_later, refuse_other
+from ..results.tables import CONDITIONS, Row, planned_by
 from ..settings.settings import Refusal, Settings, count_from, has_option, restarts
 from ..training.recipe import Recipe
 
@@ -41,7 +42,8 @@ def read_request(arguments: Sequence[str], environment: Mapping[str, str]) -> tu
             raise Refusal(f"--demo is {DEFAULT}, small, not {kind.name}: leave out one of them")
         asked = PRESET | asked
     settings, recipe = _made_of(Settings, asked), _made_of(kind, asked)
-    return _resumed(settings, name, asked) if settings.resume else (settings, recipe)
+    is_known = settings.resume and not is_told_later(settings)
+    return _resumed(settings, name, asked) if is_known else (settings, recipe)
 
 
 def _made_of(kind: type, values: Mapping[str, object]):

@@ -6,7 +6,7 @@ is given as bounds.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,48 +14,17 @@ import numpy as np
 
 from ..settings.settings import REPO, Refusal, Settings
 from . import lines
-from .fields import DURATION, FRACTION, LOSS, PERCENT, TIME, Number
-from .tables import COLUMNS, CONDITIONS, GOAL, OLDER, diverged, reached_goal, read_rows
+from .campaign import Log, bounds, decimals, losses, numbers, read_bounded
+from .dawnbench import read_epochs, read_published_table
+from .fields import DURATION, FRACTION
+from .tables import COLUMNS, CONDITIONS, OLDER, reached_goal, read_rows
 
 PUBLISHED = REPO / "published"
 PUBLISHED_FACTS = {"images": "CIFAR-10", "device": "8 x Tesla V100-SXM2-32GB", "workers": "8"}
 PUBLISHED_FACTS |= {"clock": "upload and training alone"}
 OUR_CLOCK = "set-up and training, not validation"
-CLOCKS = {  # of DAWNBench's entries, where it is known
-    "basenet.tsv": "training and validation, not set-up",
-    "fastai_pytorch.tsv": "validation, too",
-    "fastai_pytorch_single_volta.tsv": "validation, too",
-}
 FACTS = ("images", "digest", "device", "recipe", "workers", "processes", *CONDITIONS)  # what may explain a difference
-LARGEST = 64 << 20  # bytes of a file; a hundred thousand runs are less
 HEAD, RUN = (line.template.partition("{")[0].strip() for line in (lines.HEAD, lines.RUN))  # how these lines begin
-
-
-@dataclass(frozen=True)
-class Log:
-    """A campaign as its log tells it, one entry a run; NaN where the log does not tell.
-
-    `loss` is validation's, NaN where a run diverged, and empty where no loss is told.
-    Accuracies are fractions, each within `rounding` of the true one (0: exact). `reached` are the least and
-    the most runs that may have reached 94%. `epochs` is the first run's curve, seconds and accuracies, if told.
-    """
-
-    name: str
-    accuracy: np.ndarray
-    loss: np.ndarray
-    seconds: np.ndarray
-    goal_seconds: np.ndarray
-    reached: tuple[int, int]
-    rounding: float = 0.0
-    facts: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    lowest: float = math.nan  # these two more exactly than the rounded accuracies tell them, where a summary does
-    median: float = math.nan
-    epochs: tuple[np.ndarray, np.ndarray] | None = None
-
-    @property
-    def diverged(self) -> int:
-        return int((~np.isfinite(self.loss)).sum())
 
 
 def read_log(source: str, campaign: str | None = None) -> Log:
@@ -75,56 +44,12 @@ def read_log(source: str, campaign: str | None = None) -> Log:
     if head in (COLUMNS, OLDER):
         return _read_runs(path, content, campaign)
     if head[:1] in (["epoch"], ["epochs"]):
-        return _read_epochs(path, text)
+        return read_epochs(path, text)
     if head == ["run", "train_acc", "train_loss", "valid_acc", "valid_loss", "seconds"]:
-        return _read_published_table(path, text)
+        return read_published_table(path, text)
     if any(line.startswith(RUN) for line in text):
         return _read_run_log(path, text)
     raise Refusal(f"{source}, line 1: neither a run log with finished runs, nor runs.tsv, nor a DAWNBench table")
-
-
-def read_bounded(source: str) -> bytes:
-    try:
-        with open(source, "rb") as file:
-            content = file.read(LARGEST + 1)
-    except OSError as error:
-        raise Refusal(f"{source}: cannot be read ({error})") from error
-    if len(content) > LARGEST:
-        raise Refusal(f"{source}: larger than {LARGEST >> 20} MiB, so no log or table of runs: name another file")
-    return content
-
-
-def _columns(path: Path, text: list[str], kinds: Mapping[str, Number]) -> dict[str, list[str]]:
-    """Of a tab-separated table the columns asked for, as text that was seen to be their kinds of numbers."""
-    head = text[0].split("\t")
-    for name in kinds:
-        if head.count(name) != 1:
-            raise Refusal(f"{path}, line 1: {'more than one' if name in head else 'no'} column {name}")
-    columns = {name: [] for name in kinds}
-    for number, row in ((number, line.split("\t")) for number, line in enumerate(text[1:], 2) if line.strip()):
-        if len(row) != len(head):
-            raise Refusal(f"{path}, line {number}: {len(row)} fields where the header has {len(head)}")
-        for name, written in zip(head, row, strict=True):
-            if name in kinds:
-                kinds[name].read(written, f"{path}, line {number}: {name}")
-                columns[name].append(written)
-    if not all(columns.values()):
-        raise Refusal(f"{path}, line 1: a header and nothing below it")
-    return columns
-
-
-def _numbers(texts: Iterable[str]) -> np.ndarray:
-    return np.array([float(text) for text in texts])
-
-
-def _decimals(texts: list[str]) -> int:
-    return max(len(text.partition(".")[2]) for text in texts)
-
-
-def bounds(accuracy: np.ndarray, rounding: float) -> tuple[int, int]:
-    """The least and the most of these accuracies that are truly at 94%, each known to within `rounding`."""
-    slack = 1e-12  # of binary fractions
-    return int((accuracy - rounding >= GOAL - slack).sum()), int((accuracy + rounding >= GOAL - slack).sum())
 
 
 def _read_runs(path: Path, content: bytes, campaign: str | None) -> Log:
@@ -136,47 +61,15 @@ def _read_runs(path: Path, content: bytes, campaign: str | None) -> Log:
         raise Refusal(f"{path}: no campaign {campaign}, only {', '.join(known)}")
     rows = [row for row in rows if row["campaign"] == (campaign or rows[-1]["campaign"])]
     count, images, seconds = (
-        _numbers(row[name] for row in rows) for name in ("validation_count", "validation_images", "seconds")
+        numbers(row[name] for row in rows) for name in ("validation_count", "validation_images", "seconds")
     )
-    loss = _losses(rows)
-    goal = np.where(np.isfinite(loss), _numbers(row["goal_seconds"] or "nan" for row in rows), math.nan)
+    loss = losses(rows)
+    goal = np.where(np.isfinite(loss), numbers(row["goal_seconds"] or "nan" for row in rows), math.nan)
     reached, planned = sum(map(reached_goal, rows)), int(rows[-1]["runs"])
     notes = (f"{path} holds {len(rows)} of the campaign's {planned} runs",) if len(rows) < planned else ()
     machines = {name: " and ".join(dict.fromkeys(row[name] for row in rows)) for name in ("device", "processes")}
     facts = _conditions(rows[-1] | machines)
     return Log(str(path), count / images, loss, seconds, goal, (reached, reached), facts=facts, notes=notes)
-
-
-def _losses(rows: Iterable[Mapping[str, str]]) -> np.ndarray:
-    """Of validation; NaN where a run diverged."""
-    return np.array([math.nan if diverged(row) else float(row["validation_loss"]) for row in rows])
-
-
-def _read_epochs(path: Path, text: list[str]) -> Log:
-    columns = _columns(path, text, {"hours": TIME, "top1Accuracy": PERCENT})
-    seconds, accuracy = 3600 * _numbers(columns["hours"]), _numbers(columns["top1Accuracy"]) / 100
-    if not seconds[-1] > 0:
-        raise Refusal(f"{path}: hours of the last epoch is {columns['hours'][-1]!r}, not a number above 0")
-    # Not more digits than float64 holds: some entries print 12.839999999999998 for 12.84.
-    decimals = min(_decimals([f"{float(text):.10g}" for text in columns["top1Accuracy"]]), 10)
-    rounding = 0.5 * 10.0 ** -(decimals + 2)
-    at_goal = np.flatnonzero((accuracy >= GOAL - 1e-12) & (seconds > 0))
-    goal = seconds[at_goal[0]] if len(at_goal) else math.nan
-    last = accuracy[-1:]
-    untold, reached, curve = np.array([]), bounds(last, rounding), (seconds, accuracy)
-    facts = {"images": "CIFAR-10", "clock": CLOCKS[path.name]} if path.name in CLOCKS else {}
-    return Log(str(path), last, untold, seconds[-1:], np.array([goal]), reached, rounding, facts, epochs=curve)
-
-
-def _read_published_table(path: Path, text: list[str]) -> Log:
-    kinds = {"train_loss": LOSS, "valid_acc": FRACTION, "valid_loss": LOSS, "seconds": DURATION}
-    columns = _columns(path, text, kinds)
-    accuracy, seconds = _numbers(columns["valid_acc"]), _numbers(columns["seconds"])
-    rounding = 0.5 * 10.0 ** -_decimals(columns["valid_acc"])
-    pairs = zip(columns["train_loss"], columns["valid_loss"], strict=True)
-    loss = _losses({"train_loss": train, "validation_loss": validation} for train, validation in pairs)
-    reached, unknown = bounds(accuracy[np.isfinite(loss)], rounding), np.full(len(accuracy), math.nan)
-    return Log(str(path), accuracy, loss, seconds, unknown, reached, rounding)
 
 
 def _read_run_log(path: Path, text: list[str]) -> Log:
@@ -198,14 +91,14 @@ def _read_run_log(path: Path, text: list[str]) -> Log:
             FRACTION.read(run["validation_accuracy"], f"{where}: validation acc")
             DURATION.read(run["seconds"], f"{where}: wall time")
             runs.append(run)
-    accuracy, seconds = (_numbers(run[name] for run in runs) for name in ("validation_accuracy", "seconds"))
-    rounding = 0.5 * 10.0 ** -_decimals([run["validation_accuracy"] for run in runs])
+    accuracy, seconds = (numbers(run[name] for run in runs) for name in ("validation_accuracy", "seconds"))
+    rounding = 0.5 * 10.0 ** -decimals([run["validation_accuracy"] for run in runs])
     test_images = int(facts.get("test", 0))
     if test_images and test_images * 2 * rounding <= 1:  # every count of images prints differently
         accuracy, rounding = np.rint(accuracy * test_images) / test_images, 0.0
     notes = _other_campaigns(path, told)
     facts = _conditions(lines.from_pairs(facts.get("settings", "")) | facts)
-    loss, unknown = _losses(runs), np.full(len(runs), math.nan)
+    loss, unknown = losses(runs), np.full(len(runs), math.nan)
     reached = bounds(accuracy[np.isfinite(loss)], rounding)
     log = Log(str(path), accuracy, loss, seconds, unknown, reached, rounding, facts, notes)
     return _with_summary(log, [text[i] for i in launches[-1]])

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from ..settings.settings import Refusal
-from .tables import written_whole
+from .journal import written_whole
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WIDTH = 3.5  # inches, a column's

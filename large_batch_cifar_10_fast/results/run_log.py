@@ -22,6 +22,7 @@ from ..training.tally import Score
 from ..training.world import World, warn
 from . import lines
 from .clock import PARTS, Clock
+from .journal import Journal, write_timing_log, written_whole
 from .provenance import (
     code_digest,
     commit,
@@ -30,20 +31,8 @@ from .provenance import (
     peak_memory,
     software,
 )
-from .tables import (
-    CONDITIONS,
-    GOAL,
-    Journal,
-    Row,
-    campaign_of_this_launch,
-    changes,
-    diverged,
-    reached_goal,
-    refuse_other,
-    rows_of,
-    write_timing_log,
-    written_whole,
-)
+from .resuming import campaign_of_this_launch, changes, refuse_other, rows_of
+from .tables import CONDITIONS, GOAL, Row, diverged, reached_goal
 
 Item = TypeVar("Item")
 

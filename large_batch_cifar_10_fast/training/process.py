@@ -10,6 +10,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from ..settings.settings import count_from
+
+TIMEOUT = 3600  # seconds that processes wait for each other; one epoch on a slow machine may keep the others waiting
+
 
 def meeting_point(rank: int, world_size: int, one_machine: bool, timeout: timedelta) -> dist.Store:
     """torchrun's; but on one machine heard on loopback only: PyTorch's own would listen on all interfaces."""
@@ -22,6 +26,15 @@ def meeting_point(rank: int, world_size: int, one_machine: bool, timeout: timede
         server = socket.create_server((host, port), backlog=world_size)
         listening = server.detach()
     return dist.TCPStore(host, port, world_size, is_master=rank == 0, master_listen_fd=listening, timeout=timeout)
+
+
+def told_by_the_first(subject: str, word: str) -> str:
+    """What the first process says about a subject, to all: its word, not theirs. torchrun's store must be up."""
+    timeout = timedelta(seconds=count_from(os.environ, "TIMEOUT", TIMEOUT))
+    store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ["RANK"] == "0":
+        store.set(subject, word)
+    return store.get(subject).decode()
 
 
 @contextlib.contextmanager

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..settings.settings import count_from
-from .process import meeting_point
+from .process import TIMEOUT, meeting_point
 
 Item = TypeVar("Item")
 
-TIMEOUT = 3600  # seconds; one epoch on a slow machine may keep the others waiting
 GRACE = timedelta(seconds=10)  # in which all that still can have given up waiting, too
 LOST = 3  # seconds that a process leaves the launcher to find the one that it lost, and to end it with the others
 

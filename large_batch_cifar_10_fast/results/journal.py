@@ -1,0 +1,117 @@
+"""How the two tables of a campaign are written, runs.tsv and timing_log.tsv, so that nothing is lost."""
+
+import contextlib
+import csv
+import fcntl
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..settings.settings import Refusal
+from .tables import COLUMNS, read_rows, split_whole
+
+
+class Journal:
+    """runs.tsv open for one campaign: locked against a second one, mended, appended to row by row."""
+
+    def __init__(self, path: Path, shared: bool = False, is_first: bool = True) -> None:
+        """`shared` by several teams' processes, of which the first holds the lock."""
+        self.path, self._shared, self._is_first, self._size = path, shared, is_first, 0
+        self._rows: list[dict[str, object]] = []  # of this launch
+        self._open()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "a+b")  # noqa: SIM115 (held open, and so locked, for the campaign)
+        if not self._is_first:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise Refusal(f"another campaign is writing {self.path}: wait for it or choose another --out") from None
+
+    def mend(self) -> None:
+        """Move a half-written last row to runs.tsv.broken, and write the header of a new table."""
+        self._file.seek(0)
+        whole, begun = split_whole(self._file.read())
+        if begun:
+            self._put_aside(begun.rstrip(b"\n") + b"\n")
+            self._file.truncate(len(whole))
+        self._size = len(whole)
+        if not whole:
+            self._write(COLUMNS)
+
+    def _put_aside(self, content: bytes) -> None:
+        with open(f"{self.path}.broken", "ab") as aside:
+            aside.write(content)
+
+    def append(self, row: dict[str, object]) -> bool:
+        """Add a run, and return when it is on the disk: whether the table was as it had been left.
+
+        If it was not (an editor saves by renaming, and a file without a name takes rows without a word), the file
+        that now has the name gets all rows of this launch that it lacks. Raises Refusal if it is no such table.
+        """
+        self._rows.append(row)
+        if self._is_as_left():
+            self._write([row[name] for name in COLUMNS])
+            return True
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._open()
+        try:
+            there = {(row["campaign"], row["run"]) for row in read_rows(self.path, to_append=True)}
+        except Refusal as refusal:
+            for lost in self._rows:
+                self._put_aside(as_line([lost[name] for name in COLUMNS]))
+            raise Refusal(f"{refusal}; this campaign's rows are in {self.path}.broken") from None
+        self.mend()
+        for lost in self._rows:
+            if (lost["campaign"], str(lost["run"])) not in there:
+                self._write([lost[name] for name in COLUMNS])
+        return False
+
+    def _is_as_left(self) -> bool:
+        try:
+            now, left = os.stat(self.path), os.fstat(self._file.fileno())
+        except FileNotFoundError:
+            return False
+        grown = self._shared and now.st_size > self._size
+        return os.path.samestat(now, left) and (grown or now.st_size == self._size)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, values: list[object]) -> None:
+        self._file.write(as_line(values))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._size = os.path.getsize(self.path)
+
+
+def as_line(values: list[object]) -> bytes:
+    line = io.StringIO()
+    csv.writer(line, delimiter="\t", lineterminator="\n").writerow(values)
+    return line.getvalue().encode()
+
+
+def write_timing_log(path: Path, epochs: list[tuple[float, float]]) -> None:
+    """DAWNBench's table of one run: (seconds, accuracy) pairs become hours and percent. Whole or not at all."""
+    lines = ["epoch\thours\ttop1Accuracy"]
+    lines += [f"{i}\t{seconds / 3600!r}\t{100 * accuracy:.6g}" for i, (seconds, accuracy) in enumerate(epochs, 1)]
+    with written_whole(path) as unfinished:
+        unfinished.write_text("\n".join(lines) + "\n")
+
+
+@contextlib.contextmanager
+def written_whole(path: str | Path) -> Iterator[Path]:
+    """A name beside `path` to write to; it takes the place of `path` when all is on the disk."""
+    path = Path(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield unfinished
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
