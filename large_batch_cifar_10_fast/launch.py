@@ -24,7 +24,7 @@ from .results.journal import Journal
 from .results.resuming import CAMPAIGN, campaign_of_this_launch, is_told_later, rows_of
 from .results.tables import planned_by
 from .settings.ending import LAUNCH
-from .settings.settings import Refusal, Settings, count_from, refusals_end, restarts
+from .settings.settings import Refusal, Settings, count_from, most_restarts, refusals_end
 from .training.recipe import Recipe
 
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
@@ -64,7 +64,7 @@ def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: 
     others = ",".join(f"{rank}:2" for rank in range(processes) if rank % team)  # whose STDERR goes to a file instead
     kept = [f"--log-dir={scratch}/log", *([f"--redirects={others}"] if others else [])]
     handled = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if not _is_ignored(name)]
-    ends = [f"--signals-to-handle={','.join(handled)}", f"--max-restarts={restarts(environment)[1]}"]
+    ends = [f"--signals-to-handle={','.join(handled)}", f"--max-restarts={most_restarts(environment)}"]
     return [*where, *kept, *ends, f"--nproc-per-node={processes}", "-m", "large_batch_cifar_10_fast.train"]
 
 
@@ -73,7 +73,7 @@ def check_meeting(environment: Mapping[str, str]) -> None:
     machines = count_from(environment, "NNODES", 1)
     if machines == 1:
         return
-    if restarts(environment)[1]:
+    if most_restarts(environment):
         raise Refusal("RESTARTS is for one machine: the others would not know; unset it, and go on with --resume")
     endpoint, rank = environment.get("RDZV_ENDPOINT", ""), environment.get("NODE_RANK", "")
     if rank not in map(str, range(machines)):
@@ -122,8 +122,8 @@ def scratch_folder() -> Iterator[str]:
 
 def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int:
     """Be torchrun until all processes have ended; the status, and one line about any end but the usual one."""
-    logger, (_, most) = logging.getLogger("torch.distributed"), restarts(os.environ)
-    logger.handlers, logger.propagate = [logging.FileHandler(f"{scratch}/torchrun.txt"), Restarting(most)], False
+    logger, healing = logging.getLogger("torch.distributed"), Restarting(most_restarts(os.environ))
+    logger.handlers, logger.propagate = [logging.FileHandler(f"{scratch}/torchrun.txt"), healing], False
     try:
         torchrun.run(torchrun.parse_args(arguments))
         return 0

@@ -126,7 +126,7 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
     if not rows:
         raise Refusal(f"--resume: there is no campaign in {settings.out}: start one without --resume")
     row, planned = rows[-1], planned_by(rows[-1])
-    if len(rows) >= len(planned) and not restarts(os.environ)[0]:
+    if len(rows) >= len(planned) and not restarts(os.environ):
         message = f"the last campaign in {settings.out}, {row['campaign']}, has all its {len(planned)} runs"
         last_seed = int(row["seed"]) - int(row["run"]) + planned[-1]
         advice = f"; for its last run's weights train that again: --seed {last_seed} --save" if settings.save else ""

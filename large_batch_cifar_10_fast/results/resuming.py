@@ -23,7 +23,7 @@ def finished_rows(settings: Settings) -> list[Row]:
     Of several machines only the first reads them; its first process tells all others, which may have no such folder.
     """
     if not settings.resume:
-        return rows_of(settings.out, campaign_of_this_launch()) if restarts(os.environ)[0] else []
+        return rows_of(settings.out, campaign_of_this_launch()) if restarts(os.environ) else []
     if is_told_later(settings):
         return []
     rank = os.environ.get("RANK")

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .. import __version__
-from ..settings.settings import Settings, restarts
+from ..settings.settings import Settings, most_restarts, restarts
 from ..training.recipe import Recipe
 from ..training.tally import Score
 from ..training.world import World, warn
@@ -71,14 +71,20 @@ class RunLog:
         if finished:
             refuse_other(finished[0], changes(finished[0], device=self.facts["device"]))
             self.facts |= {name: finished[0][name] for name in ("campaign", "started")}
-        self.restart, most = restarts(os.environ)
+        self.restart = restarts(os.environ)
         Path(settings.out).mkdir(parents=True, exist_ok=True)
         self._journal = Journal(Path(settings.out) / "runs.tsv", world.teams > 1, world.is_first)
         if not world.is_first:
             return
         self._journal.mend()
         if self.restart:  # the log goes on
-            self._print(lines.RESTART, restart=self.restart, most=most, made=len(self.rows), runs=len(settings.planned))
+            self._print(
+                lines.RESTART,
+                restart=self.restart,
+                most=most_restarts(os.environ),
+                made=len(self.rows),
+                runs=len(settings.planned),
+            )
         else:
             self._head()
 

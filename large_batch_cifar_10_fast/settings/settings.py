@@ -80,10 +80,14 @@ def count_from(environment: Mapping[str, str], name: str, default: int, least: i
     return int(text)
 
 
-def restarts(environment: Mapping[str, str]) -> tuple[int, int]:
-    """How many times torchrun has started the processes anew, after a failure, and RESTARTS, how often it may."""
-    most = count_from(environment, "RESTARTS", 0, least=0)
-    return int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)), most
+def most_restarts(environment: Mapping[str, str]) -> int:
+    """RESTARTS: how often torchrun may start the processes anew, after a failure."""
+    return count_from(environment, "RESTARTS", 0, least=0)
+
+
+def restarts(environment: Mapping[str, str]) -> int:
+    """How often it has."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def runs_of(share: str, runs: int) -> range:
