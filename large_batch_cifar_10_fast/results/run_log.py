@@ -78,13 +78,8 @@ class RunLog:
             return
         self._journal.mend()
         if self.restart:  # the log goes on
-            self._print(
-                lines.RESTART,
-                restart=self.restart,
-                most=most_restarts(os.environ),
-                made=len(self.rows),
-                runs=len(settings.planned),
-            )
+            made = {"made": len(self.rows), "runs": len(settings.planned)}
+            self._print(lines.RESTART, restart=self.restart, most=most_restarts(os.environ), **made)
         else:
             self._head()
 
