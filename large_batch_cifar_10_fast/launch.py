@@ -24,7 +24,7 @@ from .results.journal import Journal
 from .results.resuming import CAMPAIGN, campaign_of_this_launch, is_told_later, rows_of
 from .results.tables import planned_by
 from .settings.ending import LAUNCH
-from .settings.settings import Refusal, Settings, count_from, most_restarts, refusals_end
+from .settings.settings import Refusal, Settings, count_from, is_first_machine, most_restarts, refusals_end
 from .training.recipe import Recipe
 
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
@@ -94,11 +94,14 @@ def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tupl
     machines, gpus, cores = count_from(environment, "NNODES", 1), torch.cuda.device_count(), count_cores()
     count_from(environment, "TIMEOUT", 1)
     processes = plan_processes(recipe, environment, gpus, cores)
-    if not is_told_later(settings):
+    if is_told_later(settings):
+        if not environment.get("NPROC"):
+            raise Refusal("--resume: give this machine its NPROC; only the first knows the campaign before they meet")
+    else:
         check_request(settings, recipe, processes * machines // count_from(environment, "TEAMS", 1))
     check_meeting(environment)
     runs = Path(settings.out) / "runs.tsv"
-    if runs.exists():
+    if runs.exists() and is_first_machine(environment):
         Journal(runs).close()  # only one campaign at a time may write it
     variables = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(max(1, cores // processes)))}
     variables |= {LAUNCH: str(os.getpid()), CAMPAIGN: campaign_of_this_launch()}
@@ -176,6 +179,8 @@ def first_line(said: object) -> str:
 
 def advice(settings: Settings) -> str:
     """What is made of this launch's campaign, and how to go on."""
+    if not is_first_machine(os.environ):
+        return "the first machine tells what is made"
     try:
         rows = rows_of(settings.out, "" if settings.resume else os.environ[CAMPAIGN])
     except Refusal as refusal:  # somebody spoilt the table in the meantime

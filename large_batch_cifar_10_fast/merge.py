@@ -2,17 +2,18 @@
 
     python -m large_batch_cifar_10_fast.merge RUNS_TSV... --out FOLDER
 
-Of each table the last campaign is taken. What `compare`, `plot` and `--resume --out FOLDER` find is one campaign; what
-was not made of it yet is named. Exit status: 0, or 2 and nothing written where the tables are not of one campaign.
+Of each table the last campaign is taken. What `compare`, `plot` and `--resume --out FOLDER` find is one campaign; the
+runs that nobody made are named. Exit status: 0, or 2 and nothing written where the tables are not of one campaign.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from .results.campaign import read_bounded
 from .results.journal import as_line, written_whole
-from .results.tables import COLUMNS, CONDITIONS, WHOLE, Row, read_rows
-from .settings.settings import Refusal, refusals_end
+from .results.tables import COLUMNS, CONDITIONS, Row, read_rows, rows_of_campaign
+from .settings.settings import WHOLE, Refusal, refusals_end
 
 ALIKE = ("runs", "recipe", "options", "workers", *CONDITIONS, "digest", "validation_images", "code", "torch")
 
@@ -21,12 +22,14 @@ def last_campaign(file: str) -> list[Row]:
     rows = read_rows(Path(file), read_bounded(file))
     if not rows:
         raise Refusal(f"{file}: a header and nothing below it, so no run to merge")
-    return [row for row in rows if row["campaign"] == rows[-1]["campaign"]]
+    if others := len({row["campaign"] for row in rows}) - 1:
+        print(f"Warning: {file} holds {others} other campaigns: only the last one's runs are merged", file=sys.stderr)
+    return rows_of_campaign(rows)
 
 
 def merged(tables: dict[str, list[Row]]) -> list[Row]:
     """The rows of all tables (by file name) in the order of their runs, under one name. Raises Refusal."""
-    origin: dict[str, str] = {}
+    origin: dict[int, str] = {}
     first_file, first = next((file, rows[0]) for file, rows in tables.items())
     for file, row in ((file, row) for file, rows in tables.items() for row in rows):
         differing = [f"{name} ({row[name]}, not {first[name]})" for name in ALIKE if row[name] != first[name]]
@@ -34,9 +37,9 @@ def merged(tables: dict[str, list[Row]]) -> list[Row]:
             differing.append(f"seed of the first run ({_first_seed(row)}, not {_first_seed(first)})")
         if differing:
             raise Refusal(f"{file} has other {', '.join(differing)} than {first_file}: they are not one campaign")
-        if row["run"] in origin:
-            raise Refusal(f"run {row['run']} is in {origin[row['run']]} and in {file}: leave out one of them")
-        origin[row["run"]] = file
+        if (run := int(row["run"])) in origin:
+            raise Refusal(f"run {run} is in {origin[run]} and in {file}: leave out one of them")
+        origin[run] = file
     rows = sorted((row for rows in tables.values() for row in rows), key=lambda row: int(row["run"]))
     return [row | {"campaign": rows[0]["campaign"], "share": WHOLE} for row in rows]
 
@@ -46,9 +49,9 @@ def _first_seed(row: Row) -> int:
 
 
 def write_new(path: Path, rows: list[Row]) -> None:
-    if path.exists():
-        raise Refusal(f"{path} is there already: choose another --out")
     try:
+        if path.exists():
+            raise Refusal(f"{path} is there already: choose another --out")
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as unfinished:
             unfinished.write_bytes(
@@ -70,12 +73,16 @@ def main(arguments: list[str] | None = None) -> None:
             raise Refusal("the same file was given twice: leave out one of them")
         rows, path = merged(tables), Path(options.out) / "runs.tsv"
         write_new(path, rows)
-    made, planned = {int(row["run"]) for row in rows}, int(rows[0]["runs"])
-    missing = ", ".join(str(run) for run in range(planned) if run not in made)
-    going_on = f"; not made yet: {missing} (--resume --out {options.out} makes them)" if missing else ""
-    print(
-        f"{path}: {len(rows)} of campaign {rows[0]['campaign']}'s {planned} runs, from {len(tables)} tables{going_on}"
-    )
+    print(f"{path}: {len(rows)} of campaign {rows[0]['campaign']}'s {rows[0]['runs']} runs{missing(rows, options.out)}")
+
+
+def missing(rows: list[Row], out: str) -> str:
+    """The runs that nobody made, in words, and how to make them."""
+    made = {int(row["run"]) for row in rows}
+    runs = ", ".join(str(run) for run in range(int(rows[0]["runs"])) if run not in made)
+    alike = len({(row["device"], row["processes"]) for row in rows}) == 1
+    how = f"train_cifar_parallel.sh --resume --out {out}" if alike else "--resume in the shares' own folders"
+    return f"; not made yet: {runs} ({how} makes them)" if runs else ""
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from .training.compiling import compiled
 from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
 from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules, step_all
-from .training.process import leaving
+from .training.process import leaving, refusing_together
 from .training.recipe import Recipe, images_of_an_epoch, reduced, stage_of
 from .training.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
@@ -165,5 +165,5 @@ def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
 
 
 if __name__ == "__main__":
-    with leaving(), refusals_end("train_cifar_parallel.sh"):
+    with leaving(), refusals_end("train_cifar_parallel.sh"), refusing_together():
         main(*read_request(sys.argv[1:], os.environ))

@@ -118,6 +118,8 @@ def heal_campaign(npz: Path, folder: Path, kills: int, dice: random.Random) -> d
             number = dice.choice(SIGNALS)
             os.kill(dice.choice(workers), number)
             struck[number.name] += 1
+            while any(map(is_alive, workers)):
+                time.sleep(0.01)
         status, told = process.wait(), process.stderr.read()
         tables.append(pd.read_csv(place / "runs.tsv", sep="\t")[[name for name in COLUMNS if name not in DIFFERENT]])
     facts = {"heals": sum(struck.values()), "runs": len(tables[1]), "status": status, "lines": told.count("\n")}

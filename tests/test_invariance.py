@@ -10,7 +10,6 @@ import torch
 from conftest import LAUNCHER, TINY, environment, launch
 
 from large_batch_cifar_10_fast.request.command_line import RECIPES
-from large_batch_cifar_10_fast.results.tables import COLUMNS
 from large_batch_cifar_10_fast.settings.settings import has_option
 
 pytestmark = pytest.mark.slow
@@ -86,23 +85,28 @@ def _on_two_machines(folder, commands, **variables):
 def test_two_machines_equal_one_and_go_on_with_what_the_first_has_finished(tiny_npz, tmp_path, alone):
     """The several-machine form; the second has no table, and need not know which campaign is gone on with."""
     expected, _ = alone("apple2019")
-    command = [*SMALL["apple2019"], "--data", str(tiny_npz), "--precision", "fp64", "--runs", "2"]
+    command = [*SMALL["apple2019"], "--data", str(tiny_npz), "--precision", "fp64", "--save", "w.pt"]
     first, second = _on_two_machines(tmp_path, {"first": command, "second": command})
     assert first[0] == 0, first
     assert "8 workers on 2 processes" in first[1]
     assert second[:2] == (0, "")
+    _equal(torch.load(tmp_path / "first" / "w.pt", weights_only=True), expected)
     table = tmp_path / "first" / "runs.tsv"
-    head, run_0, run_1 = table.read_text().splitlines(keepends=True)
-    table.write_text(head + run_1)
-    command = ["--resume", "--save", "w.pt"]
-    first, second = _on_two_machines(tmp_path, {"first": command, "second": command})
+    pd.read_csv(table, sep="\t", dtype=str, keep_default_na=False).assign(runs="2").to_csv(table, sep="\t", index=False)
+    first, second = _on_two_machines(tmp_path, {"first": ["--resume"], "second": ["--resume"]})
     assert first[0] == 0, first
     assert ", 1 of 2 runs made before\n" in first[1]
     assert second[:2] == (0, "")
+    assert pd.read_csv(table, sep="\t")["seed"].tolist() == [0, 1]
     assert not list((tmp_path / "second").iterdir()), "only the first machine writes"
-    _equal(torch.load(tmp_path / "first" / "w.pt", weights_only=True), expected)
-    again, loss = table.read_text().splitlines()[-1].split("\t"), COLUMNS.index("validation_loss")
-    assert again[loss] == run_0.split("\t")[loss]
+
+
+def test_two_machines_of_which_one_goes_on_with_a_campaign_refuse_together(tiny_npz, tmp_path):
+    command = [*SMALL["apple2019"], "--data", str(tiny_npz)]
+    told = _on_two_machines(tmp_path, {"first": command, "second": ["--resume", "--data", str(tiny_npz)]})
+    message = "--resume: the first machine was not asked to go on with a campaign: ask all for the same\n"
+    assert told[0] == (2, "", f"train_cifar_parallel.sh: process 1: {message}")
+    assert told[1] == (2, "", f"train_cifar_parallel.sh: {message}")
 
 
 def test_two_machines_that_were_asked_for_different_things_train_nothing(tiny_npz, tmp_path):

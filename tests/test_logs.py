@@ -66,8 +66,8 @@ def edited(path, line: int, **fields: str) -> str:
 
 SPOILT = [
     *((name, "many", "a whole number") for name in ("run", "seed", "validation_count", "peak_memory")),
-    *((name, "0", "a whole number above 0") for name in ("runs", "workers", "processes", "validation_images")),
-    ("runs", "", "a whole number above 0"),
+    *((name, "0", "a whole number above 0") for name in ("workers", "processes", "validation_images")),
+    *(("runs", text, "a whole number from 1 to 100000") for text in ("", "0", "1000000000000000")),
     *(("validation_count", "9" * digits, "a whole number") for digits in (20, 400, 5000)),
     ("micro_batches", "1.5", "a whole number above 0"),
     ("train_accuracy", "98.8", "a number from 0 to 1"),

@@ -5,19 +5,24 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from conftest import TINY, train_here
+from disturbances import DIFFERENT
 
 from large_batch_cifar_10_fast import merge
+from large_batch_cifar_10_fast.launch import advice
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.request import advice as request_advice
 from large_batch_cifar_10_fast.request.checks import check_out
 from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.results.clock import PARTS
 from large_batch_cifar_10_fast.results.logs import read_log
-from large_batch_cifar_10_fast.results.tables import COLUMNS
+from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
+from large_batch_cifar_10_fast.results.tables import COLUMNS, NUMBERS
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+from large_batch_cifar_10_fast.training.world import World
 
-RUNS = 5
-NOT_THE_RESULT = {*PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory", "campaign", "started", "share"}
-RESULT = [name for name in COLUMNS if name not in NOT_THE_RESULT]
+RUNS, SHARES = 5, ("0/1", "0/3", "2/3")
+RESULT = [name for name in COLUMNS if name not in (*DIFFERENT, "share")]
 
 
 def _train(folder: Path, npz: Path, *arguments: object) -> Path:
@@ -58,19 +63,21 @@ def test_shares_in_any_order_are_the_campaign_that_one_launch_makes(tables, tmp_
     assert (len(log.accuracy), log.notes) == (RUNS, ())
     told = capsys.readouterr().out
     assert told.startswith(f"{tmp_path}/runs.tsv: 5 of campaign ")
-    assert told.endswith("'s 5 runs, from 2 tables\n")
+    assert told.endswith("'s 5 runs\n")
 
 
 def test_what_is_missing_is_named_and_made_by_resume(tables, tmp_path, capsys):
     _merge(tmp_path, tables["0/2"])
-    assert capsys.readouterr().out.endswith(f"; not made yet: 1, 3 (--resume --out {tmp_path} makes them)\n")
+    assert capsys.readouterr().out.endswith(
+        f"; not made yet: 1, 3 (train_cifar_parallel.sh --resume --out {tmp_path} makes them)\n"
+    )
     train_here("--resume", "--out", tmp_path)
     pd.testing.assert_frame_equal(
         _result(tmp_path / "runs.tsv").sort_values("run", ignore_index=True), _result(tables["whole"])
     )
 
 
-def test_a_broken_share_is_resumed_as_what_it_is(tables, tmp_path, capsys):
+def test_a_broken_share_is_resumed_as_what_it_is(tables, tmp_path, capsys, monkeypatch):
     lines = tables["0/2"].read_text().splitlines(keepends=True)
     (tmp_path / "runs.tsv").write_text("".join(lines[:2]))
     train_here("--resume", "--out", tmp_path)
@@ -80,18 +87,37 @@ def test_a_broken_share_is_resumed_as_what_it_is(tables, tmp_path, capsys):
     pd.testing.assert_frame_equal(_result(tmp_path / "runs.tsv"), _result(tables["0/2"]))
     with pytest.raises(Refusal, match=r"has all its 3 runs; for its last run's weights .* --seed 11 --save"):
         read_request(["--resume", "--out", str(tmp_path), "--save", "w.pt"], {})
-    (tmp_path / "runs.tsv").write_text("".join(lines[:2]))
+    (tmp_path / "runs.tsv").write_text(lines[0] + lines[3])
+    with pytest.raises(Refusal, match="--save keeps the last run's weights, and run 4 is made: leave out --save"):
+        read_request(["--resume", "--out", str(tmp_path), "--save", "w.pt"], {})
+    monkeypatch.setenv(CAMPAIGN, lines[1].split("\t")[0])
+    assert advice(Settings(out=str(tmp_path))) == "1 of its 3 runs are made, go on with --resume"
     with pytest.raises(Refusal, match=r"had other share \(0/2 then, 1/2 now\)"):
         read_request(["--resume", "--out", str(tmp_path), "--share", "1/2"], {})
 
 
 def test_times_of_several_machines_are_told_apart(tables, tmp_path):
     elsewhere = tmp_path / "elsewhere.tsv"
-    pd.read_csv(tables["1/2"], sep="\t", dtype=str, keep_default_na=False).assign(device="abacus").to_csv(
-        elsewhere, sep="\t", index=False
-    )
+    pd.read_csv(tables["1/2"], sep="\t", dtype=str, keep_default_na=False).assign(
+        device="abacus", processes="7"
+    ).to_csv(elsewhere, sep="\t", index=False)
     _merge(tmp_path / "merged", tables["0/2"], elsewhere)
-    assert read_log(str(tmp_path / "merged" / "runs.tsv")).facts["device"].endswith(" threads and abacus")
+    facts = read_log(str(tmp_path / "merged" / "runs.tsv")).facts
+    assert facts["device"].endswith(" threads and abacus")
+    assert facts["processes"] == "1 and 7"
+
+
+def test_of_each_table_the_last_campaign_is_merged_and_what_unlike_machines_lack_is_theirs_to_make(
+    tables, tmp_path, capsys
+):
+    table = pd.read_csv(tables["0/2"], sep="\t", dtype=str, keep_default_na=False).assign(device="abacus")
+    older = table.assign(campaign="older", run=["0", "2", "4"], validation_count="1")
+    pd.concat([older, table.iloc[:1]]).to_csv(tmp_path / "two.tsv", sep="\t", index=False)
+    _merge(tmp_path / "merged", tmp_path / "two.tsv", tables["1/2"])
+    told = capsys.readouterr()
+    assert told.err == f"Warning: {tmp_path}/two.tsv holds 1 other campaigns: only the last one's runs are merged\n"
+    assert told.out.endswith("; not made yet: 2, 4 (--resume in the shares' own folders makes them)\n")
+    assert "1" not in pd.read_csv(tmp_path / "merged" / "runs.tsv", sep="\t", dtype=str)["validation_count"].tolist()
 
 
 REFUSED = {
@@ -106,13 +132,22 @@ def test_tables_that_are_not_one_campaign_are_refused(tables, tmp_path, capsys, 
     _refuse(tmp_path / "merged", capsys, message, *(tables[name] for name in names))
 
 
-@pytest.mark.parametrize("column", ["digest", "code", "torch", "precision", "runs", "seed"])
+@pytest.mark.parametrize("column", [*merge.ALIKE, "seed"])
 def test_shares_of_other_images_code_or_settings_are_refused(tables, tmp_path, capsys, column):
     table = pd.read_csv(tables["1/2"], sep="\t", dtype=str, keep_default_na=False)
-    table[column] = [str(int(value) + 1) for value in table[column]] if column in ("runs", "seed") else "other"
+    number = column in NUMBERS
+    table[column] = [str(int(value) + 1) for value in table[column]] if number else "other"
     table.to_csv(tmp_path / "edited.tsv", sep="\t", index=False)
     message = rf"edited\.tsv has other {column}[ a-z]* \(.*, not .*\) than "
     _refuse(tmp_path / "merged", capsys, message, tables["0/2"], tmp_path / "edited.tsv")
+
+
+def test_whether_to_compile_is_decided_for_all_shares_alike(monkeypatch):
+    """A share that alone would not take ten minutes."""
+    monkeypatch.setattr(request_advice, "hours_on_cpu", lambda runs, recipe, images: runs * 0.1)
+    world = World(0, 1, torch.device("cpu"), 8)
+    settled = [request_advice.settle(Settings(runs=3, share=share), Apple2019(), world, 50_000) for share in SHARES]
+    assert [settings.compile for settings in settled] == [True, True, True]
 
 
 def test_a_table_from_before_there_were_shares_is_a_whole_campaign_and_not_written_to(tables, tmp_path):

@@ -14,6 +14,7 @@ from large_batch_cifar_10_fast import merge
 pytestmark = pytest.mark.slow
 
 SRUN = """#!/usr/bin/env bash
+[ "$1" != --kill-on-bad-exit=1 ] || shift
 for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do
     SLURM_NODEID=$node "$@" &
     tasks="${tasks:-} $!"
@@ -39,18 +40,21 @@ def test_an_array_makes_a_campaign_a_task_that_is_put_off_goes_on_and_merge_find
     campaign = f"{tmp_path}/campaign"
     small = ["--demo", *TINY, "--epochs", 1, "--no_compile", "--data", tiny_npz, "--runs", 3]
 
-    def task(number: int) -> subprocess.CompletedProcess:
-        array = {"SLURM_ARRAY_TASK_ID": number, "SLURM_ARRAY_TASK_MIN": 4, "SLURM_ARRAY_TASK_COUNT": 2}
-        array |= {"SLURM_ARRAY_TASK_STEP": 2, "SLURM_ARRAY_JOB_ID": 9, "SLURM_SUBMIT_DIR": tmp_path, "NPROC": 1}
+    def task(number: int, last: int = 1) -> subprocess.CompletedProcess:
+        array = {"SLURM_ARRAY_TASK_ID": number, "SLURM_ARRAY_TASK_MAX": last, "SLURM_ARRAY_TASK_COUNT": 2}
+        array |= {"SLURM_ARRAY_JOB_ID": 9, "SLURM_SUBMIT_DIR": tmp_path, "NPROC": 1}
         return _submit("slurm_shares.sbatch", tmp_path, *small, **array)
 
     (tmp_path / "train_cifar_parallel.sh").symlink_to(REPO / "train_cifar_parallel.sh")
-    for number in (4, 6):
+    with_gaps = task(3, last=3)
+    assert (with_gaps.returncode, with_gaps.stdout) == (2, "")
+    assert with_gaps.stderr == "--array must be 0-1, or SHARES say of how many shares these are\n"
+    for number in (0, 1):
         assert (result := task(number)).returncode == 0, result.stderr
-    first = tmp_path / "campaign_9" / "4" / "runs.tsv"
+    first = tmp_path / "campaign_9" / "0" / "runs.tsv"
     whole = first.read_text().splitlines(keepends=True)
     first.write_text("".join(whole[:2]))
-    assert (result := task(4)).returncode == 0, result.stderr
+    assert (result := task(0)).returncode == 0, result.stderr
     assert ", 1 of 2 runs made before" in result.stdout
     merge.main([*map(str, sorted(tmp_path.glob("campaign_9/*/runs.tsv"))), "--out", campaign])
     assert re.search("3 of campaign .*'s 3 runs, from 2 tables\n$", capsys.readouterr().out)

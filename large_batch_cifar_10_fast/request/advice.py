@@ -16,18 +16,19 @@ from ..training.world import World
 
 def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) -> Settings:
     """Decide what depends on the device: precision, and whether compiling pays. Warns of hours on a CPU."""
-    hours = 0.0 if world.on_gpu else hours_on_cpu(settings, recipe, train_images)
-    long = hours > 1 / 6
+    hours = 0.0 if world.on_gpu else hours_on_cpu(settings.runs, recipe, train_images)
+    long = hours > 1 / 6  # of all shares together, so that they are made alike
     use_compiler = settings.compile or ((world.on_gpu or long) and not settings.no_compile)
     precision = settings.precision or ("fp16" if world.on_gpu else "fp32")
+    share = len(settings.planned) / settings.runs
     if long and not settings.demo:
-        world.warn(f"without a GPU this takes about {hours:.1f} hours; --demo shows a small run in two minutes")
+        world.warn(f"without a GPU this takes about {hours * share:.1f} hours; --demo shows a small run in two minutes")
     return replace(settings, precision=precision, compile=use_compiler, no_compile=not use_compiler)
 
 
-def hours_on_cpu(settings: Settings, recipe: Recipe, train_images: int) -> float:
+def hours_on_cpu(runs: int, recipe: Recipe, train_images: int) -> float:
     """About how long plain float32 takes: a core was seen to do 70 GFLOP/s (30 images/s of the default recipe)."""
-    return len(settings.planned) * work(recipe, train_images) / (70e9 * count_cores()) / 3600
+    return runs * work(recipe, train_images) / (70e9 * count_cores()) / 3600
 
 
 def count_cores() -> int:

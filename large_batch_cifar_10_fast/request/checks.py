@@ -11,7 +11,7 @@ from ..results.lines import as_pairs, from_pairs
 from ..results.provenance import code_digest
 from ..results.resuming import changes, finished_rows, refuse_other
 from ..results.tables import Row, read_rows
-from ..settings.settings import Refusal, Settings, has_option, spelled
+from ..settings.settings import Refusal, Settings, has_option, is_first_machine, spelled
 from ..training.recipe import Recipe
 from ..training.world import World
 
@@ -21,7 +21,8 @@ TABLES = ("runs.tsv", "timing_log.tsv")
 def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
     """Raise Refusal for what cannot be trained; CIFAR-10 is fetched here if need be."""
     check_processes(settings, recipe, world_size)
-    check_out(settings)
+    if is_first_machine(os.environ):
+        check_out(settings)
     check_images(recipe, count_training_images(settings.data))
     for row in finished_rows(settings)[-1:]:
         refuse_other(row, changes(row, processes=world_size, digest=load_images(settings.data).digest))

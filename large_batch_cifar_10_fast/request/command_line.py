@@ -131,6 +131,8 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
         last_seed = int(row["seed"]) - int(row["run"]) + planned[-1]
         advice = f"; for its last run's weights train that again: --seed {last_seed} --save" if settings.save else ""
         raise Refusal(f"--resume: {message}{advice}")
+    if settings.save and str(planned[-1]) in {row["run"] for row in rows} and not restarts(os.environ):
+        raise Refusal(f"--resume: --save keeps the last run's weights, and run {planned[-1]} is made: leave out --save")
     if row["recipe"] not in RECIPES:
         raise Refusal(f"--resume: this version has no recipe {row['recipe']}: start without --resume")
     kind = RECIPES[row["recipe"]]

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from ..settings.settings import Refusal
+from ..settings.settings import MOST, Refusal
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Number:
 LONGEST = 1e9  # seconds or hours; beyond, sums and ratios could overflow
 COUNT = Number("a whole number", 0, 2**63, whole=True)
 FROM_ONE = Number("a whole number above 0", 1, 2**63, whole=True)
+RUNS = Number(f"a whole number from 1 to {MOST}", 1, MOST, whole=True)
 FRACTION = Number("a number from 0 to 1", 0, 1)
 PERCENT = Number("a number from 0 to 100", 0, 100)
 LOSS = Number("a number", or_nan=True)  # of a run that diverged

@@ -17,7 +17,7 @@ from . import lines
 from .campaign import Log, bounds, decimals, losses, numbers, read_bounded
 from .dawnbench import read_epochs, read_published_table
 from .fields import DURATION, FRACTION
-from .tables import COLUMNS, CONDITIONS, OLDER, reached_goal, read_rows
+from .tables import COLUMNS, CONDITIONS, OLDER, reached_goal, read_rows, rows_of_campaign
 
 PUBLISHED = REPO / "published"
 PUBLISHED_FACTS = {"images": "CIFAR-10", "device": "8 x Tesla V100-SXM2-32GB", "workers": "8"}
@@ -59,7 +59,7 @@ def _read_runs(path: Path, content: bytes, campaign: str | None) -> Log:
     known = dict.fromkeys(row["campaign"] for row in rows)
     if campaign and campaign not in known:
         raise Refusal(f"{path}: no campaign {campaign}, only {', '.join(known)}")
-    rows = [row for row in rows if row["campaign"] == (campaign or rows[-1]["campaign"])]
+    rows = rows_of_campaign(rows, campaign or "")
     count, images, seconds = (
         numbers(row[name] for row in rows) for name in ("validation_count", "validation_images", "seconds")
     )

@@ -5,9 +5,9 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..settings.settings import Refusal, Settings, count_from, restarts
-from ..training.process import told_by_the_first
-from .tables import Row, read_rows
+from ..settings.settings import Refusal, Settings, is_first_machine, restarts
+from ..training.process import has_other_machines, told_by_the_first
+from .tables import Row, read_rows, rows_of_campaign
 
 CAMPAIGN = "LARGE_BATCH_CAMPAIGN"  # the variable by which the launcher tells its processes the campaign's name
 
@@ -22,27 +22,26 @@ def finished_rows(settings: Settings) -> list[Row]:
 
     Of several machines only the first reads them; its first process tells all others, which may have no such folder.
     """
-    if not settings.resume:
-        return rows_of(settings.out, campaign_of_this_launch()) if restarts(os.environ) else []
-    if is_told_later(settings):
-        return []
-    rank = os.environ.get("RANK")
-    if count_from(os.environ, "NNODES", 1) == 1 or rank is None:
-        return rows_of(settings.out)
-    return json.loads(told_by_the_first("finished rows", json.dumps(rows_of(settings.out)) if rank == "0" else ""))
+    if has_other_machines():
+        mine = json.dumps(rows_of(settings.out) if settings.resume else None) if os.environ["RANK"] == "0" else ""
+        told = json.loads(told_by_the_first("finished rows", mine)) if settings.resume or mine else None
+        if settings.resume and told is None:
+            raise Refusal("--resume: the first machine was not asked to go on with a campaign: ask all for the same")
+        return told or []
+    if settings.resume:
+        return [] if is_told_later(settings) else rows_of(settings.out)
+    return rows_of(settings.out, campaign_of_this_launch()) if restarts(os.environ) else []
 
 
 def is_told_later(settings: Settings) -> bool:
     """Whether this is the launcher of another machine than the first: what to go on with is told to its processes."""
-    others = count_from(os.environ, "NNODES", 1) > 1 and os.environ.get("NODE_RANK") != "0"
-    return settings.resume and others and "RANK" not in os.environ
+    return settings.resume and not is_first_machine(os.environ) and not has_other_machines()
 
 
 def rows_of(out: str, campaign: str = "") -> list[Row]:
     """The rows of a campaign in a folder, the last one's unless it is named."""
     path = Path(out) / "runs.tsv"
-    rows = read_rows(path) if path.exists() else []
-    return [row for row in rows if row["campaign"] == (campaign or rows[-1]["campaign"])]
+    return rows_of_campaign(read_rows(path), campaign) if path.exists() else []
 
 
 def changes(row: Row, **now: object) -> list[str]:

@@ -94,9 +94,7 @@ class RunLog:
 
     def runs_to_make(self) -> list[int]:
         """The runs that are this launch's to make and not finished yet."""
-        missing = [run for run in self.settings.planned if run not in self.rows]
-        self._last = max(missing, default=0)
-        return missing
+        return [run for run in self.settings.planned if run not in self.rows]
 
     def set_up(self, clock: Clock, steps_per_epoch: int) -> None:
         """The published lines about what all runs share; from here on the steps go by on a terminal."""
@@ -139,7 +137,7 @@ class RunLog:
         is_first = run == self.settings.planned[0]
         if is_first:
             write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
-        if self.settings.save and run == self._last:  # before its row: what has a row is not made again
+        if self.settings.save and run == self.settings.planned[-1]:  # before its row: what has a row is not made again
             self._save(network)
         if not self._journal.append(row):
             warn(f"somebody changed {self._journal.path} in the meantime: it has this campaign's rows again")

@@ -5,9 +5,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..settings.settings import Refusal, runs_of
+from ..settings.settings import WHOLE, Refusal, runs_of
 from .clock import PARTS
-from .fields import COUNT, DURATION, FRACTION, FROM_ONE, LOSS, TIME
+from .fields import COUNT, DURATION, FRACTION, FROM_ONE, LOSS, RUNS, TIME
 
 GOAL = 0.94  # the accuracy a run is to reach
 CONDITIONS = ("precision", "micro_batches", "compile", "no_warmup")  # settings that may show in a result
@@ -20,13 +20,13 @@ COLUMNS = [
     *PARTS,
     *["seconds", "last_validation", "goal_epoch", "goal_seconds", "peak_memory"],
 ]
-WHOLE = "0/1"  # the share that is all of a campaign
 OLDER = [name for name in COLUMNS if name != "share"]  # of tables written before there were shares
 Row = dict[str, str]
 
 NUMBERS = {
     **dict.fromkeys(("run", "seed", "validation_count", "peak_memory"), COUNT),
-    **dict.fromkeys(("runs", "workers", "processes", "micro_batches", "validation_images", "goal_epoch"), FROM_ONE),
+    "runs": RUNS,
+    **dict.fromkeys(("workers", "processes", "micro_batches", "validation_images", "goal_epoch"), FROM_ONE),
     **dict.fromkeys(("train_accuracy", "validation_accuracy"), FRACTION),
     **dict.fromkeys(("train_loss", "validation_loss"), LOSS),
     **dict.fromkeys((*PARTS, "last_validation"), TIME),
@@ -42,6 +42,11 @@ def diverged(row: Mapping[str, object]) -> bool:
 def reached_goal(row: Mapping[str, object]) -> bool:
     """Counted in images: no rounded figure decides. What diverged has reached nothing, however it guesses."""
     return not diverged(row) and int(row["validation_count"]) >= GOAL * int(row["validation_images"])
+
+
+def rows_of_campaign(rows: list[Row], campaign: str = "") -> list[Row]:
+    """The last one's, unless it is named."""
+    return [row for row in rows if row["campaign"] == (campaign or rows[-1]["campaign"])]
 
 
 def planned_by(row: Row) -> range:

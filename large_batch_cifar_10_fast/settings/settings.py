@@ -13,6 +13,7 @@ REPO = PACKAGE.parent
 DATA = REPO / "data" if (REPO / "run_tests.sh").exists() else Path("data")  # installed, there is no repository
 
 
+WHOLE = "0/1"  # the share that is all of a campaign
 MOST = 100_000  # of anything that is asked for in numbers: beyond it there is no sense, but loops without end
 
 
@@ -80,6 +81,11 @@ def count_from(environment: Mapping[str, str], name: str, default: int, least: i
     return int(text)
 
 
+def is_first_machine(environment: Mapping[str, str]) -> bool:
+    """Whether this is the one of several machines that reads and writes tables; asked by its launcher, or a process."""
+    return environment.get("GROUP_RANK", environment.get("NODE_RANK", "0")) == "0"
+
+
 def most_restarts(environment: Mapping[str, str]) -> int:
     """RESTARTS: how often torchrun may start the processes anew, after a failure."""
     return count_from(environment, "RESTARTS", 0, least=0)
@@ -104,7 +110,7 @@ class Settings:
     """Device, processes, precision, compilation, folders, campaign: the same for every recipe."""
 
     runs: int = option(1, "runs, each with fresh weights; run i uses seed + i")
-    share: str = option("0/1", "I/N: make runs I, I+N, I+2N, ... alone; other launches the other shares of N")
+    share: str = option(WHOLE, "I/N: make runs I, I+N, I+2N, ... alone; other launches the other shares of N")
     seed: int = option(0, "seed of the first run")
     data: str = option(str(DATA), "folder with CIFAR-10 (fetched if missing), FILE.npz, or synthetic")
     out: str = option(".", "folder for timing_log.tsv and runs.tsv")

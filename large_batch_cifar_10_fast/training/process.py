@@ -10,8 +10,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ..settings.settings import count_from
+from ..settings.settings import Refusal, count_from
 
+LISTENING = timedelta(seconds=60)  # in which others, still starting, can hear of a refusal
 TIMEOUT = 3600  # seconds that processes wait for each other; one epoch on a slow machine may keep the others waiting
 
 
@@ -28,13 +29,47 @@ def meeting_point(rank: int, world_size: int, one_machine: bool, timeout: timede
     return dist.TCPStore(host, port, world_size, is_master=rank == 0, master_listen_fd=listening, timeout=timeout)
 
 
-def told_by_the_first(subject: str, word: str) -> str:
-    """What the first process says about a subject, to all: its word, not theirs. torchrun's store must be up."""
+def has_other_machines() -> bool:
+    """Whether this is a process that torchrun started, and some others are elsewhere."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]
+
+
+def store_of_all() -> dist.Store:
+    """torchrun's, where the processes of several machines leave word for each other before they have met."""
     timeout = timedelta(seconds=count_from(os.environ, "TIMEOUT", TIMEOUT))
-    store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore("before", next(dist.rendezvous("env://", timeout=timeout))[0])
+
+
+def told_by_the_first(subject: str, word: str) -> str:
+    """What the first process says about a subject, to all: its word, not theirs."""
+    store = store_of_all()
     if os.environ["RANK"] == "0":
         store.set(subject, word)
     return store.get(subject).decode()
+
+
+@contextlib.contextmanager
+def refusing_together() -> Iterator[None]:
+    """Where a process of several machines refuses before all have met, tell the others: they would wait for it."""
+    try:
+        yield
+    except Refusal as refusal:
+        if has_other_machines():
+            store, rank = store_of_all(), int(os.environ["RANK"])
+            store.set(f"refusal/{rank}", str(refusal))
+            others = [f"refusal/{other}" for other in range(int(os.environ["WORLD_SIZE"])) if other != rank]
+            with contextlib.suppress(RuntimeError):  # the store may end with this process's launcher
+                store.wait(others, LISTENING)
+        raise
+
+
+def refuse_with_others() -> None:
+    """Raise Refusal if a process of another machine has refused; returns when all have said that they have not."""
+    store, rank, world_size = store_of_all(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store.set(f"refusal/{rank}", "")
+    for other in range(world_size):
+        if refusal := store.get(f"refusal/{other}").decode():
+            raise Refusal(f"process {other}: {refusal}")
 
 
 @contextlib.contextmanager

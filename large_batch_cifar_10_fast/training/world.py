@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..settings.settings import count_from
-from .process import TIMEOUT, meeting_point
+from .process import TIMEOUT, has_other_machines, meeting_point, refuse_with_others
 
 Item = TypeVar("Item")
 
@@ -182,6 +182,8 @@ def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
     if one_machine:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if has_other_machines():
+        refuse_with_others()
     store = meeting_point(rank, world_size, one_machine, timeout)
     meeting = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     dist.init_process_group("nccl" if cuda else "gloo", **meeting, device_id=device if cuda else None)
