@@ -201,7 +201,7 @@ def test_a_row_is_whole_only_with_all_fields_and_its_newline(tmp_path):
     journal = Journal(path)
     journal.mend()
     for run in (0, 1):
-        journal.append({**dict.fromkeys(COLUMNS, "1"), "run": run, "seed": run})
+        journal.append(_row(run))
     journal.close()
     whole = path.read_bytes()
     assert [row["run"] for row in read_rows(path)] == ["0", "1"]
@@ -214,7 +214,7 @@ def test_a_row_is_whole_only_with_all_fields_and_its_newline(tmp_path):
 
 
 def _row(run):
-    return {**dict.fromkeys(COLUMNS, "1"), "campaign": "mine", "run": run, "seed": run}
+    return {**dict.fromkeys(COLUMNS, "1"), "campaign": "mine", "run": run, "runs": "9", "share": "0/1", "seed": run}
 
 
 def _rename_another_over(path):
@@ -266,6 +266,6 @@ def test_a_half_written_header_is_made_again(tmp_path):
     path.write_text("campaign\tstar")
     journal = Journal(path)
     journal.mend()
-    journal.append(dict.fromkeys(COLUMNS, "1"))
+    journal.append(_row(0))
     journal.close()
     assert len(read_rows(path)) == 1
