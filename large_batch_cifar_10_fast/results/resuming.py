@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..settings.settings import Refusal, Settings, is_first_machine, restarts
-from ..training.process import has_other_machines, told_by_the_first
+from ..training.process import has_other_machines, store_of_all
 from .tables import Row, read_rows, rows_of_campaign
 
 CAMPAIGN = "LARGE_BATCH_CAMPAIGN"  # the variable by which the launcher tells its processes the campaign's name
@@ -18,19 +18,25 @@ def campaign_of_this_launch() -> str:
 
 
 def finished_rows(settings: Settings) -> list[Row]:
-    """The rows of the campaign to go on with: with --resume the last in --out, after a restart this launch's own.
-
-    Of several machines only the first reads them; its first process tells all others, which may have no such folder.
-    """
+    """The rows of the campaign to go on with: with --resume the last in --out, after a restart this launch's own."""
     if has_other_machines():
-        mine = json.dumps(rows_of(settings.out) if settings.resume else None) if os.environ["RANK"] == "0" else ""
-        told = json.loads(told_by_the_first("finished rows", mine)) if settings.resume or mine else None
-        if settings.resume and told is None:
-            raise Refusal("--resume: the first machine was not asked to go on with a campaign: ask all for the same")
-        return told or []
+        return _rows_of_the_first_machine(settings)
     if settings.resume:
         return [] if is_told_later(settings) else rows_of(settings.out)
     return rows_of(settings.out, campaign_of_this_launch()) if restarts(os.environ) else []
+
+
+def _rows_of_the_first_machine(settings: Settings) -> list[Row]:
+    """Its first process reads them and tells all others, which need not have its folder."""
+    store = store_of_all()
+    if os.environ["RANK"] == "0":
+        store.set("finished", json.dumps(rows_of(settings.out) if settings.resume else None))
+    if not settings.resume:
+        return []
+    rows = json.loads(store.get("finished"))
+    if rows is None:
+        raise Refusal("--resume: the first machine was not asked to go on with a campaign: ask all for the same")
+    return rows
 
 
 def is_told_later(settings: Settings) -> bool:

@@ -40,14 +40,6 @@ def store_of_all() -> dist.Store:
     return dist.PrefixStore("before", next(dist.rendezvous("env://", timeout=timeout))[0])
 
 
-def told_by_the_first(subject: str, word: str) -> str:
-    """What the first process says about a subject, to all: its word, not theirs."""
-    store = store_of_all()
-    if os.environ["RANK"] == "0":
-        store.set(subject, word)
-    return store.get(subject).decode()
-
-
 @contextlib.contextmanager
 def refusing_together() -> Iterator[None]:
     """Where a process of several machines refuses before all have met, tell the others: they would wait for it."""
