@@ -23,10 +23,10 @@ GPUS = int(subprocess.run([sys.executable, "-c", COUNT], cwd=REPO, capture_outpu
 GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))}
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-# A shell ignores these for what it starts in the background, and so would all that the tests start and interrupt.
-for number in (signal.SIGINT, signal.SIGQUIT):
-    if signal.getsignal(number) == signal.SIG_IGN:
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGQUIT else signal.default_int_handler)
+# What a shell starts in the background, or nohup, ignores some of these, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGQUIT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 
 # Eight workers of 16 images in two ghost groups, five steps an epoch: every part of the method in about a second.
 TINY = ["--batch_size", "16", "--ghost_batch", "8", "--width", "4", "--epochs", "2", "--ema_ep", "0.4", "--no_warmup"]
