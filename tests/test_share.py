@@ -132,7 +132,11 @@ def test_tables_that_are_not_one_campaign_are_refused(tables, tmp_path, capsys, 
     _refuse(tmp_path / "merged", capsys, message, *(tables[name] for name in names))
 
 
-@pytest.mark.parametrize("column", [*merge.ALIKE, "seed"])
+ALIKE = ["runs", "seed", "recipe", "options", "workers", "precision", "micro_batches", "compile", "no_warmup"]
+ALIKE += ["digest", "validation_images", "code", "torch"]
+
+
+@pytest.mark.parametrize("column", ALIKE)
 def test_shares_of_other_images_code_or_settings_are_refused(tables, tmp_path, capsys, column):
     table = pd.read_csv(tables["1/2"], sep="\t", dtype=str, keep_default_na=False)
     number = column in NUMBERS
