@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 import torch
 from conftest import LAUNCHER, TINY, children_of, environment, launch
+from disturbances import DIFFERENT
 
 from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.results.clock import PARTS
 from large_batch_cifar_10_fast.results.journal import Journal
 from large_batch_cifar_10_fast.results.tables import COLUMNS, read_rows
 from large_batch_cifar_10_fast.settings.settings import Refusal
@@ -21,7 +21,6 @@ from large_batch_cifar_10_fast.settings.settings import Refusal
 pytestmark = pytest.mark.slow
 
 RUNS = 10
-TIMES = [*PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory"]
 
 
 def _arguments(npz, *more):
@@ -83,7 +82,7 @@ def test_killed_resumed_interrupted_resumed_equals_uninterrupted(tiny_npz, tmp_p
     expected = pd.read_csv(uninterrupted[0] / "runs.tsv", sep="\t")
     assert rows["run"].tolist() == list(range(RUNS))
     assert rows["campaign"].nunique() == 1
-    same = [name for name in COLUMNS if name not in (*TIMES, "campaign", "started")]
+    same = [name for name in COLUMNS if name not in DIFFERENT]
     pd.testing.assert_frame_equal(rows[same], expected[same])
     assert result.stdout.count("Train acc") == RUNS, "the log of a resumed campaign tells all its runs"
     assert result.stdout.splitlines()[-1] == uninterrupted[1].splitlines()[-1]
@@ -101,7 +100,7 @@ def test_with_restarts_a_campaign_heals_itself_and_equals_an_undisturbed_one(tin
     assert (process.returncode, errors.count("\n")) == (0, 1), errors
     assert errors.endswith(" was ended by SIGKILL (out of memory?); the processes are started anew\n")
     rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[RUNS:].reset_index(drop=True)
-    same = [name for name in COLUMNS if name not in (*TIMES, "campaign", "started")]
+    same = [name for name in COLUMNS if name not in DIFFERENT]
     pd.testing.assert_frame_equal(rows[same], pd.read_csv(uninterrupted[0] / "runs.tsv", sep="\t")[same])
     assert rows["campaign"].nunique() == 1
     assert told.count("# restart 1 of 1: ") == 1
@@ -120,7 +119,7 @@ def test_teams_make_the_same_rows_and_weights_as_one_after_the_other(tiny_npz, t
         rows = pd.read_csv(tmp_path / str(teams) / "runs.tsv", sep="\t")
         made[teams] = rows, torch.load(tmp_path / str(teams) / "w.pt", weights_only=True), result.stdout
     (alone, weights, _), (rows, same_weights, log) = made[1], made[2]
-    same = [name for name in COLUMNS if name not in (*TIMES, "campaign", "started", "device")]
+    same = [name for name in COLUMNS if name not in (*DIFFERENT, "device")]
     pd.testing.assert_frame_equal(rows.sort_values("run").reset_index(drop=True)[same], alone[same])
     assert rows[["campaign", "started"]].drop_duplicates().shape == (1, 2)
     assert all(torch.equal(weights[name], same_weights[name]) for name in weights)

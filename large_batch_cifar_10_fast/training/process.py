@@ -16,9 +16,9 @@ LISTENING = timedelta(seconds=60)  # in which others, still starting, can hear o
 TIMEOUT = 3600  # seconds that processes wait for each other; one epoch on a slow machine may keep the others waiting
 
 
-def meeting_point(rank: int, world_size: int, one_machine: bool, timeout: timedelta) -> dist.Store:
+def meeting_point(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """torchrun's; but on one machine heard on loopback only: PyTorch's own would listen on all interfaces."""
-    if not one_machine or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
+    if has_other_machines() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
         return store
     host, port = "127.0.0.1", int(os.environ["MASTER_PORT"])

@@ -178,13 +178,12 @@ def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
         yield World(rank, world_size, device, total_workers)
         return
     timeout = timedelta(seconds=count_from(os.environ, "TIMEOUT", TIMEOUT))
-    one_machine = int(os.environ["LOCAL_WORLD_SIZE"]) == world_size
-    if one_machine:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if has_other_machines():
         refuse_with_others()
-    store = meeting_point(rank, world_size, one_machine, timeout)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    store = meeting_point(rank, world_size, timeout)
     meeting = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     dist.init_process_group("nccl" if cuda else "gloo", **meeting, device_id=device if cuda else None)
     size, group = world_size // teams, None
