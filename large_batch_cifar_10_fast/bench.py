@@ -12,8 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,8 @@ from torch.optim import Optimizer
 from .images.sources import Images, random_images
 from .measuring.baseline import baseline_network, baseline_optimizers
 from .measuring.figures import Figures, as_text, ratio, summary, timed
-from .measuring.ladder import MOST_LOADERS, as_table, draw_ladder, rungs, seconds_of_an_epoch
+from .measuring.ladder import as_table, draw_ladder, rungs, seconds_of_rungs
+from .measuring.launches import measure_launches
 from .measuring.roofline import matrix_rate, seconds_since_start
 from .request.advice import count_cores, settle
 from .request.checks import check_processes
@@ -158,22 +157,15 @@ def climb(settings: Settings, recipe: Recipe, most: int) -> dict[str, tuple[floa
         settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
         learner, noise = make_learner(settings, recipe, world), random_images(50_000, 1)
         shards = prepare(noise, learner, Clock(world.synchronize)).train
-        optimizers, tally, steps = recipe.optimizers(learner.network, world), Tally(world), shards.steps_per_epoch
+        optimizers, tally = recipe.optimizers(learner.network, world), Tally(world)
         reset(learner.network, recipe, seed=0)
 
         def train(batch: Batch) -> None:
             take_step(learner, optimizers, [batch], tally)
 
         train(next(shards.epoch(seed=0, epoch=0))[0])  # kernels are chosen
-        most = most or (steps if world.on_gpu else 5)
-        return {
-            rung.name: (
-                seconds_of_an_epoch(rung, lambda batch: None, steps, steps, world),
-                seconds_of_an_epoch(rung, train, most, steps, world),
-                rung.published,
-            )
-            for rung in rungs(*noise.train, shards, min(MOST_LOADERS, count_cores()))
-        }
+        most = most or (shards.steps_per_epoch if world.on_gpu else 5)
+        return seconds_of_rungs(rungs(*noise.train, shards, count_cores()), train, most, shards.steps_per_epoch, world)
 
 
 def measure_set_up(noise: Images, learner: Learner, repeats: int, figures: Figures) -> Data:
@@ -202,11 +194,8 @@ def measure_earlier_stages(learner: Learner, data: Data, repeats: int, figures: 
 
 
 def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, figures: Figures) -> int:
-    """The peak memory, in bytes, of a step of ours before anything of the baseline has run.
-
-    On a GPU also what launches cost: when the host has handed a step over, and how long the step takes as one
-    CUDA graph. Training uses none: first it has to show here that it pays.
-    """
+    """The peak memory, in bytes, of a step of ours before anything of the baseline has run; on a GPU also what
+    launches cost."""
     world = learner.world
     optimizers, tally = learner.recipe.optimizers(learner.network, world), Tally(world)
 
@@ -216,24 +205,8 @@ def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, fi
     step()
     world.synchronize()
     peak = peak_memory(world.device)
-    if not world.on_gpu:
-        return peak
-    for _ in range(repeats):
-        world.synchronize()
-        start = time.perf_counter()
-        step()
-        figures.setdefault("launching of a step", []).append(time.perf_counter() - start)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    try:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()  # capturing wants one on a stream of its own first
-        with torch.cuda.graph(graph, stream=stream):
-            step()
-        for _ in range(repeats):
-            timed(world, figures.setdefault("step as one CUDA graph", []), graph.replay)
-    except RuntimeError as error:
-        print(f"bench: no CUDA graph of a step: {error}", file=sys.stderr)
+    if world.on_gpu:
+        measure_launches(step, world, repeats, figures)
     return peak
 
 

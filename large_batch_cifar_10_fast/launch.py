@@ -37,14 +37,19 @@ REFUSED = 2  # the status of a process that has told why in a line of its own
 def plan_processes(recipe: Recipe, environment: Mapping[str, str], gpus: int, cores: int) -> int:
     """NPROC, or the most processes on this machine that divide the workers, one per GPU or core."""
     machines = count_from(environment, "NNODES", 1)
-    places, teams = gpus or cores, count_from(environment, "TEAMS", 1)
+    teams, sharing = count_from(environment, "TEAMS", 1), count_from(environment, "TEAMS_PER_GPU", 1)
+    places = gpus * sharing or cores
     fitting = [n for n in range(teams, places + 1, teams) if recipe.workers % (n // teams * machines) == 0]
-    processes = count_from(environment, "NPROC", max(fitting, default=teams))
+    processes = count_from(environment, "NPROC", teams if sharing > 1 else max(fitting, default=teams))
     if processes % teams or (teams > 1 and machines > 1):
         advice = "one machine only" if machines > 1 else "as many processes in each team"
         raise Refusal(f"TEAMS={teams} cannot be made of NPROC={processes} processes on {machines} machines: {advice}")
-    if gpus and processes > gpus:
-        raise Refusal(f"NPROC={processes} is more than this machine's {gpus} GPUs: use at most {gpus}")
+    if sharing > 1 and not (gpus and processes == teams):
+        here = f"TEAMS={teams} and NPROC={processes} on {gpus} GPUs"
+        raise Refusal(f"TEAMS_PER_GPU={sharing} is for teams of one process each that share GPUs, not for {here}")
+    if gpus and processes > places:
+        advice = f"use at most {places}, or let teams share a GPU with TEAMS_PER_GPU"
+        raise Refusal(f"NPROC={processes} is more than fit this machine's {gpus} GPUs: {advice}")
     return processes
 
 

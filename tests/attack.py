@@ -1,6 +1,6 @@
 """Attack the program: kill campaigns, fill the disk, hand over bad requests and damaged files, and count what broke.
 
-    python tests/attack.py [--kills N] [--heals N] [--damages N] [--full N] [--seed S]
+    PYTHONPATH=$PWD python tests/attack.py [--kills N] [--heals N] [--damages N] [--full N] [--seed S]
 
 Prints one line for each kind of attack; docs/reliability.md has the figures. Everything happens in a temporary folder.
 """
@@ -32,7 +32,17 @@ from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 BAD_VALUES = ["", "--", "-", "-1", "0", "1.5", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb"]
 BAD_VALUES += ["a\tb", "a\udcff", "/", "/dev/null", "/dev/full", "no/such/name", "x" * 300, "http://127.0.0.1/x", "%s"]
 BAD_VALUES += ["24,,28", "2/2", "0/0"]
-VARIABLES = ("WORKERS", "NPROC", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RESTARTS", "TIMEOUT", "TEAMS")
+VARIABLES = (
+    "WORKERS",
+    "NPROC",
+    "NNODES",
+    "NODE_RANK",
+    "RDZV_ENDPOINT",
+    "RESTARTS",
+    "TIMEOUT",
+    "TEAMS",
+    "TEAMS_PER_GPU",
+)
 
 
 def answer(attempt: Callable[[], object]) -> str:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 import torch
 from conftest import GPU, GPUS, REPO, TINY, environment, launch
@@ -108,6 +109,15 @@ def test_two_processes_on_one_gpu_equal_one_over_nccl(tiny_npz, tmp_path):
     expected = torch.load(tmp_path / "alone.pt", weights_only=True)
     for name, tensor in torch.load(tmp_path / "both.pt", weights_only=True).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_two_teams_share_a_gpu(tiny_npz, tmp_path):
+    arguments = ["--demo", *TINY, "--no_compile", "--runs", 4, "--data", tiny_npz]
+    result = launch(*arguments, cwd=tmp_path, TEAMS=2, TEAMS_PER_GPU=2, **GPU)
+    assert (result.returncode, result.stderr) == (0, "")
+    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    assert sorted(rows["run"]) == [0, 1, 2, 3]
+    assert rows["device"].str.fullmatch("2 teams of 1 x .*, 2 teams a GPU").all()
 
 
 def test_too_little_memory_is_told_with_what_to_lower(tmp_path):

@@ -17,6 +17,7 @@ from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.request.checks import check_out
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+from large_batch_cifar_10_fast.training import world
 
 DEMO = ("--demo",)
 CASES = {
@@ -161,7 +162,7 @@ def test_a_fault_that_only_shows_in_reading_is_told_once_by_all_processes(tmp_pa
 
 
 def test_no_more_processes_than_gpus():
-    with pytest.raises(Refusal, match="NPROC=4 is more than this machine's 2 GPUs"):
+    with pytest.raises(Refusal, match="NPROC=4 is more than fit this machine's 2 GPUs"):
         plan_processes(Apple2019(), {"NPROC": "4"}, gpus=2, cores=64)
 
 
@@ -187,10 +188,36 @@ def test_teams_take_as_many_processes_as_fit_their_workers():
     plan = {teams: plan_processes(Apple2019(), {"TEAMS": str(teams)}, 0, 6) for teams in (1, 2, 3, 6)}
     assert plan == {1: 4, 2: 4, 3: 6, 6: 6}
     assert plan_processes(MuonRecipe(), {"TEAMS": "5"}, 8, 64) == 5
-    with pytest.raises(Refusal, match="NPROC=5 is more than this machine's 4 GPUs"):
-        plan_processes(MuonRecipe(), {"TEAMS": "5"}, 4, 64)
+    for teams, sharing in (("5", "1"), ("9", "2")):
+        with pytest.raises(Refusal, match=f"NPROC={teams} is more than fit this machine's 4 GPUs: use at most"):
+            plan_processes(MuonRecipe(), {"TEAMS": teams, "TEAMS_PER_GPU": sharing}, 4, 64)
+    for wrong, gpus in (({"NPROC": "4"}, 2), ({}, 0), ({"TEAMS": "1", "NPROC": "2"}, 1)):
+        with pytest.raises(Refusal, match="TEAMS_PER_GPU=2 is for teams of one process each"):
+            plan_processes(Apple2019(), {"TEAMS": "2", "TEAMS_PER_GPU": "2", **wrong}, gpus, 64)
+    assert plan_processes(MuonRecipe(), {"TEAMS": "4", "TEAMS_PER_GPU": "2"}, 2, 64) == 4
+    assert plan_processes(Apple2019(), {"TEAMS": "2", "TEAMS_PER_GPU": "2"}, 2, 64) == 2, "one process a team"
     arguments = torchrun_arguments({"TEAMS": "2"}, 4, "scratch")
     assert "--redirects=1:2,3:2" in arguments, "what a team's main process says is heard"
+
+
+@pytest.mark.parametrize(("teams_per_gpu", "backend"), [("1", "nccl"), ("2", "gloo")])
+def test_teams_that_share_gpus_take_turns_and_join_where_nccl_would_refuse(teams_per_gpu, backend, monkeypatch):
+    """No GPU is needed: what would touch one is replaced."""
+    joined = {}
+    for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(world, "meeting_point", lambda *_: torch.distributed.HashStore())
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda kind, **how: joined.update(kind=kind, **how))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # and put back
+    variables = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "TEAMS_PER_GPU": teams_per_gpu}
+    variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with world.join_world(1, teams=4) as joining:
+        assert (joining.device, joining.team, joining.world_size) == (torch.device("cuda:1"), 3, 1)
+    assert joined["kind"] == backend
+    assert joined["device_id"] == (joining.device if backend == "nccl" else None)
 
 
 def test_several_machines_meet_where_asked_and_one_machine_in_a_file():

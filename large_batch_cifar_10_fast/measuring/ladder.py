@@ -73,8 +73,9 @@ def cut(image: np.ndarray, down: int, across: int, flip: int) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(crop[:, :, ::-1] if flip else crop))
 
 
-def rungs(images: np.ndarray, labels: np.ndarray, shards: Shards, loaders: int) -> list[Rung]:
+def rungs(images: np.ndarray, labels: np.ndarray, shards: Shards, cores: int) -> list[Rung]:
     """The ladder from the bottom; the top hands over the same images as `shards`, already on the device."""
+    loaders = min(MOST_LOADERS, cores)
     size, device, dtype = shards.recipe.batch_size, shards.images.device, shards.images.dtype
 
     def loaded(dataset: Dataset, workers: int) -> Iterator[Batch]:
@@ -109,6 +110,20 @@ def seconds_of_an_epoch(rung: Rung, work: Callable[[Batch], None], most: int, st
     world.synchronize()
     total = time.perf_counter() - start
     return total if taken == steps else first + (total - first) / (taken - 1) * (steps - 1)
+
+
+def seconds_of_rungs(
+    ladder: Iterable[Rung], train: Callable[[Batch], None], most: int, steps: int, world: World
+) -> dict[str, tuple[float, float, float | None]]:
+    """For each rung: seconds of an epoch handed over, the same with the training step, and Page's run."""
+    return {
+        rung.name: (
+            seconds_of_an_epoch(rung, lambda batch: None, steps, steps, world),
+            seconds_of_an_epoch(rung, train, most, steps, world),
+            rung.published,
+        )
+        for rung in ladder
+    }
 
 
 def as_table(seconds: dict[str, tuple[float, float, float | None]]) -> str:

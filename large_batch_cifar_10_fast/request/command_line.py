@@ -93,8 +93,9 @@ def _parser(kind: type) -> _Parser:
         argument_default=argparse.SUPPRESS,
         description=f"recipe {kind.name}: {kind.__doc__.splitlines()[0]}",
         epilog=f"From the environment: {workers}NPROC (processes on this machine; default: as many as fit), TEAMS (of "
-        "processes, each of which makes whole runs; default 1), PYTHON (interpreter), RESTARTS (times that it goes on "
-        "by itself after a failure; default 0), TIMEOUT (seconds that processes wait for each other; default 3600), "
+        "processes, each of which makes whole runs; default 1), TEAMS_PER_GPU (of one process each; default 1), PYTHON "
+        "(interpreter), RESTARTS (times that it goes on by itself after a failure; default 0), TIMEOUT (seconds that "
+        "processes wait for each other; default 3600), "
         "CIFAR10_URL (a mirror of your own), and for several machines NNODES, NODE_RANK, RDZV_ENDPOINT=host:port.",
     )
     parser.add_argument("--recipe", choices=RECIPES, help=f"what is trained, and how (default {DEFAULT})")

@@ -9,7 +9,7 @@ import subprocess
 
 import torch
 
-from ..settings.settings import PACKAGE, REPO
+from ..settings.settings import PACKAGE, REPO, count_from
 from ..training.world import World
 
 
@@ -37,7 +37,9 @@ def software() -> dict[str, object]:
 def device_name(world: World) -> str:
     teams = f"{world.teams} teams of " if world.teams > 1 else ""
     if world.on_gpu:
-        return f"{teams}{world.world_size} x {torch.cuda.get_device_name(world.device)}"
+        sharing = count_from(os.environ, "TEAMS_PER_GPU", 1)
+        shared = f", {sharing} teams a GPU" if sharing > 1 else ""
+        return f"{teams}{world.world_size} x {torch.cuda.get_device_name(world.device)}{shared}"
     name = platform.machine()
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         line = next(line for line in file if line.startswith("model name"))

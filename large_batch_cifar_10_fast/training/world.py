@@ -165,12 +165,18 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def device_of_process() -> torch.device:
+    """This process's GPU, if there are any; where teams share them, each takes the next in turn."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
 @contextlib.contextmanager
 def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
     """Take this process's place in the world, and leave it in order."""
     rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    cuda, device = torch.cuda.is_available(), device_of_process()
     if cuda:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
@@ -185,7 +191,9 @@ def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     store = meeting_point(rank, world_size, timeout)
     meeting = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
-    dist.init_process_group("nccl" if cuda else "gloo", **meeting, device_id=device if cuda else None)
+    # NCCL takes two ranks on one GPU for a mistake; teams that share one are of one process each, and send nothing.
+    nccl = cuda and count_from(os.environ, "TEAMS_PER_GPU", 1) == 1
+    dist.init_process_group("nccl" if nccl else "gloo", **meeting, device_id=device if nccl else None)
     size, group = world_size // teams, None
     if teams > 1 and size > 1:
         groups = [dist.new_group(range(first, first + size), timeout) for first in range(0, world_size, size)]
