@@ -2,9 +2,10 @@
 # What does your GPU box do with this? Facts, tests, bench, runs, profile, NCCL: about nine minutes, a log a part.
 #     bash measure_gpu.sh [--data DATA] [--out DIR] [PART...]
 # Parts, the most important first: facts tests bench first compare profile nccl; and, worth a call each, campaign (fifty
-# runs), modern (the recipe of today: bench, profile, twenty runs each of it and of its start) and lineage (the systems
-# of 2018, a run of each, and the ladder). DATA as for train_cifar_parallel.sh. Each part has a time limit and a log in
-# DIR (gpu_measured) of its own, so that one that fails costs the others nothing; DIR/summary.txt says what they found.
+# runs), modern (the recipe of today: bench, profile, twenty runs each of it and of its start), lineage (the systems of
+# 2018, a run of each, and the ladder) and teams (ten runs one after the other on one GPU, and two side by side on it).
+# DATA as for train_cifar_parallel.sh. Each part has a time limit and a log in DIR (gpu_measured) of its own, so that one
+# that fails costs the others nothing; DIR/summary.txt says what they found.
 set -u
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"
@@ -16,8 +17,8 @@ while [ $# -gt 0 ]; do
             [ $# -gt 1 ] || { echo "measure_gpu.sh: $1 needs a value" >&2; exit 2; }
             [ "$1" = --data ] && data=$2 || out=$2
             shift 2 ;;
-        facts | tests | bench | first | compare | profile | nccl | campaign | modern | lineage) parts="$parts $1"; shift ;;
-        *) echo "measure_gpu.sh: $1 is no part: choose from facts tests bench first compare profile nccl campaign modern lineage" >&2; exit 2 ;;
+        facts | tests | bench | first | compare | profile | nccl | campaign | modern | lineage | teams) parts="$parts $1"; shift ;;
+        *) echo "measure_gpu.sh: $1 is no part: choose from facts tests bench first compare profile nccl campaign modern lineage teams" >&2; exit 2 ;;
     esac
 done
 [ -n "$parts" ] || parts="facts tests bench first compare profile nccl"
@@ -86,4 +87,8 @@ for recipe in basenet page fastai; do
     part lineage.$recipe 240 '^Train acc' bash "$top/train_cifar_parallel.sh" --data "$data" --recipe $recipe \
         --out "$out/$recipe" ${MEASURE_LINEAGE:-}
 done
+one_gpu=(env CUDA_VISIBLE_DEVICES="$(echo "${CUDA_VISIBLE_DEVICES-0}" | cut -d , -f 1)")
+ten=(bash "$top/train_cifar_parallel.sh" --data "$data" --recipe muon --runs 10 ${MEASURE_MODERN:-})
+part teams.alone 120 'runs reached' "${one_gpu[@]}" NPROC=1 "${ten[@]}" --out "$out/alone"
+part teams.sharing 120 'runs reached' "${one_gpu[@]}" TEAMS=2 TEAMS_PER_GPU=2 "${ten[@]}" --out "$out/sharing"
 ! grep -qv 'status   0,' "$out/summary.txt"
