@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What does your GPU box do with this? Facts, tests, bench, runs, profile, NCCL: about nine minutes, a log a part.
+# What does your GPU box do with this? Facts, tests, bench, runs, profile, NCCL: a log a part.
 #     bash measure_gpu.sh [--data DATA] [--out DIR] [PART...]
 # Parts, the most important first: facts tests bench first compare profile nccl; and, worth a call each, campaign (fifty
 # runs), modern (the recipe of today: bench, profile, twenty runs each of it and of its start), lineage (the systems of

@@ -19,11 +19,16 @@ def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) 
     hours = 0.0 if world.on_gpu else hours_on_cpu(settings.runs, recipe, train_images)
     long = hours > 1 / 6  # of all shares together, so that they are made alike
     use_compiler = settings.compile or ((world.on_gpu or long) and not settings.no_compile)
-    precision = settings.precision or ("fp16" if world.on_gpu else "fp32")
     share = len(settings.planned) / settings.runs
     if long and not settings.demo:
         world.warn(f"without a GPU this takes about {hours * share:.1f} hours; --demo shows a small run in two minutes")
+    precision = precision_on(world, settings)
     return replace(settings, precision=precision, compile=use_compiler, no_compile=not use_compiler)
+
+
+def precision_on(world: World, settings: Settings) -> str:
+    """What was asked for, or half precision where a GPU is, as published."""
+    return settings.precision or ("fp16" if world.on_gpu else "fp32")
 
 
 def hours_on_cpu(runs: int, recipe: Recipe, train_images: int) -> float:

@@ -104,11 +104,11 @@ def _check_save(save: Path, out: Path) -> None:
         raise Refusal(f"--save {save} is a folder: name a file")
     if save.resolve() in [(out / name).resolve() for name in TABLES]:
         raise Refusal(f"--save {save} is the name of a table: choose another")
-    if save.exists() and not _holds_weights(save):
+    if save.exists() and not holds_weights(save):
         raise Refusal(f"--save {save} is there and holds no weights: choose another name")
 
 
-def _holds_weights(path: Path) -> bool:
+def holds_weights(path: Path) -> bool:
     """Whether torch.save wrote it."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         return False

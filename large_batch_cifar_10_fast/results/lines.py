@@ -62,6 +62,8 @@ SLOWEST = Line("Maximum training time {maximum!r} median {median!r}")
 LOWEST = Line("Lowest accuracy {lowest!r} median {median!r}")
 REACHED = Line("{reached:d} runs reached 0.94 out of {total:d}")
 
+EVALUATED = Line("validation acc {accuracy:.4f} loss {loss:.5f} of {weights}, {precision}, in {seconds:.3f}s")
+
 
 def as_pairs(values: Mapping[str, object]) -> str:
     """`name=value name=value`."""

@@ -1,0 +1,88 @@
+"""What saved weights say of the test images, by the views or the statistics that are asked for now.
+
+    python -m large_batch_cifar_10_fast.evaluate WEIGHTS [options of train.py]
+
+WEIGHTS is what --save wrote; the options are those it was trained with, but for --views or --precision, which may be
+others, and --eval_stats first for what was trained with average. Exit status: 0, or 2 where the weights do not fit.
+"""
+
+import argparse
+import os
+import pickle
+import sys
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from . import __version__
+from .images.sources import load_images
+from .request.advice import precision_on
+from .request.checks import check_processes, holds_weights
+from .request.command_line import read_request
+from .results import lines
+from .results.clock import Clock
+from .results.provenance import code_digest, commit
+from .settings.settings import Refusal, Settings, refusals_end
+from .train import evaluate, make_learner
+from .training.networks import weight_dtype
+from .training.recipe import Recipe
+from .training.shards import normalise, upload_test
+from .training.world import join_world, launched_world_size
+
+
+def load_weights(network: nn.Module, path: Path) -> None:
+    """Weights, and the statistics of every norm; of those of all groups (--eval_stats average) the first's where one is
+    enough. Raises Refusal for what is no such file, or of another network."""
+    try:
+        if not holds_weights(path):
+            raise Refusal(f"{path} is no file that --save wrote")
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        raise Refusal(f"{path} cannot be read: {type(error).__name__}") from error
+    if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise Refusal(f"{path} holds no weights by name")
+    expected = network.state_dict()
+    for name in expected.keys() & weights.keys():
+        if name.endswith(("running_mean", "running_var")):
+            weights[name] = weights[name][: len(expected[name])]
+    for name in sorted(expected.keys() | weights.keys()):
+        there, here = (tuple(d[name].shape) if name in d else "none" for d in (weights, expected))
+        if there != here:
+            raise Refusal(f"{path} has {name} {there}, not {here}: give the recipe and options it was trained with")
+    network.load_state_dict(weights)
+
+
+def evaluate_weights(path: Path, settings: Settings, recipe: Recipe) -> None:
+    check_processes(settings, recipe, launched_world_size())
+    images = load_images(settings.data)
+    with join_world(recipe.workers) as world:
+        learner = make_learner(replace(settings, precision=precision_on(world, settings), compile=False), recipe, world)
+        load_weights(learner.network, path)
+        test_images, labels = upload_test(*images.test, world)
+        test = normalise(test_images, weight_dtype(recipe, learner.settings.precision)), labels
+        clock = Clock(world.synchronize)
+        with clock.counting("validation"):
+            score = evaluate(learner, test)
+        if world.is_main:
+            now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+            print(lines.HEAD.write(version=__version__, commit=commit(), code=code_digest(), started=now))
+            print(lines.DATA.write(**images.facts()))
+            print(lines.RECIPE.write(recipe=recipe.name, options=lines.as_pairs(asdict(recipe))))
+            how = {"precision": learner.settings.precision, "weights": path, "seconds": clock.last["validation"]}
+            print(lines.EVALUATED.write(accuracy=score.accuracy, loss=score.loss, **how))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.evaluate", description=__doc__)
+    parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
+    parser.add_argument("weights", metavar="WEIGHTS", help="what --save wrote")
+    options = parser.parse_args(sys.argv[1:2])  # the others are train.py's
+    with refusals_end("evaluate"):
+        evaluate_weights(Path(options.weights), *read_request(sys.argv[2:], os.environ))
+
+
+if __name__ == "__main__":
+    main()

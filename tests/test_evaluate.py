@@ -1,0 +1,73 @@
+"""evaluate: saved weights say what they said when their run ended, and what they say by other views."""
+
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from conftest import TINY, train_here
+
+from large_batch_cifar_10_fast import evaluate
+from large_batch_cifar_10_fast.results import lines
+
+SMALL = {
+    "apple2019": ["--recipe", "apple2019", *TINY, "--eval_stats", "average"],
+    "muon": ["--recipe", "muon", "--width", 4, "--batch_size", 24, "--epochs", 1, "--pixels", 16, "--no_warmup"],
+}
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def saved(request, tiny_npz, tmp_path_factory):
+    """Weights, the options they were trained with, and their run's row."""
+    folder, options = tmp_path_factory.mktemp("saved"), [*SMALL[request.param], "--data", tiny_npz, "--no_compile"]
+    train_here(*options, "--save", folder / "w.pt", "--out", folder)
+    return folder / "w.pt", options, pd.read_csv(folder / "runs.tsv", sep="\t").iloc[0]
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """What the command prints, as its last line's fields."""
+
+    def say(*arguments):
+        monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, arguments)])
+        evaluate.main()
+        return lines.EVALUATED.read(capsys.readouterr().out.splitlines()[-1])
+
+    return say
+
+
+def test_saved_weights_say_what_their_run_said_last(saved, said):
+    weights, options, row = saved
+    found = said(weights, *options)
+    assert found["accuracy"] == f"{row['validation_accuracy']:.4f}"
+    assert found["loss"] == f"{row['validation_loss']:.5f}"
+
+
+def test_other_views_and_statistics_say_something_else(saved, said):
+    weights, options, row = saved
+    other = ["--views", "one"] if row["recipe"] == "muon" else ["--eval_stats", "first"]
+    assert said(weights, *options, *other)["loss"] != f"{row['validation_loss']:.5f}"
+
+
+def test_what_does_not_fit_is_refused_in_one_line(saved, said, tmp_path, capsys):
+    weights, options, _ = saved
+    (tmp_path / "text.pt").write_text("weights")
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "cut.pt").write_bytes(b"PK" + weights.read_bytes()[:500])
+    (tmp_path / "changed.pt").write_bytes(weights.read_bytes().replace(b"ctorch", b"cos\nys"))
+    refused = {
+        tmp_path / "absent.pt": "is no file that --save wrote",
+        tmp_path / "text.pt": "is no file that --save wrote",
+        tmp_path / "cut.pt": "is no file that --save wrote",
+        tmp_path / "changed.pt": "cannot be read: ",
+        tmp_path / "list.pt": "holds no weights by name",
+    }
+    for path, message in refused.items():
+        with pytest.raises(SystemExit) as end:
+            said(path, *options)
+        told = capsys.readouterr().err
+        assert (end.value.code, told.count("\n")) == (2, 1), told
+        assert message in told
+    with pytest.raises(SystemExit):
+        said(weights, *options, "--width", 8)
+    assert "give the recipe and options it was trained with" in capsys.readouterr().err
