@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import re
@@ -24,14 +25,13 @@ from .results.journal import Journal
 from .results.resuming import CAMPAIGN, campaign_of_this_launch, is_told_later, rows_of
 from .results.tables import planned_by
 from .settings.ending import LAUNCH
-from .settings.settings import Refusal, Settings, count_from, is_first_machine, most_restarts, refusals_end
+from .settings.settings import REFUSED, Refusal, Settings, count_from, is_first_machine, most_restarts, refusals_end
 from .training.recipe import Recipe
 
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
 REPORT = "last_failure.txt"  # in --out: all that torchrun and the processes had to say of a failure
 LOGS = (".txt", ".log")  # of torchrun, and of the processes
 MEETING = 900  # seconds that machines wait for each other at first, unless TIMEOUT says otherwise
-REFUSED = 2  # the status of a process that has told why in a line of its own
 
 
 def plan_processes(recipe: Recipe, environment: Mapping[str, str], gpus: int, cores: int) -> int:
@@ -137,8 +137,9 @@ def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int
         return 0
     except SignalException as end:
         how, status, report = f"ended by {end.sigval.name}", 128 + end.sigval, ""
-    except ChildFailedError as failed:
-        if any(failure.exitcode == REFUSED for failure in failed.failures.values()):
+    except (ChildFailedError, RefusedError) as failed:
+        if refusal := refusal_left_in(scratch):
+            print(f"train_cifar_parallel.sh: {refusal}", file=sys.stderr)
             return REFUSED
         how, status, report = what_failed(*failed.get_first_failure()), 1, failed.format_msg()
     except Exception as fault:  # whatever torchrun may say where machines do not meet
@@ -150,6 +151,20 @@ def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int
     return status
 
 
+class RefusedError(Exception):
+    """A process has refused, and would again: torchrun shall not start it anew."""
+
+
+def refusal_left_in(scratch: str) -> str:
+    """What a process has refused, from the file that it left for its launcher; empty if none has."""
+    for path in sorted(Path(scratch).rglob("error.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # half-written, or of another form
+            kind, _, text = json.loads(path.read_text())["message"]["message"].partition(": ")
+            if kind == Refusal.__name__:
+                return text
+    return ""
+
+
 class Restarting(logging.Handler):
     """Warns of a failure after which torchrun goes on by itself; it tells nobody but its own log."""
 
@@ -159,8 +174,10 @@ class Restarting(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if str(record.msg).startswith("failed (exitcode: %s) local_rank: %s") and self.left:
-            self.left -= 1
             status, rank, *_ = record.args
+            if status == REFUSED:
+                raise RefusedError
+            self.left -= 1
             print(f"Warning: {ended(rank, status)}; the processes are started anew", file=sys.stderr)
 
 

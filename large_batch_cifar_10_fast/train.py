@@ -19,7 +19,7 @@ from .request.command_line import read_request
 from .results.clock import Clock
 from .results.resuming import finished_rows
 from .results.run_log import RunLog
-from .settings.settings import Settings, count_from, refusals_end
+from .settings.settings import Settings
 from .training.compiling import compiled
 from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
 from .training.norm import norms_of, prepare_norms
@@ -28,11 +28,11 @@ from .training.process import leaving, refusing_together
 from .training.recipe import Recipe, images_of_an_epoch, reduced, stage_of
 from .training.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
-from .training.world import World, join_world, launched_world_size
+from .training.world import World, join_world, launched_teams, launched_world_size
 
 
 def main(settings: Settings, recipe: Recipe) -> None:
-    teams = count_from(os.environ, "TEAMS", 1)
+    teams = launched_teams()
     check_request(settings, recipe, launched_world_size() // teams)
     with join_world(recipe.workers, teams) as world, explaining_memory(settings, recipe, world):
         train_campaign(settings, recipe, world)
@@ -51,7 +51,7 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
 
     clock = Clock(world.synchronize)
     data = prepare(images, learner, clock)
-    log.set_up(clock, data.train.steps_per_epoch)
+    log.set_up(clock, data.train.steps_per_epoch, compiled=learner.forward is not learner.network)
     for run in world.shared_out(log.runs_to_make()):
         train_once(run, learner, data, clock.fork(), log)
     log.summary()
@@ -165,5 +165,5 @@ def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
 
 
 if __name__ == "__main__":
-    with leaving(), refusals_end("train_cifar_parallel.sh"), refusing_together():
+    with leaving(), refusing_together():
         main(*read_request(sys.argv[1:], os.environ))

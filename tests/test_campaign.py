@@ -1,7 +1,6 @@
 """A campaign loses nothing: killed and resumed it equals an uninterrupted one; and what it refuses."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -14,8 +13,7 @@ from conftest import LAUNCHER, TINY, children_of, environment, launch
 from disturbances import DIFFERENT
 
 from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.results.journal import Journal
-from large_batch_cifar_10_fast.results.tables import COLUMNS, read_rows
+from large_batch_cifar_10_fast.results.tables import COLUMNS
 from large_batch_cifar_10_fast.settings.settings import Refusal
 
 pytestmark = pytest.mark.slow
@@ -193,78 +191,3 @@ def test_campaigns_are_appended_under_one_header(unfinished, tiny_npz):
     after = (unfinished / "runs.tsv").read_text()
     assert after.startswith(before)
     assert after.count("\n") == before.count("\n") + 1
-
-
-def test_a_row_is_whole_only_with_all_fields_and_its_newline(tmp_path):
-    path = tmp_path / "runs.tsv"
-    journal = Journal(path)
-    journal.mend()
-    for run in (0, 1):
-        journal.append(_row(run))
-    journal.close()
-    whole = path.read_bytes()
-    assert [row["run"] for row in read_rows(path)] == ["0", "1"]
-    for cut in (whole[:-1], whole[:-5], whole[:-5] + b"\n"):
-        path.write_bytes(cut)
-        assert [row["run"] for row in read_rows(path)] == ["0"]
-    path.write_bytes(whole.replace(b"\t1\n", b"\n", 1))
-    with pytest.raises(Refusal, match="line 2"):
-        read_rows(path)
-
-
-def _row(run):
-    return {**dict.fromkeys(COLUMNS, "1"), "campaign": "mine", "run": run, "runs": "9", "share": "0/1", "seed": run}
-
-
-def _rename_another_over(path):
-    other = path.with_name("edited")
-    head, first, *_ = path.read_bytes().splitlines(keepends=True)
-    other.write_bytes(head + first)
-    os.replace(other, path)
-
-
-def _delete_the_folder(path):
-    shutil.rmtree(path.parent)
-
-
-def _truncate(path):
-    os.truncate(path, 0)
-
-
-@pytest.mark.parametrize("change", [_rename_another_over, _delete_the_folder, _truncate])
-def test_no_row_is_lost_when_somebody_changes_the_table_of_a_running_campaign(tmp_path, change):
-    path = tmp_path / "out" / "runs.tsv"
-    path.parent.mkdir()
-    journal = Journal(path)
-    journal.mend()
-    assert journal.append(_row(0))
-    assert journal.append(_row(1))
-    change(path)
-    assert not journal.append(_row(2))
-    assert journal.append(_row(3)), "from then on it is the new one"
-    assert [row["run"] for row in read_rows(path)] == ["0", "1", "2", "3"]
-    with pytest.raises(Refusal, match="another campaign is writing"):
-        Journal(path)
-
-
-def test_where_a_campaigns_table_was_replaced_by_something_else_its_rows_are_put_beside_it(tmp_path):
-    path = tmp_path / "runs.tsv"
-    journal = Journal(path)
-    journal.mend()
-    journal.append(_row(0))
-    path.unlink()
-    path.write_text("a\tb\n1\t2\n")
-    with pytest.raises(Refusal, match=r"has other columns .* this campaign's rows are in .*runs.tsv.broken"):
-        journal.append(_row(1))
-    assert path.read_text() == "a\tb\n1\t2\n"
-    assert (tmp_path / "runs.tsv.broken").read_bytes().count(b"\n") == 2
-
-
-def test_a_half_written_header_is_made_again(tmp_path):
-    path = tmp_path / "runs.tsv"
-    path.write_text("campaign\tstar")
-    journal = Journal(path)
-    journal.mend()
-    journal.append(_row(0))
-    journal.close()
-    assert len(read_rows(path)) == 1

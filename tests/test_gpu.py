@@ -37,9 +37,11 @@ with join_world(recipe.workers) as world:
 LITTLE_MEMORY = f"""
 import sys, torch
 from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.settings.settings import refusals_end
 from {TRAIN} import main
 torch.cuda.set_per_process_memory_fraction(0.5 * 2**30 / torch.cuda.mem_get_info()[1])
-main(*read_request(sys.argv[1:], {{}}))
+with refusals_end("train"):
+    main(*read_request(sys.argv[1:], {{}}))
 """
 
 

@@ -21,6 +21,7 @@ from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.recipes.page import Page
 from large_batch_cifar_10_fast.request.advice import settle
 from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import Learner, make_learner, prepare, take_step
 from large_batch_cifar_10_fast.training.networks import cast, enter, make_network, reset
@@ -223,6 +224,9 @@ def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path
     assert result.stderr.startswith("Warning: not compiled (")
     assert result.stderr.count("\n") == 1
     assert "out of 1" in result.stdout
+    told = [line.split(" compile=")[1].split()[0] for line in result.stdout.splitlines() if " compile=" in line]
+    assert told == ["True", "False"], "what was asked for, and what was done"
+    assert read_rows(tmp_path / "runs.tsv")[0]["compile"] == "False"
 
 
 @pytest.mark.parametrize(

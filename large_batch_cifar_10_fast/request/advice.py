@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from ..settings.settings import Settings
+from ..settings.settings import Refusal, Settings
 from ..training.networks import work
 from ..training.recipe import Recipe
 from ..training.world import World
@@ -53,5 +52,4 @@ def explaining_memory(settings: Settings, recipe: Recipe, world: World) -> Itera
         advice = (
             f"raise --micro_batches (at most {count}), or use more processes, fewer WORKERS or a smaller --batch_size"
         )
-        print(f"train_cifar_parallel.sh: out of memory with {images} on {world.device}: {advice}", file=sys.stderr)
-        sys.exit(2)
+        raise Refusal(f"out of memory with {images} on {world.device}: {advice}") from error

@@ -18,7 +18,7 @@ from ..results.lines import from_pairs
 from ..results.provenance import code_digest
 from ..results.resuming import changes, finished_rows, is_told_later, refuse_other
 from ..results.tables import CONDITIONS, Row, planned_by
-from ..settings.settings import Refusal, Settings, count_from, has_option, restarts
+from ..settings.settings import Refusal, Settings, count_from, has_option, is_first_machine, restarts
 from ..training.recipe import Recipe
 
 KINDS = (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)  # a new recipe joins here
@@ -148,7 +148,8 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
         if key in campaign and value != campaign[key]
     ]
     refuse_other(row, differing + changes(row, code=code_digest(), torch=version("torch")))
-    return replace(settings, **kept, data=asked.get("data", row["data"])), recipe
+    data = row["data"] if is_first_machine(os.environ) else settings.data  # the others' images may lie elsewhere
+    return replace(settings, **kept, data=asked.get("data", data)), recipe
 
 
 def _typed(kind: type, texts: Row) -> dict[str, object]:

@@ -5,20 +5,21 @@ import csv
 import fcntl
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..settings.settings import Refusal
-from .tables import COLUMNS, read_rows, split_whole
+from .tables import COLUMNS, Row, read_rows, split_whole
 
 
 class Journal:
     """runs.tsv open for one campaign: locked against a second one, mended, appended to row by row."""
 
-    def __init__(self, path: Path, shared: bool = False, is_first: bool = True) -> None:
-        """`shared` by several teams' processes, of which the first holds the lock."""
+    def __init__(self, path: Path, shared: bool = False, is_first: bool = True, finished: Sequence[Row] = ()) -> None:
+        """`shared` by several teams' processes, of which the first holds the lock; `finished` are the rows that the
+        campaign has already."""
         self.path, self._shared, self._is_first, self._size = path, shared, is_first, 0
-        self._rows: list[dict[str, object]] = []  # of this launch
+        self._rows = {str(row["run"]): dict(row) for row in finished}  # all that is known of the campaign
         self._open()
 
     def _open(self) -> None:
@@ -50,26 +51,35 @@ class Journal:
         """Add a run, and return when it is on the disk: whether the table was as it had been left.
 
         If it was not (an editor saves by renaming, and a file without a name takes rows without a word), the file
-        that now has the name gets all rows of this launch that it lacks. Raises Refusal if it is no such table.
+        that now has the name gets all rows of the campaign that it lacks, as far as this process knows them. Raises
+        Refusal if it is no such table.
         """
-        self._rows.append(row)
-        if self._is_as_left():
+        self._rows[str(row["run"])] = row
+        as_left = self._is_as_left()
+        if as_left and not self._shared:
             self._write([row[name] for name in COLUMNS])
             return True
-        self.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._open()
+        if not as_left:
+            self.close()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._open()
         try:
-            there = {(row["campaign"], row["run"]) for row in read_rows(self.path, to_append=True)}
+            there = self._there(row)
         except Refusal as refusal:
-            for lost in self._rows:
+            for lost in self._rows.values():
                 self._put_aside(as_line([lost[name] for name in COLUMNS]))
             raise Refusal(f"{refusal}; this campaign's rows are in {self.path}.broken") from None
-        self.mend()
-        for lost in self._rows:
-            if (lost["campaign"], str(lost["run"])) not in there:
+        self.mend()  # also of what another team could not finish, on a full disk
+        for run, lost in self._rows.items():
+            if run not in there:
                 self._write([lost[name] for name in COLUMNS])
-        return False
+        self._rows = there | self._rows
+        return as_left
+
+    def _there(self, row: Row) -> dict[str, Row]:
+        """What the table holds of a row's campaign, by run. Raises Refusal if it is no such table."""
+        rows = read_rows(self.path, to_append=True)
+        return {other["run"]: other for other in rows if other["campaign"] == row["campaign"]}
 
     def _is_as_left(self) -> bool:
         try:

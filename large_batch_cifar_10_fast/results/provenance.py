@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import os
 import platform
 import resource
@@ -9,7 +10,7 @@ import subprocess
 
 import torch
 
-from ..settings.settings import PACKAGE, REPO, count_from
+from ..settings.settings import PACKAGE, REPO
 from ..training.world import World
 
 
@@ -35,23 +36,32 @@ def software() -> dict[str, object]:
 
 
 def device_name(world: World) -> str:
+    """Of all processes of all teams; every one of them has to ask."""
     teams = f"{world.teams} teams of " if world.teams > 1 else ""
+    kinds = " and ".join(sorted(set(world.words_of_all("device", _kind_of_device(world)))))
+    if not world.on_gpu:
+        return f"CPU {kinds}, {teams}{world.world_size} x {torch.get_num_threads()} threads"
+    a_gpu = math.ceil(int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / torch.cuda.device_count())
+    shared = f", {a_gpu} teams a GPU" if world.teams > 1 and a_gpu > 1 else ""
+    return f"{teams}{world.world_size} x {kinds}{shared}"
+
+
+def _kind_of_device(world: World) -> str:
     if world.on_gpu:
-        sharing = count_from(os.environ, "TEAMS_PER_GPU", 1)
-        shared = f", {sharing} teams a GPU" if sharing > 1 else ""
-        return f"{teams}{world.world_size} x {torch.cuda.get_device_name(world.device)}{shared}"
+        return torch.cuda.get_device_name(world.device)
     name = platform.machine()
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         line = next(line for line in file if line.startswith("model name"))
         name = line.split(":")[1].strip()
-    return f"CPU {name}, {teams}{world.world_size} x {torch.get_num_threads()} threads"
+    return name
 
 
 def driver_and_clocks(world: World) -> dict[str, str]:
-    """Of the main process's GPU, as nvidia-smi tells them; empty without one."""
+    """Of this process's GPU, as nvidia-smi tells them; empty without one."""
     output = ""
     if world.on_gpu:
-        index = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+        visible, index = os.environ.get("CUDA_VISIBLE_DEVICES", ""), world.device.index
+        index = visible.split(",")[index] if visible else index
         query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
         output = _said_by("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
     driver, _, clocks = output.partition(", ")

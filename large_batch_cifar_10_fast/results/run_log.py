@@ -3,9 +3,8 @@
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .. import __version__
-from ..settings.settings import Settings, most_restarts, restarts
+from ..settings.settings import Refusal, Settings, most_restarts, restarts
 from ..training.recipe import Recipe
 from ..training.tally import Score
 from ..training.world import World, warn
@@ -46,14 +45,18 @@ class RunLog:
         """`images` gives facts of the data set, `finished` are the rows of a resumed campaign. Raises Refusal."""
         self.settings, self.recipe, self.world = settings, recipe, world
         self.rows = {int(row["run"]): row for row in finished}
+        self.facts: dict[str, object] = {}  # what all rows have alike; the main process's alone
         self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
+        device = device_name(world)
+        if finished:
+            refuse_other(finished[0], changes(finished[0], device=device))
         if world.is_main:
-            self._take_down(images, finished)
+            self._take_down(images, finished, device)
         words = world.words_of_all("started", self.facts["started"] if world.is_first else "")
         if world.is_main:  # and the table has its header
             self.facts["started"] = words[0]
 
-    def _take_down(self, images: Callable[[], dict], finished: list[Row]) -> None:
+    def _take_down(self, images: Callable[[], dict], finished: list[Row], device: str) -> None:
         settings, recipe, world = self.settings, self.recipe, self.world
         now = datetime.now(UTC)
         self.facts = {"campaign": campaign_of_this_launch(), "started": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
@@ -62,18 +65,17 @@ class RunLog:
             "runs": settings.runs,
             "share": settings.share,
             "processes": world.world_size,
-            "device": device_name(world),
+            "device": device,
         }
         self.facts |= driver_and_clocks(world) | images()
         self.facts |= {name: getattr(settings, name) for name in CONDITIONS}
         self.facts |= {"data": os.path.abspath(settings.data) if os.path.exists(settings.data) else settings.data}
         self.facts |= {"version": __version__, "commit": commit(), "code": code_digest(), "torch": version("torch")}
         if finished:
-            refuse_other(finished[0], changes(finished[0], device=self.facts["device"]))
             self.facts |= {name: finished[0][name] for name in ("campaign", "started")}
         self.restart = restarts(os.environ)
         Path(settings.out).mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(Path(settings.out) / "runs.tsv", world.teams > 1, world.is_first)
+        self._journal = Journal(Path(settings.out) / "runs.tsv", world.teams > 1, world.is_first, finished)
         if not world.is_first:
             return
         self._journal.mend()
@@ -96,14 +98,19 @@ class RunLog:
         """The runs that are this launch's to make and not finished yet."""
         return [run for run in self.settings.planned if run not in self.rows]
 
-    def set_up(self, clock: Clock, steps_per_epoch: int) -> None:
-        """The published lines about what all runs share; from here on the steps go by on a terminal."""
+    def set_up(self, clock: Clock, steps_per_epoch: int, compiled: bool) -> None:
+        """The published lines about what all runs share; from here on the steps go by on a terminal. What could not be
+        compiled is told, in rows and log, as not compiled, and --resume goes on with it so."""
         steps = self.recipe.epochs * steps_per_epoch
         hidden = None if self.world.is_first else True  # None: where there is no terminal
         made, total = len(self.rows) * steps, len(self.settings.planned) * steps
         self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=hidden)
+        self.facts["compile"] = compiled
         if not self.world.is_first or self.restart:
             return
+        if compiled != self.settings.compile:
+            self.settings = replace(self.settings, compile=False, no_compile=True)
+            self._print(lines.SETTINGS, settings=lines.as_pairs(asdict(self.settings)))
         self._print(lines.UPLOAD, **clock.seconds)
         self._print(lines.WHITENING, **clock.seconds)
         for run in sorted(self.rows):
@@ -152,11 +159,14 @@ class RunLog:
     def summary(self) -> None:
         """The three lines that close the published log, over the whole seconds of each run."""
         self._bar.close()
+        self.world.wait_for_teams()
         if not self.world.is_first:
             return
-        while len(self.rows) < len(self.settings.planned):  # the others' last ones
-            time.sleep(0.1)
+        if self.world.teams > 1:
             self.rows = {int(row["run"]): row for row in rows_of(self.settings.out, self.facts["campaign"])}
+        if lacking := [str(run) for run in self.settings.planned if run not in self.rows]:
+            table = f"{self._journal.path} lacks runs {', '.join(lacking)}, which were made"
+            raise Refusal(f"{table}: somebody changed it; --resume makes them again")
         seconds = [float(row["seconds"]) for row in self.rows.values()]
         accuracies = [float(row["validation_accuracy"]) for row in self.rows.values()]
         self._print(lines.SLOWEST, maximum=max(seconds), median=statistics.median(seconds))

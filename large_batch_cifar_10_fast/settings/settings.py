@@ -14,6 +14,7 @@ DATA = REPO / "data" if (REPO / "run_tests.sh").exists() else Path("data")  # in
 
 
 WHOLE = "0/1"  # the share that is all of a campaign
+REFUSED = 2  # the status of what ends with a refusal
 MOST = 100_000  # of anything that is asked for in numbers: beyond it there is no sense, but loops without end
 
 
@@ -32,7 +33,7 @@ def refusals_end(command: str) -> Iterator[None]:
     except Refusal as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{command}: {refusal}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(REFUSED)
 
 
 def option(default, text: str, **more):
@@ -83,7 +84,8 @@ def count_from(environment: Mapping[str, str], name: str, default: int, least: i
 
 def is_first_machine(environment: Mapping[str, str]) -> bool:
     """Whether this is the one of several machines that reads and writes tables; asked by its launcher, or a process."""
-    return environment.get("GROUP_RANK", environment.get("NODE_RANK", "0")) == "0"
+    alone = count_from(environment, "NNODES", 1) == 1  # whatever NODE_RANK is left over from another launch
+    return environment.get("GROUP_RANK", "0" if alone else environment.get("NODE_RANK", "0")) == "0"
 
 
 def most_restarts(environment: Mapping[str, str]) -> int:
@@ -122,7 +124,7 @@ class Settings:
     no_compile: bool = option(False, "do not compile")
     no_warmup: bool = option(False, "skip the untimed warm-up, so that the first run pays for it")
     save: str = option("", "file for the last run's weights and running statistics")
-    resume: bool = option(False, "go on with the last unfinished campaign in --out, with its settings")
+    resume: bool = option(False, "go on with the last campaign in --out, with its settings")
     demo: bool = option(False, "the default recipe, small, on synthetic images")
 
     def __post_init__(self) -> None:

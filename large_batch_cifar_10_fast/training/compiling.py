@@ -18,7 +18,7 @@ TOLERANCE = 0.7
 
 
 def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: int, world: World) -> nn.Module:
-    """The network in few passes over memory; or as it is, with a warning, where it cannot be compiled.
+    """The network in few passes over memory; or as it is, with a warning, where any process cannot compile it.
 
     All graphs that training needs are made here. Each is tried on a batch of noise, and its gradients held to
     the uncompiled network's: a compiler may go wrong without a word (docs/performance.md, "A trap").
@@ -44,6 +44,10 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         broken = " (a compilation was broken off: delete this file)" * reason.endswith("file too short")
         world.warn(f"not compiled ({reason}){broken}: training goes on uncompiled; --no_compile says so without a try")
+        fused = network
+    done = world.words_of_all("compiled", str(fused is not network))
+    if "False" in done and fused is not network:
+        world.warn("not compiled on every process: training goes on uncompiled")
         fused = network
     network.zero_grad()
     reset(network, recipe, seed=0)  # what rests in the last stage is awake in the first

@@ -10,7 +10,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ..settings.settings import Refusal, count_from
+from ..settings.ending import LAUNCH
+from ..settings.settings import REFUSED, Refusal, count_from, refusals_end
 
 LISTENING = timedelta(seconds=60)  # in which others, still starting, can hear of a refusal
 TIMEOUT = 3600  # seconds that processes wait for each other; one epoch on a slow machine may keep the others waiting
@@ -66,21 +67,23 @@ def refuse_with_others() -> None:
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Do this, and end the process. Under torchrun a fault is left in the file that it names, for the launcher to tell.
+    """Do this, and end the process. Under torchrun a fault is left in the file that it names, for the launcher to tell,
+    and under ours a refusal, too: so it is heard once, whichever process has to refuse.
 
     An ordinary exit would run PyTorch's static destructors beside its threads, which aborted 5 of 90 two-process
     launches after their last line ("terminate called without ..."), and takes a while, in which others may notice.
     """
     status = 0
     try:
-        yield
+        with contextlib.nullcontext() if LAUNCH in os.environ else refusals_end("train_cifar_parallel.sh"):
+            yield
     except SystemExit as end:
         status = end.code
     except Exception as fault:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
         get_error_handler().record_exception(fault)
-        status = 1
+        status = REFUSED if isinstance(fault, Refusal) else 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

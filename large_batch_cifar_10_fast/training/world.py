@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..settings.settings import count_from
+from ..settings.settings import Refusal, count_from
 from .process import TIMEOUT, has_other_machines, meeting_point, refuse_with_others
 
 Item = TypeVar("Item")
@@ -125,6 +125,16 @@ class World:
                 return
             yield things[int(taken) - 1]
 
+    def wait_for_teams(self) -> None:
+        """Say that no run is left to make here. The first process, which speaks for all and keeps the store, goes on
+        when all have said so; others may still be making a run, however long that takes."""
+        if self.store is None:
+            return
+        place, count = self._places
+        self.store.set(f"finished/{place}", "")
+        while self.is_first and not self.store.check([f"finished/{other}" for other in range(count)]):
+            time.sleep(0.1)
+
     @contextlib.contextmanager
     def naming_the_silent(self) -> Iterator[None]:
         """Where a wait for others takes too long, say which of them do not even say that they gave up waiting; and
@@ -141,7 +151,9 @@ class World:
             asking.start()
             place, count = self._places
             asking.join(GRACE.total_seconds() * (count + 1))
-            silent = [str(other) for other in range(count) if other not in heard]
+            team = range(place - self.rank, place - self.rank + self.world_size)
+            silent = [str(other) for other in team if other not in heard]  # other teams have no cause to give up
+            silent = silent or [str(other) for other in range(count) if other not in heard]
             who = " and ".join(silent) if place in heard else "0"  # which keeps the store
             raise TimeoutError(f"waited for process {who} longer than TIMEOUT") from error
 
@@ -163,6 +175,14 @@ def warn(text: str) -> None:
 def launched_world_size() -> int:
     """How many processes this one is part of, from torchrun's environment; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def launched_teams() -> int:
+    """TEAMS; raises Refusal where the processes that there are do not come out even."""
+    teams, processes = count_from(os.environ, "TEAMS", 1), launched_world_size()
+    if processes % teams:
+        raise Refusal(f"TEAMS={teams} cannot be made of {processes} processes: start them by train_cifar_parallel.sh")
+    return teams
 
 
 def device_of_process() -> torch.device:

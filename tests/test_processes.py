@@ -1,0 +1,159 @@
+"""What processes and teams tell each other and their launcher, and in which order they leave."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import REPO, TINY, environment, launch, train_here
+
+from large_batch_cifar_10_fast.launch import refusal_left_in
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.request import command_line
+from large_batch_cifar_10_fast.request.checks import check_request
+from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.results.provenance import device_name
+from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
+from large_batch_cifar_10_fast.results.run_log import RunLog
+from large_batch_cifar_10_fast.results.tables import read_rows
+from large_batch_cifar_10_fast.settings.settings import Refusal, Settings, is_first_machine
+from large_batch_cifar_10_fast.training import world as worlds
+from large_batch_cifar_10_fast.training.world import World, launched_teams
+
+CPU = torch.device("cpu")
+ONE_REFUSES = """
+import os, time
+from large_batch_cifar_10_fast.settings.settings import Refusal
+from large_batch_cifar_10_fast.training.process import leaving
+with leaving():
+    if os.environ["RANK"] == "1":
+        raise Refusal("only this one sees it")
+    time.sleep(60)
+"""
+LAUNCH_THEM = """
+import sys
+from large_batch_cifar_10_fast import launch
+from large_batch_cifar_10_fast.settings.settings import Settings
+with launch.scratch_folder() as scratch:
+    arguments = launch.torchrun_arguments(launch.os.environ, 2, scratch)[:-2]
+    sys.exit(launch.run_processes([*arguments, sys.argv[1]], Settings(), scratch))
+"""
+# Python reads it at its start: the second team's rows are seen by others well before they are safe on the disk.
+SLOW_DISK = """
+import os, time
+if os.environ.get("RANK") == "1":
+    at_once = os.fsync
+    os.fsync = lambda file: (time.sleep(3), at_once(file))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_a_refusal_of_any_process_is_one_line_and_nothing_is_started_anew(tmp_path, restarts):
+    (tmp_path / "one_refuses.py").write_text(ONE_REFUSES)
+    variables = environment(PYTHONPATH=REPO, LARGE_BATCH_LAUNCH=0, TMPDIR=tmp_path, RESTARTS=restarts)
+    command = [sys.executable, "-c", LAUNCH_THEM, tmp_path / "one_refuses.py"]
+    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stderr) == (2, "train_cifar_parallel.sh: only this one sees it\n")
+
+
+def test_what_no_process_finished_writing_is_no_refusal(tmp_path):
+    for number, text in enumerate(("", "{", '{"message": "killed"}', '{"message": {"message": "ValueError: x"}}')):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "error.json").write_text(text)
+    assert refusal_left_in(str(tmp_path)) == ""
+
+
+@pytest.mark.slow
+def test_the_first_team_does_not_leave_before_the_others_are_done(tiny_npz, tmp_path):
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DISK)
+    variables = {"TEAMS": 2, "NPROC": 2, "OMP_NUM_THREADS": 1, "PYTHONPATH": tmp_path / "slow"}
+    result = launch("--demo", *TINY, "--no_compile", "--runs", 2, "--data", tiny_npz, cwd=tmp_path, **variables)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(pd.read_csv(tmp_path / "runs.tsv", sep="\t")) == 2
+    assert result.stdout.endswith("out of 2\n")
+
+
+def _teams(store=None, **more):
+    store = store or dist.HashStore()
+    return World(0, 1, CPU, 8, team=0, teams=2, store=store, **more), World(0, 1, CPU, 8, team=1, teams=2, store=store)
+
+
+def test_the_first_process_waits_for_all_teams_and_the_others_for_none():
+    first, second = _teams()
+    waiting = threading.Thread(target=first.wait_for_teams, daemon=True)
+    waiting.start()
+    time.sleep(0.3)
+    assert waiting.is_alive()
+    second.wait_for_teams()
+    waiting.join(2)
+    assert not waiting.is_alive()
+
+
+def test_runs_that_somebody_took_out_of_the_table_are_missed(tmp_path):
+    first, second = _teams()
+    for subject, word in (("device", "another"), ("started", ""), ("finished", "")):
+        second.store.set(f"{subject}/1", word)
+    images = {"images": "none", "train": 0, "test": 0, "digest": "0" * 12}
+    log = RunLog(Settings(runs=2, out=str(tmp_path)), Apple2019(), first, lambda: images, [])
+    log.set_up(Clock(first.synchronize, {"upload": 0.0, "whitening": 0.0}), 1, compiled=False)
+    with pytest.raises(Refusal, match=r"runs.tsv lacks runs 0, 1, which were made: somebody changed it"):
+        log.summary()
+
+
+def test_a_log_names_every_kind_of_device():
+    first, second = _teams()
+    second.store.set("device/1", "Z80")
+    assert device_name(first).endswith(f"and Z80, 2 teams of 1 x {torch.get_num_threads()} threads")
+
+
+def test_of_its_own_team_a_process_names_the_silent_and_not_who_is_training(monkeypatch):
+    monkeypatch.setattr(worlds, "GRACE", worlds.timedelta(seconds=0.2))
+    store = dist.HashStore()
+    world = World(1, 2, CPU, 8, team=1, teams=2, store=store)  # place 3 of 4; 0 and 1 are the other team
+    with pytest.raises(TimeoutError, match="waited for process 2 longer"), world.naming_the_silent():
+        raise RuntimeError("timed out")
+    store.set("given up/2", "")
+    with pytest.raises(TimeoutError, match="waited for process 0 and 1 longer"), world.naming_the_silent():
+        raise RuntimeError("timed out")
+
+
+def test_what_is_left_of_another_launchs_variables_is_answered(monkeypatch):
+    assert is_first_machine({"NODE_RANK": "1"})
+    assert not is_first_machine({"NODE_RANK": "1", "NNODES": "2"})
+    assert not is_first_machine({"GROUP_RANK": "1"}), "as torchrun tells its processes"
+    monkeypatch.setenv("TEAMS", "2")
+    with pytest.raises(Refusal, match="TEAMS=2 cannot be made of 1 processes"):
+        launched_teams()
+
+
+def test_a_campaign_heals_only_with_its_own_code(tiny_npz, tmp_path, monkeypatch):
+    arguments = ["--demo", *TINY, "--no_compile", "--runs", "2", "--data", str(tiny_npz), "--out", str(tmp_path)]
+    monkeypatch.setenv(CAMPAIGN, "mine")
+    train_here(*arguments)
+    request = read_request(arguments, {})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    check_request(*request, 1)
+    table = tmp_path / "runs.tsv"
+    code = read_rows(table)[0]["code"]
+    table.write_text(table.read_text().replace(code, "0" * 12))
+    with pytest.raises(Refusal, match=f"had other code \\(000000000000 then, {code} now\\)"):
+        check_request(*request, 1)
+
+
+def test_another_machine_looks_for_its_own_images(tiny_npz, tmp_path, monkeypatch):
+    arguments = ["--demo", *TINY, "--no_compile", "--runs", "2", "--data", str(tiny_npz), "--out", str(tmp_path)]
+    train_here(*arguments)
+    rows = read_rows(tmp_path / "runs.tsv")[:1]
+    monkeypatch.setattr(command_line, "finished_rows", lambda settings: rows)
+    for rank, data in (("0", str(tiny_npz)), ("1", Settings().data)):
+        variables = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert read_request(["--resume", "--out", str(tmp_path)], {})[0].data == data
