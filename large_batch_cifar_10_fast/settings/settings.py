@@ -123,7 +123,7 @@ class Settings:
     compile: bool = option(False, "compile the training step (default with CUDA, and for runs of ten minutes on a CPU)")
     no_compile: bool = option(False, "do not compile")
     no_warmup: bool = option(False, "skip the untimed warm-up, so that the first run pays for it")
-    save: str = option("", "file for the last run's weights and running statistics")
+    save: str = option("", "file for the weights and running statistics of the last run (or the share's last)")
     resume: bool = option(False, "go on with the last campaign in --out, with its settings")
     demo: bool = option(False, "the default recipe, small, on synthetic images")
 
