@@ -136,7 +136,7 @@ def runs_table(path, **columns):
     return str(path)
 
 
-def testruns_table_is_read_by_campaign(tmp_path):
+def test_a_table_of_runs_is_read_by_campaign(tmp_path):
     path = runs_table(tmp_path / "runs.tsv")
     last = read_log(path)
     np.testing.assert_allclose(last.accuracy, [0.9399, 0.94, 0.9401])

@@ -1,6 +1,5 @@
-"""Compiling changes nothing but the speed, and failing at it does no harm; the bench tells its figures."""
+"""Compiling changes nothing but the speed, and failing at it does no harm; an epoch never waits for a GPU."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,9 +10,7 @@ from conftest import REPO, TINY, environment
 from test_story import Stock
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from large_batch_cifar_10_fast import bench
 from large_batch_cifar_10_fast.images.sources import random_images
-from large_batch_cifar_10_fast.measuring.baseline import baseline_network, baseline_optimizers
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
@@ -38,7 +35,7 @@ SMALL = Apple2019(workers=2, batch_size=16, ghost_batch=8, width=4)
 COMPILED = Settings(precision="fp64", compile=True)
 
 
-def _whitened(network: torch.nn.Module) -> torch.nn.Module:
+def whitened(network: torch.nn.Module) -> torch.nn.Module:
     """Fresh weights of seed 1, and filters that let all colours through."""
     images = torch.randn(4, 32, 32, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     SMALL.whiten(network, images)
@@ -46,11 +43,11 @@ def _whitened(network: torch.nn.Module) -> torch.nn.Module:
     return network
 
 
-def _network() -> torch.nn.Module:
-    return _whitened(cast(make_network(SMALL, seed=1), torch.float64, torch.device("cpu")))
+def fresh_network() -> torch.nn.Module:
+    return whitened(cast(make_network(SMALL, seed=1), torch.float64, torch.device("cpu")))
 
 
-def _step(network: torch.nn.Module, forward) -> dict[str, torch.Tensor]:
+def gradients_of_a_step(network: torch.nn.Module, forward) -> dict[str, torch.Tensor]:
     """Gradients and running statistics after one batch of two workers."""
     generator = torch.Generator().manual_seed(2)
     images = torch.randn(32, 3, 32, 32, generator=generator, dtype=torch.float64)
@@ -65,7 +62,8 @@ def test_the_compiled_network_has_the_same_gradients_and_statistics(capsys):
     learner = make_learner(COMPILED, SMALL, ALONE)
     assert learner.forward is not learner.network, "no compiler here?"
     assert capsys.readouterr().err == ""
-    ours, expected = _step(_whitened(learner.network), learner.forward), _step(eager := _network(), eager)
+    eager = fresh_network()
+    ours, expected = gradients_of_a_step(whitened(learner.network), learner.forward), gradients_of_a_step(eager, eager)
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
 
@@ -102,22 +100,6 @@ def test_a_compiled_network_takes_a_short_last_batch_too():
     assert learner.forward is not learner.network, "no compiler here?"
     for eager, compiled in zip(*weights, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-11)
-
-
-def test_the_baseline_of_the_bench_is_the_same_mathematics():
-    baseline, ours = _whitened(baseline_network(SMALL, "fp64", ALONE)), _network()
-    got, expected = _step(baseline, baseline), _step(ours, ours)
-    for name, parameter in ours.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-11, msg=name)
-            parameter.grad = expected[name]
-    optimizers = SMALL.optimizers(ours, ALONE)
-    slow_optimizers = baseline_optimizers(SMALL, baseline, ALONE)
-    follow_schedules([*optimizers, *slow_optimizers], epoch=0.5)
-    for optimizer in (*optimizers, *slow_optimizers):
-        optimizer.step()
-    for a, b in zip(baseline.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
@@ -242,45 +224,3 @@ def test_long_runs_are_compiled_unless_told_otherwise(settings, recipe, expected
     settled = settle(settings, recipe, World(1, 2, torch.device("cpu"), 8), 50_000)
     assert (settled.compile, settled.no_compile) == (expected, not expected)
     assert settled.precision == "fp32"
-
-
-def test_the_bench_tells_all_parts_and_the_ratio():
-    options = ["--json", "--repeats", "2", "--width", "4", "--batch_size", "16", "--no_compile"]
-    command = [sys.executable, "-m", "large_batch_cifar_10_fast.bench", *options]
-    result = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert told["step"]["ratio"] > 0
-    assert told["step"]["least"] <= told["step"]["seconds"] <= told["step"]["most"]
-    parts = {
-        "upload",
-        "preprocessing",
-        "whitening",
-        "augmentation of an epoch",
-        "validation",
-        "compilation",
-        "start-up",
-    }
-    of_a_step = ("forward", "backward", "averaging", "update")
-    assert {"step", *parts, *of_a_step} <= told.keys()
-    assert sum(told[part]["seconds"] for part in of_a_step) == pytest.approx(told["step"]["seconds"], rel=0.5)
-    assert {"step", "forward", "backward", "update"} <= told["baseline"].keys()
-    assert told["images per second"] == pytest.approx(16 / told["step"]["seconds"])
-    assert 0 < told["utilization, of the matrix product's rate"] < 1.5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--picture", "p.png"], "belong to --ladder"),
-        (["--ladder", "--ladder_steps", "1"], "--ladder_steps 1 must be at least 2"),
-        (["--ladder", "--picture", "p.jpg"], "--picture p.jpg must end in .png"),
-        (["--ladder", "--recipe", "fastai"], "recipe fastai has more: use --recipe page"),
-    ],
-)
-def test_the_bench_refuses_what_it_cannot_measure(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-    with pytest.raises(SystemExit) as end:
-        bench.main()
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err

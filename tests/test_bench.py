@@ -1,0 +1,76 @@
+"""The bench tells its figures, and what it compares with is the same mathematics."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import REPO, environment
+from test_speed import ALONE, SMALL, fresh_network, gradients_of_a_step, whitened
+
+from large_batch_cifar_10_fast import bench
+from large_batch_cifar_10_fast.measuring.baseline import baseline_network, baseline_optimizers
+from large_batch_cifar_10_fast.training.optimizers import follow_schedules
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_baseline_of_the_bench_is_the_same_mathematics():
+    baseline, ours = whitened(baseline_network(SMALL, "fp64", ALONE)), fresh_network()
+    got, expected = gradients_of_a_step(baseline, baseline), gradients_of_a_step(ours, ours)
+    for name, parameter in ours.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-11, msg=name)
+            parameter.grad = expected[name]
+    optimizers = SMALL.optimizers(ours, ALONE)
+    slow_optimizers = baseline_optimizers(SMALL, baseline, ALONE)
+    follow_schedules([*optimizers, *slow_optimizers], epoch=0.5)
+    for optimizer in (*optimizers, *slow_optimizers):
+        optimizer.step()
+    for a, b in zip(baseline.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_the_bench_tells_all_parts_and_the_ratio():
+    options = ["--json", "--repeats", "2", "--width", "4", "--batch_size", "16", "--no_compile"]
+    command = [sys.executable, "-m", "large_batch_cifar_10_fast.bench", *options]
+    result = subprocess.run(
+        command, cwd=REPO, env=environment(OMP_NUM_THREADS=1), capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["step"]["ratio"] > 0
+    assert told["step"]["least"] <= told["step"]["seconds"] <= told["step"]["most"]
+    parts = {
+        "upload",
+        "preprocessing",
+        "whitening",
+        "augmentation of an epoch",
+        "validation",
+        "compilation",
+        "start-up",
+    }
+    of_a_step = ("forward", "backward", "averaging", "update")
+    assert {"step", *parts, *of_a_step} <= told.keys()
+    assert sum(told[part]["seconds"] for part in of_a_step) == pytest.approx(told["step"]["seconds"], rel=0.5)
+    assert {"step", "forward", "backward", "update"} <= told["baseline"].keys()
+    assert told["images per second"] == pytest.approx(16 / told["step"]["seconds"])
+    assert 0 < told["utilization, of the matrix product's rate"] < 1.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--picture", "p.png"], "belong to --ladder"),
+        (["--ladder", "--ladder_steps", "1"], "--ladder_steps 1 must be at least 2"),
+        (["--ladder", "--picture", "p.jpg"], "--picture p.jpg must end in .png"),
+        (["--ladder", "--recipe", "fastai"], "recipe fastai has more: use --recipe page"),
+    ],
+)
+def test_the_bench_refuses_what_it_cannot_measure(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
