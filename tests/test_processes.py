@@ -147,12 +147,14 @@ def test_a_campaign_heals_only_with_its_own_code(tiny_npz, tmp_path, monkeypatch
         check_request(*request, 1)
 
 
-def test_another_machine_looks_for_its_own_images(tiny_npz, tmp_path, monkeypatch):
+def test_another_machine_looks_for_its_own_images_where_the_firsts_are_not(tiny_npz, tmp_path, monkeypatch):
     arguments = ["--demo", *TINY, "--no_compile", "--runs", "2", "--data", str(tiny_npz), "--out", str(tmp_path)]
     train_here(*arguments)
     rows = read_rows(tmp_path / "runs.tsv")[:1]
     monkeypatch.setattr(command_line, "finished_rows", lambda settings: rows)
-    for rank, data in (("0", str(tiny_npz)), ("1", Settings().data)):
+    here, absent, usual = str(tiny_npz), "/absent/tiny.npz", Settings().data
+    for rank, there, data in (("0", here, here), ("0", absent, absent), ("1", here, here), ("1", absent, usual)):
+        rows[0]["data"] = there
         variables = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

@@ -148,8 +148,13 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
         if key in campaign and value != campaign[key]
     ]
     refuse_other(row, differing + changes(row, code=code_digest(), torch=version("torch")))
-    data = row["data"] if is_first_machine(os.environ) else settings.data  # the others' images may lie elsewhere
-    return replace(settings, **kept, data=asked.get("data", data)), recipe
+    return replace(settings, **kept, data=asked.get("data", _images_here(row, settings))), recipe
+
+
+def _images_here(row: Row, settings: Settings) -> str:
+    """A campaign's images; on another machine than the first, where they may lie elsewhere, in the usual place."""
+    elsewhere = os.path.isabs(row["data"]) and not os.path.exists(row["data"]) and not is_first_machine(os.environ)
+    return settings.data if elsewhere else row["data"]
 
 
 def _typed(kind: type, texts: Row) -> dict[str, object]:
