@@ -25,7 +25,7 @@ from .results.journal import Journal
 from .results.resuming import CAMPAIGN, campaign_of_this_launch, is_told_later, rows_of
 from .results.tables import planned_by
 from .settings.ending import LAUNCH
-from .settings.settings import REFUSED, Refusal, Settings, count_from, is_first_machine, most_restarts, refusals_end
+from .settings.settings import Refusal, Settings, count_from, is_first_machine, most_restarts, refusals_end
 from .training.recipe import Recipe
 
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
@@ -129,18 +129,19 @@ def scratch_folder() -> Iterator[str]:
 
 
 def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int:
-    """Be torchrun until all processes have ended; the status, and one line about any end but the usual one."""
-    logger, healing = logging.getLogger("torch.distributed"), Restarting(most_restarts(os.environ))
+    """Be torchrun until all processes have ended; the status, and one line about any end but the usual one. Raises
+    Refusal if a process has refused."""
+    logger, healing = logging.getLogger("torch.distributed"), Restarting(most_restarts(os.environ), scratch)
     logger.handlers, logger.propagate = [logging.FileHandler(f"{scratch}/torchrun.txt"), healing], False
     try:
         torchrun.run(torchrun.parse_args(arguments))
         return 0
     except SignalException as end:
         how, status, report = f"ended by {end.sigval.name}", 128 + end.sigval, ""
-    except (ChildFailedError, RefusedError) as failed:
-        if refusal := refusal_left_in(scratch):
-            print(f"train_cifar_parallel.sh: {refusal}", file=sys.stderr)
-            return REFUSED
+    except Refusal:
+        raise
+    except ChildFailedError as failed:
+        refuse_as_processes_did(scratch)
         how, status, report = what_failed(*failed.get_first_failure()), 1, failed.format_msg()
     except Exception as fault:  # whatever torchrun may say where machines do not meet
         machines, status, report = count_from(os.environ, "NNODES", 1), 1, repr(fault)
@@ -151,33 +152,28 @@ def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int
     return status
 
 
-class RefusedError(Exception):
-    """A process has refused, and would again: torchrun shall not start it anew."""
-
-
-def refusal_left_in(scratch: str) -> str:
-    """What a process has refused, from the file that it left for its launcher; empty if none has."""
+def refuse_as_processes_did(scratch: str) -> None:
+    """Raise the Refusal that a process has left in its file for the launcher; return if none has."""
     for path in sorted(Path(scratch).rglob("error.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # half-written, or of another form
             kind, _, text = json.loads(path.read_text())["message"]["message"].partition(": ")
             if kind == Refusal.__name__:
-                return text
-    return ""
+                raise Refusal(text)
 
 
 class Restarting(logging.Handler):
-    """Warns of a failure after which torchrun goes on by itself; it tells nobody but its own log."""
+    """Warns of a failure after which torchrun goes on by itself; it tells nobody but its own log. Raises Refusal where
+    a process has refused: started anew it would again."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, scratch: str) -> None:
         super().__init__()
-        self.left = most
+        self.left, self.scratch = most, scratch
 
     def emit(self, record: logging.LogRecord) -> None:
         if str(record.msg).startswith("failed (exitcode: %s) local_rank: %s") and self.left:
-            status, rank, *_ = record.args
-            if status == REFUSED:
-                raise RefusedError
+            refuse_as_processes_did(self.scratch)
             self.left -= 1
+            status, rank, *_ = record.args
             print(f"Warning: {ended(rank, status)}; the processes are started anew", file=sys.stderr)
 
 
@@ -228,7 +224,7 @@ def main() -> None:
     with refusals_end("train_cifar_parallel.sh"):
         settings, processes, variables = prepare_launch(sys.argv[1:], os.environ)
     os.environ.update(variables)
-    with scratch_folder() as scratch:
+    with refusals_end("train_cifar_parallel.sh"), scratch_folder() as scratch:
         arguments = [*torchrun_arguments(os.environ, processes, scratch), *sys.argv[1:]]
         status = run_processes(arguments, settings, scratch)
     sys.exit(status)

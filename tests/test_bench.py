@@ -33,7 +33,7 @@ def test_the_baseline_of_the_bench_is_the_same_mathematics():
 
 
 def test_the_bench_tells_all_parts_and_the_ratio():
-    options = ["--json", "--repeats", "2", "--width", "4", "--batch_size", "16", "--no_compile"]
+    options = ["--json", "--repeats", "5", "--width", "4", "--batch_size", "16", "--no_compile"]
     command = [sys.executable, "-m", "large_batch_cifar_10_fast.bench", *options]
     result = subprocess.run(
         command, cwd=REPO, env=environment(OMP_NUM_THREADS=1), capture_output=True, text=True, timeout=280
@@ -53,9 +53,7 @@ def test_the_bench_tells_all_parts_and_the_ratio():
     }
     of_a_step = ("forward", "backward", "averaging", "update")
     assert {"step", *parts, *of_a_step} <= told.keys()
-    assert 0.2 < sum(told[part]["seconds"] for part in of_a_step) / told["step"]["seconds"] < 5, (
-        "on a busy machine, too"
-    )
+    assert sum(told[part]["seconds"] for part in of_a_step) == pytest.approx(told["step"]["seconds"], rel=0.5)
     assert {"step", "forward", "backward", "update"} <= told["baseline"].keys()
     assert told["images per second"] == pytest.approx(16 / told["step"]["seconds"])
     assert 0 < told["utilization, of the matrix product's rate"] < 1.5

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import REPO, TINY, environment, launch, train_here
 
-from large_batch_cifar_10_fast.launch import refusal_left_in
+from large_batch_cifar_10_fast.launch import refuse_as_processes_did
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request import command_line
 from large_batch_cifar_10_fast.request.checks import check_request
@@ -38,8 +38,8 @@ with leaving():
 LAUNCH_THEM = """
 import sys
 from large_batch_cifar_10_fast import launch
-from large_batch_cifar_10_fast.settings.settings import Settings
-with launch.scratch_folder() as scratch:
+from large_batch_cifar_10_fast.settings.settings import Settings, refusals_end
+with refusals_end("train_cifar_parallel.sh"), launch.scratch_folder() as scratch:
     arguments = launch.torchrun_arguments(launch.os.environ, 2, scratch)[:-2]
     sys.exit(launch.run_processes([*arguments, sys.argv[1]], Settings(), scratch))
 """
@@ -66,7 +66,10 @@ def test_what_no_process_finished_writing_is_no_refusal(tmp_path):
     for number, text in enumerate(("", "{", '{"message": "killed"}', '{"message": {"message": "ValueError: x"}}')):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "error.json").write_text(text)
-    assert refusal_left_in(str(tmp_path)) == ""
+    refuse_as_processes_did(str(tmp_path))
+    (tmp_path / "0" / "error.json").write_text('{"message": {"message": "Refusal: a line: and more"}}')
+    with pytest.raises(Refusal, match=r"^a line: and more$"):
+        refuse_as_processes_did(str(tmp_path))
 
 
 @pytest.mark.slow

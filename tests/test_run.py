@@ -20,7 +20,7 @@ from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.journal import write_timing_log, written_whole
 from large_batch_cifar_10_fast.results.provenance import driver_and_clocks
 from large_batch_cifar_10_fast.results.tables import COLUMNS
-from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import Settings, refusals_end
 from large_batch_cifar_10_fast.training.tally import Score
 from large_batch_cifar_10_fast.training.world import World
 
@@ -167,11 +167,14 @@ def test_python_dash_m_runs_one_process(tiny_npz, tmp_path):
     assert "0 runs reached 0.94 out of 1" in result.stdout
 
 
-def test_memory_running_out_is_explained():
+def test_memory_running_out_is_explained(capsys):
     world = World(0, 1, torch.device("cuda", 0), 8)
-    message = r"8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches \(at most 8\)"
-    with pytest.raises(Refusal, match=message), explaining_memory(Settings(), Apple2019(), world):
+    with pytest.raises(SystemExit) as end, refusals_end("train"), explaining_memory(Settings(), Apple2019(), world):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches (at most 8)" in err
 
 
 def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):
