@@ -28,7 +28,7 @@ PRESET = {"data": "synthetic", **DEMO}
 
 
 def read_request(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Settings, Recipe]:
-    """The settings and the recipe asked for; with --resume those of the last unfinished campaign in --out.
+    """The settings and the recipe asked for; with --resume those of the last campaign in --out.
 
     Raises Refusal for what they cannot be; if there is no such campaign; if what is given anew, or the code,
     differs from the campaign's.
