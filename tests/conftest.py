@@ -2,12 +2,15 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import FORKS, train_forked
 
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.images.synthetic import draw_shapes
@@ -68,6 +71,27 @@ def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: 
         text=True,
         timeout=280,
     )
+
+
+def train_together(processes: int, *arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
+    """So many processes in `cwd`, as torchrun would start them, without the ten seconds of a core that an interpreter
+    takes to import torch: the first status that is not 0, what they print, and their warnings."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    command, world = [str(argument) for argument in arguments], {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(processes):
+            place = environment(**meeting, **world, **variables, RANK=rank, LOCAL_RANK=rank)
+            ranks.append(FORKS.Process(target=train_forked, args=(command, place, cwd, Path(folder))))
+            ranks[-1].start()
+        for rank in ranks:
+            rank.join(200)
+            rank.kill()
+            rank.join()
+        files = [sorted(Path(folder).glob(f"{name}_*")) for name in ("stdout", "stderr")]
+        told = ["".join(file.read_text() for file in several) for several in files]
+    return subprocess.CompletedProcess(command, next((rank.exitcode for rank in ranks if rank.exitcode), 0), *told)
 
 
 def train_here(*arguments: object) -> None:

@@ -1,12 +1,10 @@
 """The bench tells its figures, and what it compares with is the same mathematics."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPO, environment
 from test_speed import ALONE, SMALL, fresh_network, gradients_of_a_step, whitened
 
 from large_batch_cifar_10_fast import bench
@@ -32,14 +30,11 @@ def test_the_baseline_of_the_bench_is_the_same_mathematics():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-def test_the_bench_tells_all_parts_and_the_ratio():
+def test_the_bench_tells_all_parts_and_the_ratio(monkeypatch, capsys):
     options = ["--json", "--repeats", "5", "--width", "4", "--batch_size", "16", "--no_compile"]
-    command = [sys.executable, "-m", "large_batch_cifar_10_fast.bench", *options]
-    result = subprocess.run(
-        command, cwd=REPO, env=environment(OMP_NUM_THREADS=1), capture_output=True, text=True, timeout=280
-    )
-    assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    bench.main()
+    told = json.loads(capsys.readouterr().out)
     assert told["step"]["ratio"] > 0
     assert told["step"]["least"] <= told["step"]["seconds"] <= told["step"]["most"]
     parts = {

@@ -1,5 +1,6 @@
 """A campaign loses nothing: killed and resumed it equals an uninterrupted one; and what it refuses."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,16 +10,17 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from conftest import LAUNCHER, TINY, children_of, environment, launch
+from conftest import LAUNCHER, TINY, children_of, environment, launch, train_together
 from disturbances import DIFFERENT
 
-from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.launch import prepare_launch
+from large_batch_cifar_10_fast.results.journal import Journal
 from large_batch_cifar_10_fast.results.tables import COLUMNS
 from large_batch_cifar_10_fast.settings.settings import Refusal
 
 pytestmark = pytest.mark.slow
 
-RUNS = 10
+RUNS = 6
 
 
 def _arguments(npz, *more):
@@ -50,14 +52,14 @@ def _start(folder: Path, *arguments: str, restarts: int = 0) -> subprocess.Popen
 @pytest.fixture(scope="module")
 def uninterrupted(tiny_npz, tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    result = launch(*_arguments(tiny_npz, "--runs", RUNS), cwd=folder, NPROC=2)
-    assert result.returncode == 0, result.stderr
+    result = train_together(2, *_arguments(tiny_npz, "--runs", RUNS), cwd=folder)
+    assert (result.returncode, result.stderr) == (0, "")
     return folder, result.stdout
 
 
 def test_killed_resumed_interrupted_resumed_equals_uninterrupted(tiny_npz, tmp_path, uninterrupted):
     with _start(tmp_path, *_arguments(tiny_npz, "--runs", RUNS)) as process:
-        _until(tmp_path, 4, process)
+        _until(tmp_path, 2, process)
         workers = [p for p in children_of(process.pid) if b".train" in Path(f"/proc/{p}/cmdline").read_bytes()]
         os.kill(workers[-1], signal.SIGKILL)
         assert process.wait(timeout=10) != 0
@@ -68,7 +70,7 @@ def test_killed_resumed_interrupted_resumed_equals_uninterrupted(tiny_npz, tmp_p
     assert made < RUNS
 
     with _start(tmp_path, "--resume") as process:
-        _until(tmp_path, made + 2, process)
+        _until(tmp_path, made + 1, process)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=10) != 0
     result = launch("--resume", cwd=tmp_path, NPROC=2)
@@ -112,7 +114,7 @@ def test_teams_make_the_same_rows_and_weights_as_one_after_the_other(tiny_npz, t
     made = {}
     for teams in (1, 2):
         (tmp_path / str(teams)).mkdir()
-        result = launch(*arguments, cwd=tmp_path / str(teams), TEAMS=teams, NPROC=teams, OMP_NUM_THREADS=1)
+        result = train_together(teams, *arguments, cwd=tmp_path / str(teams), TEAMS=teams)
         assert (result.returncode, result.stderr) == (0, "")
         rows = pd.read_csv(tmp_path / str(teams) / "runs.tsv", sep="\t")
         made[teams] = rows, torch.load(tmp_path / str(teams) / "w.pt", weights_only=True), result.stdout
@@ -130,64 +132,69 @@ def test_teams_make_the_same_rows_and_weights_as_one_after_the_other(tiny_npz, t
 
 @pytest.fixture
 def unfinished(uninterrupted, tmp_path):
-    """The first three rows of a campaign of ten."""
+    """The first three rows of a campaign of six."""
     lines = (uninterrupted[0] / "runs.tsv").read_text().splitlines(keepends=True)
     (tmp_path / "runs.tsv").write_text("".join(lines[:4]))
     return tmp_path
+
+
+def _refused(folder: Path, monkeypatch, *arguments: str) -> str:
+    """What the launcher says before it starts anything."""
+    monkeypatch.chdir(folder)
+    with pytest.raises(Refusal) as refusal:
+        prepare_launch([*arguments], {"NPROC": "2"})
+    return str(refusal.value)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--lr_scaler", "1.25"], "lr_scaler (1.0 then, 1.25 now)"),
-        (["--runs", "12"], "runs (10 then, 12 now)"),
+        (["--runs", "12"], "runs (6 then, 12 now)"),
         (["--seed", "3"], "seed (0 then, 3 now)"),
-        (["--data", "synthetic"], "digest ("),
         (["--demo"], "batch_size (16 then, 32 now)"),
     ],
 )
-def test_resume_refuses_other_settings_and_says_which(unfinished, arguments, message):
+def test_resume_refuses_other_settings_and_says_which(unfinished, monkeypatch, arguments, message):
     before = (unfinished / "runs.tsv").read_bytes()
-    result = launch("--resume", *arguments, cwd=unfinished, NPROC=2)
-    assert result.returncode == 2, result.stderr
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert message in _refused(unfinished, monkeypatch, "--resume", *arguments)
+    assert (unfinished / "runs.tsv").read_bytes() == before
+
+
+def test_resume_refuses_other_images_once_for_all_processes(unfinished):
+    before = (unfinished / "runs.tsv").read_bytes()
+    result = launch("--resume", "--data", "synthetic", cwd=unfinished, NPROC=2)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "digest (" in result.stderr
     assert (unfinished / "runs.tsv").read_bytes() == before
 
 
 @pytest.mark.parametrize("column", ["code", "torch", "processes"])
-def test_resume_refuses_other_code_and_machines(unfinished, column):
+def test_resume_refuses_other_code_and_machines(unfinished, monkeypatch, column):
     rows = pd.read_csv(unfinished / "runs.tsv", sep="\t", dtype=str)
     rows[column] = "7"
     rows.to_csv(unfinished / "runs.tsv", sep="\t", index=False, na_rep="")
-    result = launch("--resume", cwd=unfinished, NPROC=2)
-    assert result.returncode == 2
-    assert f"had other {column} (7 then" in result.stderr
+    assert f"had other {column} (7 then" in _refused(unfinished, monkeypatch, "--resume")
 
 
-def test_resume_refuses_where_there_is_nothing_to_resume(uninterrupted, tmp_path):
-    nothing = launch("--resume", cwd=tmp_path)
-    assert (nothing.returncode, nothing.stdout) == (2, "")
-    assert "there is no campaign in ." in nothing.stderr
-    finished = launch("--resume", "--out", uninterrupted[0], cwd=tmp_path)
-    assert finished.returncode == 2
-    assert "has all its 10 runs" in finished.stderr
-    with pytest.raises(Refusal, match=r"for its last run's weights train that again: --seed 9 --save$"):
-        read_request(["--resume", "--save", "w.pt", "--out", str(uninterrupted[0])], {})
+def test_resume_refuses_where_there_is_nothing_to_resume(uninterrupted, tmp_path, monkeypatch):
+    assert "there is no campaign in ." in _refused(tmp_path, monkeypatch, "--resume")
+    out = str(uninterrupted[0])
+    assert f"has all its {RUNS} runs" in _refused(tmp_path, monkeypatch, "--resume", "--out", out)
+    again = _refused(tmp_path, monkeypatch, "--resume", "--save", "w.pt", "--out", out)
+    assert again.endswith("for its last run's weights train that again: --seed 5 --save")
 
 
-def test_a_second_campaign_in_the_same_folder_is_refused(tiny_npz, tmp_path):
-    with _start(tmp_path, *_arguments(tiny_npz, "--runs", 1000, "--no_compile")) as process:
-        _until(tmp_path, 1, process)
-        second = launch(*_arguments(tiny_npz), cwd=tmp_path)
-        process.terminate()
-    assert second.returncode == 2
-    assert second.stderr.startswith("train_cifar_parallel.sh: another campaign is writing runs.tsv")
+def test_a_second_campaign_in_the_same_folder_is_refused(unfinished, tiny_npz, monkeypatch):
+    with contextlib.closing(Journal(unfinished / "runs.tsv")):
+        assert _refused(unfinished, monkeypatch, *_arguments(tiny_npz)).startswith(
+            "another campaign is writing runs.tsv"
+        )
 
 
 def test_campaigns_are_appended_under_one_header(unfinished, tiny_npz):
     before = (unfinished / "runs.tsv").read_text()
-    assert launch(*_arguments(tiny_npz), cwd=unfinished, NPROC=2).returncode == 0
+    assert train_together(2, *_arguments(tiny_npz), cwd=unfinished).returncode == 0
     after = (unfinished / "runs.tsv").read_text()
     assert after.startswith(before)
     assert after.count("\n") == before.count("\n") + 1

@@ -43,11 +43,12 @@ def test_whitening_brings_forth_weak_directions_as_strong_as_the_floor_allows(ci
 def test_a_small_network_learns_from_real_images(cifar10, tmp_path):
     npz = write_npz(
         tmp_path / "some.npz",
-        cifar10.train_images[:6144],
-        cifar10.train_labels[:6144],
+        cifar10.train_images[:2048],
+        cifar10.train_labels[:2048],
         cifar10.test_images[:1000],
         cifar10.test_labels[:1000],
     )
-    train_here("--demo", "--data", npz, "--epochs", 4, "--no_warmup", "--out", tmp_path)
+    small = ["--batch_size", 8, "--ghost_batch", 8, "--epochs", 4, "--no_warmup"]
+    train_here("--demo", "--data", npz, *small, "--out", tmp_path)
     accuracy = pd.read_csv(tmp_path / "runs.tsv", sep="\t")["validation_accuracy"][0]
     assert accuracy > 0.3, "chance is 0.1"

@@ -52,9 +52,9 @@ class RunLog:
             refuse_other(finished[0], changes(finished[0], device=device))
         if world.is_main:
             self._take_down(images, finished, device)
-        words = world.words_of_all("started", self.facts["started"] if world.is_first else "")
+        words = world.words_of_all("started", "{campaign} {started}".format(**self.facts) if world.is_first else "")
         if world.is_main:  # and the table has its header
-            self.facts["started"] = words[0]
+            self.facts |= zip(("campaign", "started"), words[0].split(), strict=True)
 
     def _take_down(self, images: Callable[[], dict], finished: list[Row], device: str) -> None:
         settings, recipe, world = self.settings, self.recipe, self.world

@@ -1,0 +1,28 @@
+"""A process that trains together with others, forked from one that has imported all: see conftest.train_together."""
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from large_batch_cifar_10_fast import train
+from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.settings.settings import refusals_end
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([train.__name__, "torch._dynamo"])  # which every optimizer of torch's imports
+
+
+def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, told: Path) -> None:
+    """What a process of torchrun's does, on one thread; what it tells goes to stdout_RANK and stderr_RANK in `told`."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ |= environment
+    for name in ("stdout", "stderr"):
+        file = open(told / f"{name}_{environment['RANK']}", "w")  # noqa: SIM115 (closed with the process)
+        setattr(sys, name, file)
+    torch.set_num_threads(1)
+    with refusals_end("train_cifar_parallel.sh"):
+        train.main(*read_request(arguments, environment))
