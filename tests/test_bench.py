@@ -8,6 +8,7 @@ import torch
 from test_speed import ALONE, SMALL, fresh_network, gradients_of_a_step, whitened
 
 from large_batch_cifar_10_fast import bench
+from large_batch_cifar_10_fast.images.sources import random_images
 from large_batch_cifar_10_fast.measuring.baseline import baseline_network, baseline_optimizers
 from large_batch_cifar_10_fast.training.optimizers import follow_schedules
 
@@ -33,6 +34,7 @@ def test_the_baseline_of_the_bench_is_the_same_mathematics():
 def test_the_bench_tells_all_parts_and_the_ratio(monkeypatch, capsys):
     options = ["--json", "--repeats", "5", "--width", "4", "--batch_size", "16", "--no_compile"]
     monkeypatch.setattr(sys, "argv", ["bench", *options])
+    monkeypatch.setattr(bench, "random_images", lambda *_: random_images(2000, 1000))  # for 50,000 and 10,000
     bench.main()
     told = json.loads(capsys.readouterr().out)
     assert told["step"]["ratio"] > 0

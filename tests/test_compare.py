@@ -150,6 +150,7 @@ def test_published_against_itself_is_equivalent(conclusion):
     )
 
 
+@pytest.mark.slow
 def test_three_tenths_of_a_point_less_is_a_shortfall(tmp_path, conclusion):
     path = tmp_path / "log.txt"
     path.write_text(published_form(shift=0.003, summary=""))
@@ -183,6 +184,7 @@ def test_other_conditions_are_pointed_out_above_the_table(tmp_path, run_compare)
     assert "seconds median" in rest
 
 
+@pytest.mark.slow
 def test_slower_counts_only_on_the_same_hardware(tmp_path, conclusion):
     slow, fast, other = (tmp_path / name for name in ("slow", "fast", "other"))
     fast.write_text(our_form(0.9410 + 0.0001 * np.arange(20)))

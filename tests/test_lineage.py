@@ -112,6 +112,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", SMALL)
 def test_a_small_version_trains_every_image_in_every_epoch(recipe, tiny_npz, tmp_path, capsys):
     arguments = ["--recipe", recipe, *SMALL[recipe], "--epochs", 1, "--data", tiny_npz, "--out", tmp_path]
@@ -154,6 +155,7 @@ def test_what_a_recipe_cannot_do_is_refused(arguments, message):
         read_request(arguments, {})
 
 
+@pytest.mark.slow
 def test_the_table_of_the_lineage_tells_every_recipe_and_its_work(tmp_path, capsys):
     lineage.main(["--picture", str(tmp_path / "p.svg")])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]

@@ -118,6 +118,7 @@ SYSTEMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_training_and_evaluation_equal_stock_layers_to_nine_digits(system):
     """Two epochs of two full batches and a short one, every worker's own, and an evaluation after each."""

@@ -58,6 +58,7 @@ def _sgd(w, g, state, rate, decay):
     return w - rate * (g + 0.85 * state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
     """Four epochs, at two resolutions, the bias of the whitening at rest after the first; rates for summed losses."""

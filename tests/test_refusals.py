@@ -97,6 +97,7 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(case
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_launcher_answers_a_refusal_with_one_line_and_status_2(tmp_path):
     result = launch("--demo", cwd=tmp_path, NPROC=3)
     line = "train_cifar_parallel.sh: WORKERS=8 cannot be spread over NPROC=3 processes: use 1 or 2 or 4 or 8\n"

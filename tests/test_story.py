@@ -26,6 +26,7 @@ from large_batch_cifar_10_fast.training.views import ONE_VIEW
 from large_batch_cifar_10_fast.training.world import World
 
 
+@pytest.mark.slow
 def test_upload_preprocessing_whitening_and_training_count_and_validation_does_not(tiny_npz, tmp_path, monkeypatch):
     """Every piece of work takes a second of its own kind; scripted validations say 90%, 95%, 93%, 96%."""
     now, scores = [0.0], iter([90, 95, 93, 96] * 2)
