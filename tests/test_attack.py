@@ -18,6 +18,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_no_bad_request_gets_more_than_one_line(tiny_npz, tmp_path):
     answers = {what: attack.answer(attempt) for what, attempt in attack.bad_requests(tiny_npz, tmp_path)}
     assert len(answers) > 2000

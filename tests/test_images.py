@@ -57,7 +57,7 @@ def small_cifar10(tmp_path, monkeypatch):
             requests.append(self.path)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(module, "MIRRORS", (f"{url}/absent.tar.gz", f"{url}/cut.tar.gz", f"{url}/{module.ARCHIVE}"))
         yield Images("CIFAR-10", train, train_labels, test, test_labels), url, requests, served
@@ -163,7 +163,7 @@ def mirror(monkeypatch):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
 
         def serve(pieces) -> list:
             server.pieces = pieces

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 def _measure(*arguments, **variables) -> subprocess.CompletedProcess:
     command = ["bash", str(REPO / "measure_gpu.sh"), *map(str, arguments)]
-    options = {"MEASURE_OPTIONS": " ".join(TINY), "MEASURE_PRECISION": "fp32"}
+    options = {"MEASURE_OPTIONS": " ".join([*TINY, "--epochs", "1"]), "MEASURE_PRECISION": "fp32"}
     return subprocess.run(command, env=environment(**options, **variables), capture_output=True, text=True, timeout=280)
 
 

@@ -136,6 +136,7 @@ def test_what_is_left_of_another_launchs_variables_is_answered(monkeypatch):
         launched_teams()
 
 
+@pytest.mark.slow
 def test_a_campaign_heals_only_with_its_own_code(tiny_npz, tmp_path, monkeypatch):
     arguments = ["--demo", *TINY, "--no_compile", "--runs", "2", "--data", str(tiny_npz), "--out", str(tmp_path)]
     monkeypatch.setenv(CAMPAIGN, "mine")
@@ -150,6 +151,7 @@ def test_a_campaign_heals_only_with_its_own_code(tiny_npz, tmp_path, monkeypatch
         check_request(*request, 1)
 
 
+@pytest.mark.slow
 def test_another_machine_looks_for_its_own_images_where_the_firsts_are_not(tiny_npz, tmp_path, monkeypatch):
     arguments = ["--demo", *TINY, "--no_compile", "--runs", "2", "--data", str(tiny_npz), "--out", str(tmp_path)]
     train_here(*arguments)

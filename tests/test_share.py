@@ -21,6 +21,8 @@ from large_batch_cifar_10_fast.results.tables import COLUMNS, NUMBERS
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 from large_batch_cifar_10_fast.training.world import World
 
+pytestmark = pytest.mark.slow
+
 RUNS, SHARES = 5, ("0/1", "0/3", "2/3")
 RESULT = [name for name in COLUMNS if name not in (*DIFFERENT, "share")]
 
