@@ -30,7 +30,7 @@ SGD_MOMENTUM = 0.9
 LABEL_SMOOTHING = 0.2
 CELU_ALPHA, LOGIT_SCALE = 0.3, 1 / 16
 
-DEMO = {"width": 8, "batch_size": 32, "ghost_batch": 16, "epochs": 6, "ema_ep": 1.0}
+DEMO = {"width": 8, "batch_size": 32, "ghost_batch": 16, "epochs": 7, "ema_ep": 1.0}
 DEMO |= {"lr_scaler": 1.0, "lr_scaler_end_fraction": 0.02}
 
 
