@@ -20,9 +20,12 @@ print("yes")
 
 is_complete() { cmp -s "$top/requirements.txt" "$top/.venv/complete"; }
 
-# Run a command that ends when this script is killed, where bash alone would leave it behind.
+# Run a command that ends when this script is killed, where bash alone would leave it behind; after SIGKILL the kernel
+# sees to it, where util-linux has setpriv.
 attended() {
-    "$@" &
+    local tied=""
+    ! command -v setpriv >/dev/null || tied="setpriv --pdeathsig TERM"
+    $tied "$@" &
     local child=$!
     trap 'kill "$child" 2>/dev/null; exit 143' TERM INT HUP
     wait "$child" || { local status=$?; trap - TERM INT HUP; return "$status"; }

@@ -226,3 +226,22 @@ def test_a_venv_is_made_when_needed_finished_when_half_made_and_then_left_alone(
     again = launch("--x", cwd=tmp_path, script=script)
     assert again.stderr.startswith("Making ")
     assert again.stdout == f"{venv} --x\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_installation_ends_with_its_launch(tmp_path, number):
+    script = _stand_in_repository(tmp_path)
+    pip = tmp_path / ".venv" / "bin" / "python"
+    pip.parent.mkdir(parents=True)
+    pip.write_text(f'#!/bin/sh\n[ "$3" = --version ] && exit\necho $$ > {tmp_path}/pid\nexec sleep 60\n')
+    pip.chmod(0o755)
+    with subprocess.Popen(["bash", str(script)], env=environment(), stderr=subprocess.DEVNULL) as process:
+        start = time.monotonic()
+        while not (written := tmp_path / "pid").exists() or not written.read_text():
+            assert time.monotonic() - start < 20, "nothing is installed"
+            time.sleep(0.01)
+        process.send_signal(number)
+    installing = int((tmp_path / "pid").read_text())
+    while is_alive(installing) and time.monotonic() - start < 25:
+        time.sleep(0.01)
+    assert not is_alive(installing)

@@ -164,3 +164,21 @@ def test_another_machine_looks_for_its_own_images_where_the_firsts_are_not(tiny_
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         assert read_request(["--resume", "--out", str(tmp_path)], {})[0].data == data
+
+
+@pytest.mark.slow
+def test_runs_that_were_compiled_are_not_mixed_with_runs_that_cannot_be(tiny_npz, tmp_path, monkeypatch, capsys):
+    arguments = ["--demo", *TINY, "--no_compile", "--runs", "2", "--data", str(tiny_npz), "--out", str(tmp_path)]
+    train_here(*arguments)
+    table = tmp_path / "runs.tsv"
+    rows = pd.read_csv(table, sep="\t", dtype=str, keep_default_na=False)
+    rows.assign(compile="True").iloc[:1].to_csv(table, sep="\t", index=False)
+
+    def fail(images):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda network, **_: fail)
+    with pytest.raises(Refusal, match=r"had other compile \(True then, False now\)"):
+        train_here("--resume", "--out", tmp_path)
+    assert capsys.readouterr().err.startswith("Warning: not compiled (no compiler): ")
+    assert len(pd.read_csv(table, sep="\t")) == 1

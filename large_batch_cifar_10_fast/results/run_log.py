@@ -100,7 +100,10 @@ class RunLog:
 
     def set_up(self, clock: Clock, steps_per_epoch: int, compiled: bool) -> None:
         """The published lines about what all runs share; from here on the steps go by on a terminal. What could not be
-        compiled is told, in rows and log, as not compiled, and --resume goes on with it so."""
+        compiled is told, in rows and log, as not compiled, and --resume goes on with it so. Raises Refusal where the
+        runs made before were compiled, and now that failed."""
+        for row in [*self.rows.values()][:1]:
+            refuse_other(row, changes(row, compile=compiled))
         steps = self.recipe.epochs * steps_per_epoch
         hidden = None if self.world.is_first else True  # None: where there is no terminal
         made, total = len(self.rows) * steps, len(self.settings.planned) * steps
