@@ -1,11 +1,14 @@
-"""Small data sets and a way to start the program as a user would."""
+"""Small data sets, and ways to train: as a user starts it, forked, or in the test's own process."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +33,12 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGQUIT, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
+
+# The variables that train_cifar_parallel.sh knows, and those by which it and torchrun tell their processes.
+LAUNCHES = re.compile(
+    "(WORKERS|NPROC|NNODES|NODE_RANK|RDZV_ENDPOINT|TEAMS|TEAMS_PER_GPU|RESTARTS|TIMEOUT|OMP_NUM_THREADS)$"
+    "|LARGE_BATCH_|TORCHELASTIC_"
+)
 
 # Eight workers of 16 images in two ghost groups, five steps an epoch: every part of the method in about a second.
 TINY = ["--batch_size", "16", "--ghost_batch", "8", "--width", "4", "--epochs", "2", "--ema_ep", "0.4", "--no_warmup"]
@@ -57,7 +66,7 @@ def random_pictures(count: int, labels=None):
 
 def environment(**variables: object) -> dict[str, str]:
     """This one, without what would change a launch, and with these."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("WORKERS", "NPROC", "NNODES", "OMP_NUM_THREADS")}
+    inherited = {name: value for name, value in os.environ.items() if not LAUNCHES.match(name)}
     return {**inherited, "PYTHON": sys.executable, **{name: str(value) for name, value in variables.items()}}
 
 
@@ -74,24 +83,33 @@ def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: 
 
 
 def train_together(processes: int, *arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
-    """So many processes in `cwd`, as torchrun would start them, without the ten seconds of a core that an interpreter
-    takes to import torch: the first status that is not 0, what they print, and their warnings."""
+    """So many processes in `cwd` that meet as those of our launcher do, without the ten seconds of a core that each
+    new interpreter takes to import torch: a status that is not 0, if any process has one, and what all of them say."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+        meeting = {"MASTER_PORT": free.getsockname()[1], "TORCHELASTIC_USE_AGENT_STORE": False}
     command, world = [str(argument) for argument in arguments], {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    deadline, ranks = time.monotonic() + 200, []
     with tempfile.TemporaryDirectory() as folder:
-        ranks = []
-        for rank in range(processes):
-            place = environment(**meeting, **world, **variables, RANK=rank, LOCAL_RANK=rank)
-            ranks.append(FORKS.Process(target=train_forked, args=(command, place, cwd, Path(folder))))
-            ranks[-1].start()
-        for rank in ranks:
-            rank.join(200)
-            rank.kill()
-            rank.join()
-        files = [sorted(Path(folder).glob(f"{name}_*")) for name in ("stdout", "stderr")]
-        told = ["".join(file.read_text() for file in several) for several in files]
-    return subprocess.CompletedProcess(command, next((rank.exitcode for rank in ranks if rank.exitcode), 0), *told)
+        try:
+            for rank in range(processes):
+                place = environment(**meeting, **world, **variables, RANK=rank, LOCAL_RANK=rank)
+                told = (command, place, cwd, Path(folder))
+                ranks.append(FORKS.Process(target=train_forked, args=told, daemon=True))
+                ranks[-1].start()
+            while running := [rank for rank in ranks if rank.exitcode is None]:
+                if any(rank.exitcode for rank in ranks):
+                    deadline = min(deadline, time.monotonic() + 10)  # in which the others may notice, too
+                if not wait([rank.sentinel for rank in running], max(0, deadline - time.monotonic())):
+                    break
+            status = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+            files = [sorted(Path(folder).glob(f"{name}_*")) for name in ("stdout", "stderr")]
+            output, errors = ("".join(file.read_text() for file in several) for several in files)
+            assert status or not running, f"{len(running)} of {processes} processes hang: {output}{errors}"
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+    return subprocess.CompletedProcess(command, status, output, errors)
 
 
 def train_here(*arguments: object) -> None:

@@ -16,13 +16,14 @@ FORKS.set_forkserver_preload([train.__name__, "torch._dynamo"])  # which every o
 
 
 def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, told: Path) -> None:
-    """What a process of torchrun's does, on one thread; what it tells goes to stdout_RANK and stderr_RANK in `told`."""
+    """Train on one thread; what is told, by native code too, goes to stdout_RANK and stderr_RANK in `told`."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        file = open(told / f"{name}_{environment['RANK']}", "w", buffering=1)  # noqa: SIM115 (closed with the process)
+        os.dup2(file.fileno(), descriptor)
+        setattr(sys, name, file)
     os.chdir(cwd)
     os.environ.clear()
     os.environ |= environment
-    for name in ("stdout", "stderr"):
-        file = open(told / f"{name}_{environment['RANK']}", "w")  # noqa: SIM115 (closed with the process)
-        setattr(sys, name, file)
     torch.set_num_threads(1)
     with refusals_end("train_cifar_parallel.sh"):
         train.main(*read_request(arguments, environment))

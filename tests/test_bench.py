@@ -1,10 +1,12 @@
 """The bench tells its figures, and what it compares with is the same mathematics."""
 
 import json
+import subprocess
 import sys
 
 import pytest
 import torch
+from conftest import REPO, environment
 from test_speed import ALONE, SMALL, fresh_network, gradients_of_a_step, whitened
 
 from large_batch_cifar_10_fast import bench
@@ -34,6 +36,7 @@ def test_the_baseline_of_the_bench_is_the_same_mathematics():
 def test_the_bench_tells_all_parts_and_the_ratio(monkeypatch, capsys):
     options = ["--json", "--repeats", "5", "--width", "4", "--batch_size", "16", "--no_compile"]
     monkeypatch.setattr(sys, "argv", ["bench", *options])
+    monkeypatch.delenv("WORKERS", raising=False)
     monkeypatch.setattr(bench, "random_images", lambda *_: random_images(2000, 1000))  # for 50,000 and 10,000
     bench.main()
     told = json.loads(capsys.readouterr().out)
@@ -71,3 +74,9 @@ def test_the_bench_refuses_what_it_cannot_measure(arguments, message, monkeypatc
         bench.main()
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_bench_is_a_command():
+    command = [sys.executable, "-m", "large_batch_cifar_10_fast.bench", "--repeats", "0"]
+    result = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", "bench: --repeats 0 must be at least 1\n")

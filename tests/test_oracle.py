@@ -120,7 +120,6 @@ def whitening(images: np.ndarray) -> torch.Tensor:
     return torch.from_numpy((vectors / np.sqrt(values + 0.01)).T[::-1].copy()).view(27, 3, 3, 3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("eval_stats", ["first", "average"])
 def test_training_and_evaluation_are_the_methods_to_nine_digits(eval_stats):
     images = Images("shapes", *draw_shapes(WORKERS * BATCH * STEPS + 3, 40))

@@ -17,6 +17,7 @@ from large_batch_cifar_10_fast.request import command_line
 from large_batch_cifar_10_fast.request.checks import check_request
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.results.journal import Journal
 from large_batch_cifar_10_fast.results.provenance import device_name
 from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.results.run_log import RunLog
@@ -79,7 +80,12 @@ def test_the_first_team_does_not_leave_before_the_others_are_done(tiny_npz, tmp_
     variables = {"TEAMS": 2, "NPROC": 2, "OMP_NUM_THREADS": 1, "PYTHONPATH": tmp_path / "slow"}
     result = launch("--demo", *TINY, "--no_compile", "--runs", 2, "--data", tiny_npz, cwd=tmp_path, **variables)
     assert (result.returncode, result.stderr) == (0, "")
-    assert len(pd.read_csv(tmp_path / "runs.tsv", sep="\t")) == 2
+    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    assert len(rows) == 2
+    told = sorted(line.split(", ")[1].split(" loss")[0] for line in result.stdout.splitlines() if "Train acc" in line)
+    assert told == sorted(f"validation acc {accuracy:.4f}" for accuracy in rows["validation_accuracy"]), (
+        "each in its line"
+    )
     assert result.stdout.endswith("out of 2\n")
 
 
@@ -101,11 +107,13 @@ def test_the_first_process_waits_for_all_teams_and_the_others_for_none():
 
 def test_runs_that_somebody_took_out_of_the_table_are_missed(tmp_path):
     first, second = _teams()
-    for subject, word in (("device", "another"), ("started", ""), ("finished", "")):
+    for subject, word in (("device", "another"), ("campaign", "{}"), ("finished", "")):
         second.store.set(f"{subject}/1", word)
     images = {"images": "none", "train": 0, "test": 0, "digest": "0" * 12}
     log = RunLog(Settings(runs=2, out=str(tmp_path)), Apple2019(), first, lambda: images, [])
     log.set_up(Clock(first.synchronize, {"upload": 0.0, "whitening": 0.0}), 1, compiled=False)
+    with pytest.raises(Refusal, match="another campaign is writing"):
+        Journal(tmp_path / "runs.tsv")
     with pytest.raises(Refusal, match=r"runs.tsv lacks runs 0, 1, which were made: somebody changed it"):
         log.summary()
 

@@ -21,8 +21,6 @@ from large_batch_cifar_10_fast.results.tables import COLUMNS, NUMBERS
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 from large_batch_cifar_10_fast.training.world import World
 
-pytestmark = pytest.mark.slow
-
 RUNS, SHARES = 5, ("0/1", "0/3", "2/3")
 RESULT = [name for name in COLUMNS if name not in (*DIFFERENT, "share")]
 
@@ -50,6 +48,7 @@ def _result(path: Path) -> pd.DataFrame:
     return pd.read_csv(path, sep="\t", dtype=str)[RESULT]
 
 
+@pytest.mark.slow
 def test_a_share_has_every_nth_run_and_the_curve_of_its_first(tables):
     for share, runs in {"0/2": [0, 2, 4], "1/2": [1, 3]}.items():
         assert pd.read_csv(tables[share], sep="\t")["run"].tolist() == runs
@@ -58,6 +57,7 @@ def test_a_share_has_every_nth_run_and_the_curve_of_its_first(tables):
         assert read_log(str(tables[share])).notes == (note,)
 
 
+@pytest.mark.slow
 def test_shares_in_any_order_are_the_campaign_that_one_launch_makes(tables, tmp_path, capsys):
     _merge(tmp_path, tables["1/2"], tables["0/2"])
     pd.testing.assert_frame_equal(_result(tmp_path / "runs.tsv"), _result(tables["whole"]))
@@ -68,6 +68,7 @@ def test_shares_in_any_order_are_the_campaign_that_one_launch_makes(tables, tmp_
     assert told.endswith("'s 5 runs\n")
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_and_made_by_resume(tables, tmp_path, capsys):
     _merge(tmp_path, tables["0/2"])
     assert capsys.readouterr().out.endswith(
@@ -79,6 +80,7 @@ def test_what_is_missing_is_named_and_made_by_resume(tables, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_broken_share_is_resumed_as_what_it_is(tables, tmp_path, capsys, monkeypatch):
     lines = tables["0/2"].read_text().splitlines(keepends=True)
     (tmp_path / "runs.tsv").write_text("".join(lines[:2]))
@@ -98,6 +100,7 @@ def test_a_broken_share_is_resumed_as_what_it_is(tables, tmp_path, capsys, monke
         read_request(["--resume", "--out", str(tmp_path), "--share", "1/2"], {})
 
 
+@pytest.mark.slow
 def test_times_of_several_machines_are_told_apart(tables, tmp_path):
     elsewhere = tmp_path / "elsewhere.tsv"
     pd.read_csv(tables["1/2"], sep="\t", dtype=str, keep_default_na=False).assign(
@@ -109,6 +112,7 @@ def test_times_of_several_machines_are_told_apart(tables, tmp_path):
     assert facts["processes"] == "1 and 7"
 
 
+@pytest.mark.slow
 def test_of_each_table_the_last_campaign_is_merged_and_what_unlike_machines_lack_is_theirs_to_make(
     tables, tmp_path, capsys
 ):
@@ -129,6 +133,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("names", "message"), REFUSED.values(), ids=REFUSED)
 def test_tables_that_are_not_one_campaign_are_refused(tables, tmp_path, capsys, names, message):
     _refuse(tmp_path / "merged", capsys, message, *(tables[name] for name in names))
@@ -138,6 +143,7 @@ ALIKE = ["runs", "seed", "recipe", "options", "workers", "precision", "micro_bat
 ALIKE += ["digest", "validation_images", "code", "torch"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ALIKE)
 def test_shares_of_other_images_code_or_settings_are_refused(tables, tmp_path, capsys, column):
     table = pd.read_csv(tables["1/2"], sep="\t", dtype=str, keep_default_na=False)
@@ -156,6 +162,7 @@ def test_whether_to_compile_is_decided_for_all_shares_alike(monkeypatch):
     assert [settings.compile for settings in settled] == [True, True, True]
 
 
+@pytest.mark.slow
 def test_a_table_from_before_there_were_shares_is_a_whole_campaign_and_not_written_to(tables, tmp_path):
     table = pd.read_csv(tables["whole"], sep="\t", dtype=str, keep_default_na=False)
     table.drop(columns="share").to_csv(tmp_path / "runs.tsv", sep="\t", index=False)
@@ -165,6 +172,7 @@ def test_a_table_from_before_there_were_shares_is_a_whole_campaign_and_not_writt
         check_out(Settings(out=str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_written_over(tables, tmp_path, capsys):
     (tmp_path / "runs.tsv").write_text("mine")
     _refuse(tmp_path, capsys, "is there already: choose another --out", tables["0/2"])

@@ -1,5 +1,6 @@
 """What a campaign says: the lines on STDOUT, the progress on a terminal, and what goes into its two tables."""
 
+import json
 import os
 import statistics
 import sys
@@ -52,9 +53,10 @@ class RunLog:
             refuse_other(finished[0], changes(finished[0], device=device))
         if world.is_main:
             self._take_down(images, finished, device)
-        words = world.words_of_all("started", "{campaign} {started}".format(**self.facts) if world.is_first else "")
+        name = {key: self.facts[key] for key in ("campaign", "started")} if world.is_first else {}
+        words = world.words_of_all("campaign", json.dumps(name))
         if world.is_main:  # and the table has its header
-            self.facts |= zip(("campaign", "started"), words[0].split(), strict=True)
+            self.facts |= json.loads(words[0])
 
     def _take_down(self, images: Callable[[], dict], finished: list[Row], device: str) -> None:
         settings, recipe, world = self.settings, self.recipe, self.world
