@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run all tests (about twelve minutes on two cores), or with --quick those of two. Other arguments go to pytest.
+# Run all tests (about ten minutes on two cores), or with --quick those of one. Other arguments go to pytest.
 set -eu
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"
