@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from conftest import LAUNCHER, write_npz
+from conftest import LAUNCHER, VARIABLES, write_npz
 from disturbances import fill_disks, heal_campaign, kill_campaigns
 
 from large_batch_cifar_10_fast.images import cifar10
@@ -32,17 +32,6 @@ from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 BAD_VALUES = ["", "--", "-", "-1", "0", "1.5", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb"]
 BAD_VALUES += ["a\tb", "a\udcff", "/", "/dev/null", "/dev/full", "no/such/name", "x" * 300, "http://127.0.0.1/x", "%s"]
 BAD_VALUES += ["24,,28", "2/2", "0/0"]
-VARIABLES = (
-    "WORKERS",
-    "NPROC",
-    "NNODES",
-    "NODE_RANK",
-    "RDZV_ENDPOINT",
-    "RESTARTS",
-    "TIMEOUT",
-    "TEAMS",
-    "TEAMS_PER_GPU",
-)
 
 
 def answer(attempt: Callable[[], object]) -> str:

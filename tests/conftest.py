@@ -1,7 +1,6 @@
 """Small data sets, and ways to train: as a user starts it, forked, or in the test's own process."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -34,11 +33,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGQUIT, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 
-# The variables that train_cifar_parallel.sh knows, and those by which it and torchrun tell their processes.
-LAUNCHES = re.compile(
-    "(WORKERS|NPROC|NNODES|NODE_RANK|RDZV_ENDPOINT|TEAMS|TEAMS_PER_GPU|RESTARTS|TIMEOUT|OMP_NUM_THREADS)$"
-    "|LARGE_BATCH_|TORCHELASTIC_"
-)
+# What a user may set for train_cifar_parallel.sh.
+VARIABLES = ("WORKERS", "NPROC", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RESTARTS", "TIMEOUT", "TEAMS")
+VARIABLES += ("TEAMS_PER_GPU",)
 
 # Eight workers of 16 images in two ghost groups, five steps an epoch: every part of the method in about a second.
 TINY = ["--batch_size", "16", "--ghost_batch", "8", "--width", "4", "--epochs", "2", "--ema_ep", "0.4", "--no_warmup"]
@@ -66,7 +63,9 @@ def random_pictures(count: int, labels=None):
 
 def environment(**variables: object) -> dict[str, str]:
     """This one, without what would change a launch, and with these."""
-    inherited = {name: value for name, value in os.environ.items() if not LAUNCHES.match(name)}
+    told = ("LARGE_BATCH_", "TORCHELASTIC_")  # by a launcher, to processes of its own
+    changing = {name for name in os.environ if name in (*VARIABLES, "OMP_NUM_THREADS") or name.startswith(told)}
+    inherited = {name: value for name, value in os.environ.items() if name not in changing}
     return {**inherited, "PYTHON": sys.executable, **{name: str(value) for name, value in variables.items()}}
 
 
