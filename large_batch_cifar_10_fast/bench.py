@@ -212,12 +212,8 @@ def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, fi
 
 def main() -> None:
     start_up = seconds_since_start()
-    parser = argparse.ArgumentParser(
-        prog="python -m large_batch_cifar_10_fast.bench",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.bench", description=__doc__)
+    parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
     parser.add_argument("--json", action="store_true", help="print the same for programs")
     parser.add_argument("--repeats", type=int, default=5, help="measured repetitions of a step (default 5)")
     text = "precision of the baseline (default fp32)"

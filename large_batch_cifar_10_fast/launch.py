@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -39,12 +40,13 @@ def plan_processes(recipe: Recipe, environment: Mapping[str, str], gpus: int, co
     machines = count_from(environment, "NNODES", 1)
     teams, sharing = count_from(environment, "TEAMS", 1), count_from(environment, "TEAMS_PER_GPU", 1)
     places = gpus * sharing or cores
-    fitting = [n for n in range(teams, places + 1, teams) if recipe.workers % (n // teams * machines) == 0]
-    processes = count_from(environment, "NPROC", teams if sharing > 1 else max(fitting, default=teams))
-    if processes % teams or (teams > 1 and machines > 1):
-        advice = "one machine only" if machines > 1 else "as many processes in each team"
-        raise Refusal(f"TEAMS={teams} cannot be made of NPROC={processes} processes on {machines} machines: {advice}")
-    if sharing > 1 and not (gpus and processes == teams):
+    least = teams // math.gcd(teams, machines)  # with which all teams are of as many processes
+    fitting = [n for n in range(least, places + 1, least) if recipe.workers % (n * machines // teams) == 0]
+    processes = count_from(environment, "NPROC", least if sharing > 1 else max(fitting, default=least))
+    if processes * machines % teams:
+        there = f"NPROC={processes} processes on {machines} machines"
+        raise Refusal(f"TEAMS={teams} cannot be made of {there}: as many processes in each team")
+    if sharing > 1 and not (gpus and processes * machines == teams):
         here = f"TEAMS={teams} and NPROC={processes} on {gpus} GPUs"
         raise Refusal(f"TEAMS_PER_GPU={sharing} is for teams of one process each that share GPUs, not for {here}")
     if gpus and processes > places:
@@ -65,8 +67,7 @@ def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: 
         where = ["--rdzv-backend=static", f"--nnodes={machines}", f"--node-rank={rank}"]
         where += [f"--rdzv-endpoint={endpoint}", f"--master-addr={host}", f"--master-port={port}"]
         where += [f"--rdzv-conf=timeout={count_from(environment, 'TIMEOUT', MEETING)}"]
-    team = processes // count_from(environment, "TEAMS", 1)
-    others = ",".join(f"{rank}:2" for rank in range(processes) if rank % team)  # whose STDERR goes to a file instead
+    others = ",".join(f"{rank}:2" for rank in range(1, processes))  # whose STDERR goes to a file instead
     kept = [f"--log-dir={scratch}/log", *([f"--redirects={others}"] if others else [])]
     handled = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if not _is_ignored(name)]
     ends = [f"--signals-to-handle={','.join(handled)}", f"--max-restarts={most_restarts(environment)}"]
@@ -96,15 +97,18 @@ def _is_ignored(name: str) -> bool:
 def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tuple[Settings, int, dict[str, str]]:
     """What is asked for, how many processes, and the variables they are to run with; raises Refusal."""
     settings, recipe = read_request(arguments, environment)
-    machines, gpus, cores = count_from(environment, "NNODES", 1), torch.cuda.device_count(), count_cores()
+    machines, teams = count_from(environment, "NNODES", 1), count_from(environment, "TEAMS", 1)
+    gpus, cores = torch.cuda.device_count(), count_cores()
     count_from(environment, "TIMEOUT", 1)
     processes = plan_processes(recipe, environment, gpus, cores)
     if is_told_later(settings):
         if not environment.get("NPROC"):
             raise Refusal("--resume: give this machine its NPROC; only the first knows the campaign before they meet")
     else:
-        check_request(settings, recipe, processes * machines // count_from(environment, "TEAMS", 1))
+        check_request(settings, recipe, processes * machines // teams)
     check_meeting(environment)
+    if settings.save and teams > 1 and machines > 1:
+        raise Refusal("--save: a team on any machine may make the last run; leave it out, or make that run by itself")
     runs = Path(settings.out) / "runs.tsv"
     if runs.exists() and is_first_machine(environment):
         Journal(runs).close()  # only one campaign at a time may write it

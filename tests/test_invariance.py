@@ -108,6 +108,22 @@ def test_two_machines_equal_one_and_go_on_with_what_the_first_has_finished(few_n
     assert not list((tmp_path / "second").iterdir()), "only the first machine writes"
 
 
+def test_teams_on_two_machines_make_one_table(few_npz, tmp_path, alone):
+    """The first machine's; the other needs neither its folder nor a table."""
+    _, expected = alone("apple2019")
+    command = [*SMALL["apple2019"], "--data", str(few_npz), "--precision", "fp64", "--runs", "4"]
+    first, second = _on_two_machines(tmp_path, {"first": command, "second": command}, TEAMS=2)
+    assert first[0] == 0, first
+    assert second == (0, "", "")
+    rows = pd.read_csv(tmp_path / "first" / "runs.tsv", sep="\t")
+    assert sorted(rows["run"]) == [0, 1, 2, 3]
+    assert rows["campaign"].nunique() == 1
+    assert set(rows["processes"]) == {1}
+    assert rows[rows["run"] == 0].iloc[0]["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-9)
+    assert first[1].count("Train acc") == 4
+    assert not list((tmp_path / "second").iterdir())
+
+
 def test_two_machines_of_which_one_goes_on_with_a_campaign_refuse_together(tiny_npz, tmp_path):
     command = [*SMALL["apple2019"], "--data", str(tiny_npz)]
     told = _on_two_machines(tmp_path, {"first": command, "second": ["--resume", "--data", str(tiny_npz)]})

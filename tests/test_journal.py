@@ -98,26 +98,22 @@ def test_rows_of_before_a_resume_are_put_back_too(tmp_path):
     assert [row["run"] for row in read_rows(path)] == ["0", "1", "2"]
 
 
-def test_a_team_puts_back_what_others_wrote_and_what_one_could_not_finish(tmp_path):
+def test_what_a_full_disk_cut_off_is_mended_by_the_next_row(tmp_path):
+    """Of another team's run, say: its process ends of it, and the others go on."""
     path = tmp_path / "runs.tsv"
-    first, second = Journal(path, shared=True), Journal(path, shared=True, is_first=False)
-    first.mend()
-    assert first.append(_row(0))
-    assert second.append(_row(1))
+    journal = Journal(path)
+    journal.mend()
+    assert journal.append(_row(0))
     with open(path, "ab") as full:
         full.write(b"mine\t1\t1")
-    assert first.append(_row(2)), "begun by another team, whose process ends of it"
-    assert [row["run"] for row in read_rows(path)] == ["0", "1", "2"]
-    _rename_another_over(path)
-    assert not first.append(_row(3))
-    assert [row["run"] for row in read_rows(path)] == ["0", "1", "2", "3"]
-    assert not second.append(_row(4))
-    assert [row["run"] for row in read_rows(path)] == ["0", "1", "2", "3", "4"]
+    assert not journal.append(_row(1))
+    assert [row["run"] for row in read_rows(path)] == ["0", "1"]
+    assert (tmp_path / "runs.tsv.broken").read_bytes() == b"mine\t1\t1\n"
 
 
-def test_a_team_that_finds_the_table_spoilt_keeps_its_row_beside_it(tmp_path):
+def test_who_finds_the_table_spoilt_keeps_the_row_beside_it(tmp_path):
     path = tmp_path / "runs.tsv"
-    journal = Journal(path, shared=True)
+    journal = Journal(path)
     journal.mend()
     journal.append(_row(0))
     row = path.read_bytes().splitlines(keepends=True)[1]

@@ -46,7 +46,18 @@ def test_teams_take_as_many_processes_as_fit_their_workers():
     assert plan_processes(MuonRecipe(), {"TEAMS": "4", "TEAMS_PER_GPU": "2"}, 2, 64) == 4
     assert plan_processes(Apple2019(), {"TEAMS": "2", "TEAMS_PER_GPU": "2"}, 2, 64) == 2, "one process a team"
     arguments = torchrun_arguments({"TEAMS": "2"}, 4, "scratch")
-    assert "--redirects=1:2,3:2" in arguments, "what a team's main process says is heard"
+    assert "--redirects=1:2,2:2,3:2" in arguments, "the first speaks for all"
+
+
+def test_teams_on_several_machines_are_of_as_many_processes_each():
+    def plan(recipe, teams, machines, gpus, **more):
+        return plan_processes(recipe, {"TEAMS": str(teams), "NNODES": str(machines), **more}, gpus, 64)
+
+    assert [plan(Apple2019(), teams, 2, 8) for teams in (1, 2, 4, 16)] == [4, 8, 8, 8]
+    assert plan(Apple2019(), 1, 2, 3) == 2, "a team of both machines"
+    assert plan(MuonRecipe(), 4, 2, 1, TEAMS_PER_GPU="2") == 2
+    with pytest.raises(Refusal, match="TEAMS=3 cannot be made of NPROC=1 processes on 2 machines"):
+        plan(MuonRecipe(), 3, 2, 8, NPROC="1")
 
 
 @pytest.mark.parametrize(("teams_per_gpu", "backend"), [("1", "nccl"), ("2", "gloo")])

@@ -1,9 +1,12 @@
 """What processes and teams tell each other and their launcher, and in which order they leave."""
 
+import errno
+import math
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -16,7 +19,7 @@ from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request import command_line
 from large_batch_cifar_10_fast.request.checks import check_request
 from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.results.clock import PARTS, Clock
 from large_batch_cifar_10_fast.results.journal import Journal
 from large_batch_cifar_10_fast.results.provenance import device_name
 from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
@@ -24,6 +27,7 @@ from large_batch_cifar_10_fast.results.run_log import RunLog
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings, is_first_machine
 from large_batch_cifar_10_fast.training import world as worlds
+from large_batch_cifar_10_fast.training.tally import Score
 from large_batch_cifar_10_fast.training.world import World, launched_teams
 
 CPU = torch.device("cpu")
@@ -44,12 +48,12 @@ with refusals_end("train_cifar_parallel.sh"), launch.scratch_folder() as scratch
     arguments = launch.torchrun_arguments(launch.os.environ, 2, scratch)[:-2]
     sys.exit(launch.run_processes([*arguments, sys.argv[1]], Settings(), scratch))
 """
-# Python reads it at its start: the second team's rows are seen by others well before they are safe on the disk.
-SLOW_DISK = """
-import os, time
+# Python reads it at its start: the second team tells its rows well after the first has finished.
+SLOW_TEAM = """
+import json, os, time
 if os.environ.get("RANK") == "1":
-    at_once = os.fsync
-    os.fsync = lambda file: (time.sleep(3), at_once(file))
+    at_once = json.dumps
+    json.dumps = lambda thing, **more: (time.sleep(3 * isinstance(thing, list)), at_once(thing, **more))[1]
 """
 
 
@@ -76,7 +80,7 @@ def test_what_no_process_finished_writing_is_no_refusal(tmp_path):
 @pytest.mark.slow
 def test_the_first_team_does_not_leave_before_the_others_are_done(tiny_npz, tmp_path):
     (tmp_path / "slow").mkdir()
-    (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DISK)
+    (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_TEAM)
     variables = {"TEAMS": 2, "NPROC": 2, "OMP_NUM_THREADS": 1, "PYTHONPATH": tmp_path / "slow"}
     result = launch("--demo", *TINY, "--no_compile", "--runs", 2, "--data", tiny_npz, cwd=tmp_path, **variables)
     assert (result.returncode, result.stderr) == (0, "")
@@ -94,28 +98,65 @@ def _teams(store=None, **more):
     return World(0, 1, CPU, 8, team=0, teams=2, store=store, **more), World(0, 1, CPU, 8, team=1, teams=2, store=store)
 
 
-def test_the_first_process_waits_for_all_teams_and_the_others_for_none():
+def test_the_first_process_answers_the_teams_until_all_have_finished():
     first, second = _teams()
-    waiting = threading.Thread(target=first.wait_for_teams, daemon=True)
-    waiting.start()
-    time.sleep(0.3)
-    assert waiting.is_alive()
-    second.wait_for_teams()
-    waiting.join(2)
-    assert not waiting.is_alive()
+    with ThreadPoolExecutor(1) as beside:
+        listening = beside.submit(first.answer_teams, "row", lambda word: f"{word} it is")
+        assert [second.tell_first("row", word) for word in ("one", "two")] == ["one it is", "two it is"]
+        first.say_finished()
+        time.sleep(0.3)
+        assert not listening.done()
+        second.say_finished()
+        listening.result(2)
 
 
-def test_runs_that_somebody_took_out_of_the_table_are_missed(tmp_path):
+def test_of_another_machine_nothing_may_be_heard_any_more(monkeypatch):
+    monkeypatch.setattr(worlds, "has_other_machines", lambda: True)
+    monkeypatch.setenv("TIMEOUT", "1")
+    first, _ = _teams()
+    with ThreadPoolExecutor(1) as beside:
+        listening = beside.submit(first.answer_teams, "row", str)
+        time.sleep(1.5)
+        assert not listening.done(), "its own runs go on"
+        first.say_finished()
+        with pytest.raises(TimeoutError, match="waited for process 1 longer than TIMEOUT"):
+            listening.result(5)
+
+
+def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what_is_wrong_there(tmp_path):
+    """The second team's machine has no such folder."""
     first, second = _teams()
-    for subject, word in (("device", "another"), ("campaign", "{}"), ("finished", "")):
+    for subject, word in (("device", "another"), ("campaign", "{}")):
         second.store.set(f"{subject}/1", word)
     images = {"images": "none", "train": 0, "test": 0, "digest": "0" * 12}
-    log = RunLog(Settings(runs=2, out=str(tmp_path)), Apple2019(), first, lambda: images, [])
-    log.set_up(Clock(first.synchronize, {"upload": 0.0, "whitening": 0.0}), 1, compiled=False)
+    logs = []
+    for world, out in ((first, tmp_path), (second, tmp_path / "elsewhere")):
+        logs.append(RunLog(Settings(runs=4, out=str(out)), Apple2019(), world, lambda: images, []))
+        logs[-1].set_up(Clock(world.synchronize, dict.fromkeys(PARTS, 1.0)), 1, compiled=False)
+    clock = Clock(second.synchronize, dict.fromkeys(PARTS, 1.0))
+    clock.last["validation"] = 1.0
+
+    def make(run, log=logs[1]):
+        log.epoch(clock, Score(95, 100, 1.0))
+        log.run(run, clock, Score(1, 3, 1 / 3), Score(95, 100, math.nan if run == 2 else 1.0), network=None)
+
     with pytest.raises(Refusal, match="another campaign is writing"):
         Journal(tmp_path / "runs.tsv")
-    with pytest.raises(Refusal, match=r"runs.tsv lacks runs 0, 1, which were made: somebody changed it"):
-        log.summary()
+    for run in (1, 0, 2):
+        make(run)
+        row = read_rows(tmp_path / "runs.tsv")[-1]
+        assert (row["run"], row["seed"], row["train_accuracy"]) == (str(run), str(run), repr(1 / 3))
+        assert (row["goal_epoch"], row["campaign"]) == ("" if run == 2 else "1", logs[0].facts["campaign"])
+    assert (tmp_path / "timing_log.tsv").read_text().count("\n") == 2, "of run 0"
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("os.fsync", side_effect=full), pytest.raises(OSError, match="No space left"):
+        make(3)
+    (tmp_path / "runs.tsv").write_text("a\tb\n")
+    with pytest.raises(Refusal, match="has other columns"):
+        make(3)
+    assert not (tmp_path / "elsewhere").exists()
+    logs[1].summary()
+    logs[0].summary()
 
 
 def test_a_log_names_every_kind_of_device():

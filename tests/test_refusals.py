@@ -74,7 +74,11 @@ CASES = {
     ),
     "workers for a recipe that has its own": (("--recipe", "page"), {"WORKERS": 2}, "recipe page has its own number"),
     "teams that do not come out even": (DEMO, {"TEAMS": 2, "NPROC": 1}, "TEAMS=2 cannot be made of NPROC=1 processes"),
-    "teams on several machines": (DEMO, {"TEAMS": 2, "NPROC": 2, "NNODES": 2}, "on 2 machines: one machine only"),
+    "weights of any machine": (
+        [*DEMO, "--save", "w.pt"],
+        {"TEAMS": 2, "NPROC": 1, "NNODES": 2, "NODE_RANK": 0, "RDZV_ENDPOINT": "localhost:1"},
+        "--save: a team on any machine may make the last run",
+    ),
     "no time": (DEMO, {"TIMEOUT": "0"}, "TIMEOUT=0 is not a number of 1 to 999999"),
     "restarts on several machines": (DEMO, {"NNODES": 2, "RESTARTS": 1}, "RESTARTS is for one machine"),
     "a number beyond reason": (DEMO, {"WORKERS": "9" * 5000}, "is not a number of 1 to 999999"),

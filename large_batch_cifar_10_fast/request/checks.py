@@ -31,7 +31,7 @@ def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
 
 def check_agreement(settings: Settings, recipe: Recipe, images: Images, finished: list[Row], world: World) -> None:
     """Refuse processes, on several machines, that would train different things: the result would be neither."""
-    if world.world_size == 1:
+    if world.store is None:
         return
     mine = {"recipe": recipe.name, **asdict(recipe), **asdict(settings), "images": images.digest}
     mine |= {

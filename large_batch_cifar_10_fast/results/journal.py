@@ -15,17 +15,14 @@ from .tables import COLUMNS, Row, read_rows, split_whole
 class Journal:
     """runs.tsv open for one campaign: locked against a second one, mended, appended to row by row."""
 
-    def __init__(self, path: Path, shared: bool = False, is_first: bool = True, finished: Sequence[Row] = ()) -> None:
-        """`shared` by several teams' processes, of which the first holds the lock; `finished` are the rows that the
-        campaign has already."""
-        self.path, self._shared, self._is_first, self._size = path, shared, is_first, 0
+    def __init__(self, path: Path, finished: Sequence[Row] = ()) -> None:
+        """`finished` are the rows that the campaign has already. Raises Refusal where the table is locked."""
+        self.path, self._size = path, 0
         self._rows = {str(row["run"]): dict(row) for row in finished}  # all that is known of the campaign
         self._open()
 
     def _open(self) -> None:
         self._file = open(self.path, "a+b")  # noqa: SIM115 (held open, and so locked, for the campaign)
-        if not self._is_first:
-            return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -51,30 +48,26 @@ class Journal:
         """Add a run, and return when it is on the disk: whether the table was as it had been left.
 
         If it was not (an editor saves by renaming, and a file without a name takes rows without a word), the file
-        that now has the name gets all rows of the campaign that it lacks, as far as this process knows them. Raises
-        Refusal if it is no such table.
+        that now has the name gets all rows of the campaign that it lacks. Raises Refusal if it is no such table.
         """
         self._rows[str(row["run"])] = row
-        as_left = self._is_as_left()
-        if as_left and not self._shared:
+        if self._is_as_left():
             self._write([row[name] for name in COLUMNS])
             return True
-        if not as_left:
-            self.close()
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._open()
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._open()
         try:
             there = self._there(row)
         except Refusal as refusal:
             for lost in self._rows.values():
                 self._put_aside(as_line([lost[name] for name in COLUMNS]))
             raise Refusal(f"{refusal}; this campaign's rows are in {self.path}.broken") from None
-        self.mend()  # also of what another team could not finish, on a full disk
+        self.mend()
         for run, lost in self._rows.items():
             if run not in there:
                 self._write([lost[name] for name in COLUMNS])
-        self._rows = there | self._rows
-        return as_left
+        return False
 
     def _there(self, row: Row) -> dict[str, Row]:
         """What the table holds of a row's campaign, by run. Raises Refusal if it is no such table."""
@@ -86,8 +79,7 @@ class Journal:
             now, left = os.stat(self.path), os.fstat(self._file.fileno())
         except FileNotFoundError:
             return False
-        grown = self._shared and now.st_size > self._size
-        return os.path.samestat(now, left) and (grown or now.st_size == self._size)
+        return os.path.samestat(now, left) and now.st_size == self._size
 
     def close(self) -> None:
         self._file.close()

@@ -4,7 +4,9 @@ import json
 import os
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -31,14 +33,14 @@ from .provenance import (
     peak_memory,
     software,
 )
-from .resuming import campaign_of_this_launch, changes, refuse_other, rows_of
+from .resuming import campaign_of_this_launch, changes, refuse_other
 from .tables import CONDITIONS, GOAL, Row, diverged, reached_goal
 
 Item = TypeVar("Item")
 
 
 class RunLog:
-    """Prints and writes: for all teams the first process, and each team's main one of its own runs; others nothing."""
+    """Prints and writes, in the first process, which is told the rows of other teams by their main ones."""
 
     def __init__(
         self, settings: Settings, recipe: Recipe, world: World, images: Callable[[], dict], finished: list[Row]
@@ -55,7 +57,7 @@ class RunLog:
             self._take_down(images, finished, device)
         name = {key: self.facts[key] for key in ("campaign", "started")} if world.is_first else {}
         words = world.words_of_all("campaign", json.dumps(name))
-        if world.is_main:  # and the table has its header
+        if world.is_main:
             self.facts |= json.loads(words[0])
 
     def _take_down(self, images: Callable[[], dict], finished: list[Row], device: str) -> None:
@@ -76,10 +78,10 @@ class RunLog:
         if finished:
             self.facts |= {name: finished[0][name] for name in ("campaign", "started")}
         self.restart = restarts(os.environ)
-        Path(settings.out).mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(Path(settings.out) / "runs.tsv", world.teams > 1, world.is_first, finished)
         if not world.is_first:
             return
+        Path(settings.out).mkdir(parents=True, exist_ok=True)
+        self._journal, self._entering = Journal(Path(settings.out) / "runs.tsv", finished), threading.Lock()
         self._journal.mend()
         if self.restart:  # the log goes on
             made = {"made": len(self.rows), "runs": len(settings.planned)}
@@ -111,8 +113,14 @@ class RunLog:
         made, total = len(self.rows) * steps, len(self.settings.planned) * steps
         self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=hidden)
         self.facts["compile"] = compiled
-        if not self.world.is_first or self.restart:
+        if not self.world.is_first:
             return
+        if not self.restart:  # or the log goes on
+            self._print_set_up(clock, compiled)
+        if self.world.teams > 1:
+            self._others = ThreadPoolExecutor(1).submit(self.world.answer_teams, "row", self._enter_told)
+
+    def _print_set_up(self, clock: Clock, compiled: bool) -> None:
         if compiled != self.settings.compile:
             self.settings = replace(self.settings, compile=False, no_compile=True)
             self._print(lines.SETTINGS, settings=lines.as_pairs(asdict(self.settings)))
@@ -123,7 +131,8 @@ class RunLog:
 
     def progress(self, steps: Iterable[Item], run: int, epoch: int) -> Iterator[Item]:
         """The same steps, shown going by."""
-        reached = f"{sum(map(reached_goal, self.rows.values()))} of {len(self.rows)} runs over 94%"
+        rows = [*self.rows.values()]
+        reached = f"{sum(map(reached_goal, rows))} of {len(rows)} runs over 94%"
         self._bar.set_description(f"run {run + 1} epoch {epoch}, {reached}", refresh=False)
         for step in steps:
             yield step
@@ -133,11 +142,11 @@ class RunLog:
         self.epochs.append((clock.total, validation.accuracy))
 
     def run(self, run: int, clock: Clock, train: Score, validation: Score, network: nn.Module) -> None:
-        """A finished run: its row, its line, for the first its epochs and the parts of its time; the last's weights."""
+        """A finished run: its row, and the last's weights. Returns when the row is on the disk."""
         epochs, self.epochs = self.epochs, []
         if not self.world.is_main:
             return
-        row = self.rows[run] = self.facts | {"run": run, "seed": self.settings.seed + run}
+        row = self.facts | {"run": run, "seed": self.settings.seed + run}
         row |= {"train_accuracy": train.accuracy, "train_loss": train.loss}
         row |= {"validation_accuracy": validation.accuracy, "validation_loss": validation.loss}
         row |= {"validation_count": validation.correct, "validation_images": validation.images}
@@ -146,32 +155,48 @@ class RunLog:
         at_goal = ((i, seconds) for i, (seconds, accuracy) in enumerate(epochs, 1) if accuracy >= GOAL)
         row["goal_epoch"], row["goal_seconds"] = ("", "") if diverged(row) else next(at_goal, ("", ""))
         row["peak_memory"] = peak_memory(self.world.device)
-        is_first = run == self.settings.planned[0]
-        if is_first:
-            write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
         if self.settings.save and run == self.settings.planned[-1]:  # before its row: what has a row is not made again
             self._save(network)
-        if not self._journal.append(row):
-            warn(f"somebody changed {self._journal.path} in the meantime: it has this campaign's rows again")
-        self._print_run(row)
-        if is_first:
-            self._print(lines.TIMES, **row)
-            with_validation = row["seconds"] + row["last_validation"]
-            self._print(lines.ASIDE, **row, with_validation=with_validation, gib=row["peak_memory"] / 2**30)
-        if diverged(row):
-            warn(f"run {run} (seed {self.settings.seed + run}) diverged: its loss is not finite")
+        if self.world.is_first:
+            self._enter(row, epochs)
+        elif answer := self.world.tell_first("row", json.dumps([row, epochs])):
+            kind, _, problem = answer.partition(": ")
+            raise (Refusal if kind == Refusal.__name__ else OSError)(problem)
+
+    def _enter_told(self, word: str) -> str:
+        """Another team's row. Returns what went wrong, for the team to end of it."""
+        try:
+            self._enter(*json.loads(word))
+            self._bar.update(self._bar.total // len(self.settings.planned))
+        except (Refusal, OSError) as problem:
+            return f"{type(problem).__name__}: {problem}"
+        return ""
+
+    def _enter(self, row: dict[str, object], epochs: list[tuple[float, float]]) -> None:
+        """A run into the table, and then into the log; of the first its epochs, and the parts of its time."""
+        is_first = row["run"] == self.settings.planned[0]
+        with self._entering:
+            if is_first:
+                write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
+            if not self._journal.append(row):
+                warn(f"somebody changed {self._journal.path} in the meantime: it has this campaign's rows again")
+            self.rows[row["run"]] = row
+            self._print_run(row)
+            if is_first:
+                self._print(lines.TIMES, **row)
+                with_validation = row["seconds"] + row["last_validation"]
+                self._print(lines.ASIDE, **row, with_validation=with_validation, gib=row["peak_memory"] / 2**30)
+            if diverged(row):
+                warn(f"run {row['run']} (seed {row['seed']}) diverged: its loss is not finite")
 
     def summary(self) -> None:
         """The three lines that close the published log, over the whole seconds of each run."""
         self._bar.close()
-        self.world.wait_for_teams()
+        self.world.say_finished()
         if not self.world.is_first:
             return
         if self.world.teams > 1:
-            self.rows = {int(row["run"]): row for row in rows_of(self.settings.out, self.facts["campaign"])}
-        if lacking := [str(run) for run in self.settings.planned if run not in self.rows]:
-            table = f"{self._journal.path} lacks runs {', '.join(lacking)}, which were made"
-            raise Refusal(f"{table}: somebody changed it; --resume makes them again")
+            self._others.result()
         seconds = [float(row["seconds"]) for row in self.rows.values()]
         accuracies = [float(row["validation_accuracy"]) for row in self.rows.values()]
         self._print(lines.SLOWEST, maximum=max(seconds), median=statistics.median(seconds))
@@ -189,4 +214,4 @@ class RunLog:
 
     def _print(self, line: lines.Line, **values: object) -> None:
         with tqdm.external_write_mode():
-            print(line.write(**values) + "\n", end="", flush=True)  # in one piece: other teams print, too
+            print(line.write(**values), flush=True)

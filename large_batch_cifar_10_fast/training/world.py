@@ -1,12 +1,13 @@
 """The world: which processes there are, which workers live on which, and how they average and add up."""
 
 import contextlib
+import math
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -125,15 +126,37 @@ class World:
                 return
             yield things[int(taken) - 1]
 
-    def wait_for_teams(self) -> None:
-        """Say that no run is left to make here. The first process, which speaks for all and keeps the store, goes on
-        when all have said so; others may still be making a run, however long that takes."""
-        if self.store is None:
-            return
-        place, count = self._places
-        self.store.set(f"finished/{place}", "")
-        while self.is_first and not self.store.check([f"finished/{other}" for other in range(count)]):
-            time.sleep(0.1)
+    def tell_first(self, subject: str, word: str) -> str:
+        """Tell the first process something, and return its answer."""
+        told = f"{subject}/{self.store.add(subject, 1)}"
+        self.store.set(told, word)
+        return self.store.get(f"{told}/answer").decode()
+
+    def answer_teams(self, subject: str, answer: Callable[[str], str]) -> None:
+        """Answer what the first process is told, beside what it does itself, until all have said that they finished.
+
+        On one machine a process that is lost ends all; of another machine's nothing may be heard any more. Raises
+        TimeoutError where that has lasted longer than TIMEOUT since this process finished.
+        """
+        finished = [f"finished/{place}" for place in range(self.teams * self.world_size)]
+        patience = count_from(os.environ, "TIMEOUT", TIMEOUT) if has_other_machines() else math.inf
+        number, heard = 1, time.monotonic()
+        while not self.store.check(finished):
+            told = f"{subject}/{number}"
+            if self.store.check([told]):
+                self.store.set(f"{told}/answer", answer(self.store.get(told).decode()))
+                number, heard = number + 1, time.monotonic()
+            elif not self.store.check(finished[:1]):
+                heard = time.monotonic()
+            elif time.monotonic() - heard > patience:
+                silent = [str(place) for place, word in enumerate(finished) if not self.store.check([word])]
+                raise TimeoutError(f"waited for process {' and '.join(silent)} longer than TIMEOUT")
+            time.sleep(0.05)
+
+    def say_finished(self) -> None:
+        """Let the first process know that no run is left to make here: it keeps the store for as long as one is."""
+        if self.store is not None:
+            self.store.set(f"finished/{self._places[0]}", "")
 
     @contextlib.contextmanager
     def naming_the_silent(self) -> Iterator[None]:
