@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest import mock
 
 import pandas as pd
@@ -17,7 +18,7 @@ from conftest import REPO, TINY, environment, launch, train_here
 from large_batch_cifar_10_fast.launch import refuse_as_processes_did
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request import command_line
-from large_batch_cifar_10_fast.request.checks import check_request
+from large_batch_cifar_10_fast.request.checks import check_agreement, check_request
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import PARTS, Clock
 from large_batch_cifar_10_fast.results.journal import Journal
@@ -123,7 +124,7 @@ def test_of_another_machine_nothing_may_be_heard_any_more(monkeypatch):
             listening.result(5)
 
 
-def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what_is_wrong_there(tmp_path):
+def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what_is_wrong_there(tmp_path, capsys):
     """The second team's machine has no such folder."""
     first, second = _teams()
     for subject, word in (("device", "another"), ("campaign", "{}")):
@@ -131,7 +132,7 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
     images = {"images": "none", "train": 0, "test": 0, "digest": "0" * 12}
     logs = []
     for world, out in ((first, tmp_path), (second, tmp_path / "elsewhere")):
-        logs.append(RunLog(Settings(runs=4, out=str(out)), Apple2019(), world, lambda: images, []))
+        logs.append(RunLog(Settings(runs=5, out=str(out)), Apple2019(), world, lambda: images, []))
         logs[-1].set_up(Clock(world.synchronize, dict.fromkeys(PARTS, 1.0)), 1, compiled=False)
     clock = Clock(second.synchronize, dict.fromkeys(PARTS, 1.0))
     clock.last["validation"] = 1.0
@@ -148,6 +149,12 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
         assert (row["run"], row["seed"], row["train_accuracy"]) == (str(run), str(run), repr(1 / 3))
         assert (row["goal_epoch"], row["campaign"]) == ("" if run == 2 else "1", logs[0].facts["campaign"])
     assert (tmp_path / "timing_log.tsv").read_text().count("\n") == 2, "of run 0"
+    with mock.patch("os.fsync", side_effect=lambda _: time.sleep(0.3)), ThreadPoolExecutor(1) as beside:
+        told = beside.submit(make, 3)
+        make(4, logs[0])
+        told.result()
+    assert sorted(row["run"] for row in read_rows(tmp_path / "runs.tsv")) == ["0", "1", "2", "3", "4"]
+    assert capsys.readouterr().err == "Warning: run 2 (seed 2) diverged: its loss is not finite\n"
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch("os.fsync", side_effect=full), pytest.raises(OSError, match="No space left"):
         make(3)
@@ -157,6 +164,13 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
     assert not (tmp_path / "elsewhere").exists()
     logs[1].summary()
     logs[0].summary()
+
+
+def test_teams_of_one_process_have_to_agree_as_well():
+    first, second = _teams()
+    second.store.set("request/1", "recipe=another")
+    with pytest.raises(Refusal, match=r"process 1 has other recipe \(another, not apple2019\), "):
+        check_agreement(Settings(), Apple2019(), SimpleNamespace(digest="0" * 12), [], first)
 
 
 def test_a_log_names_every_kind_of_device():
