@@ -94,39 +94,42 @@ def test_the_first_team_does_not_leave_before_the_others_are_done(tiny_npz, tmp_
     assert result.stdout.endswith("out of 2\n")
 
 
-def _teams(store=None, **more):
-    store = store or dist.HashStore()
-    return World(0, 1, CPU, 8, team=0, teams=2, store=store, **more), World(0, 1, CPU, 8, team=1, teams=2, store=store)
+@pytest.fixture
+def teams():
+    """Two of one process each; whatever waits for them ends with the test."""
+    store = dist.HashStore()
+    yield (teams := [World(0, 1, CPU, 8, team=team, teams=2, store=store) for team in (0, 1)])
+    for team in teams:
+        team.say_finished()
 
 
-def test_the_first_process_answers_the_teams_until_all_have_finished():
-    first, second = _teams()
-    with ThreadPoolExecutor(1) as beside:
-        listening = beside.submit(first.answer_teams, "row", lambda word: f"{word} it is")
-        assert [second.tell_first("row", word) for word in ("one", "two")] == ["one it is", "two it is"]
-        first.say_finished()
-        time.sleep(0.3)
-        assert not listening.done()
-        second.say_finished()
-        listening.result(2)
+def test_the_first_process_answers_the_teams_until_all_have_finished(teams):
+    first, second = teams
+    listening = ThreadPoolExecutor(1).submit(first.answer_teams, "row", lambda word: f"{word} it is")
+    assert [second.tell_first("row", word) for word in ("one", "two")] == ["one it is", "two it is"]
+    first.say_finished()
+    time.sleep(0.3)
+    assert not listening.done()
+    second.say_finished()
+    listening.result(2)
 
 
-def test_of_another_machine_nothing_may_be_heard_any_more(monkeypatch):
+def test_of_another_machine_nothing_may_be_heard_any_more(teams, monkeypatch):
     monkeypatch.setattr(worlds, "has_other_machines", lambda: True)
     monkeypatch.setenv("TIMEOUT", "1")
-    first, _ = _teams()
-    with ThreadPoolExecutor(1) as beside:
-        listening = beside.submit(first.answer_teams, "row", str)
-        time.sleep(1.5)
-        assert not listening.done(), "its own runs go on"
-        first.say_finished()
-        with pytest.raises(TimeoutError, match="waited for process 1 longer than TIMEOUT"):
-            listening.result(5)
+    listening = ThreadPoolExecutor(1).submit(teams[0].answer_teams, "row", str)
+    time.sleep(1.5)
+    assert not listening.done(), "its own runs go on"
+    teams[0].say_finished()
+    with pytest.raises(TimeoutError, match="waited for process 1 longer than TIMEOUT"):
+        listening.result(5)
 
 
-def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what_is_wrong_there(tmp_path, capsys):
+def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what_is_wrong_there(
+    teams, tmp_path, capsys
+):
     """The second team's machine has no such folder."""
-    first, second = _teams()
+    first, second = teams
     for subject, word in (("device", "another"), ("campaign", "{}")):
         second.store.set(f"{subject}/1", word)
     images = {"images": "none", "train": 0, "test": 0, "digest": "0" * 12}
@@ -138,7 +141,8 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
     clock.last["validation"] = 1.0
 
     def make(run, log=logs[1]):
-        log.epoch(clock, Score(95, 100, 1.0))
+        for _ in range(run + 1):
+            log.epoch(clock, Score(95, 100, 1.0))
         log.run(run, clock, Score(1, 3, 1 / 3), Score(95, 100, math.nan if run == 2 else 1.0), network=None)
 
     with pytest.raises(Refusal, match="another campaign is writing"):
@@ -149,10 +153,10 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
         assert (row["run"], row["seed"], row["train_accuracy"]) == (str(run), str(run), repr(1 / 3))
         assert (row["goal_epoch"], row["campaign"]) == ("" if run == 2 else "1", logs[0].facts["campaign"])
     assert (tmp_path / "timing_log.tsv").read_text().count("\n") == 2, "of run 0"
-    with mock.patch("os.fsync", side_effect=lambda _: time.sleep(0.3)), ThreadPoolExecutor(1) as beside:
-        told = beside.submit(make, 3)
+    with mock.patch("os.fsync", side_effect=lambda _: time.sleep(0.3)):
+        told = ThreadPoolExecutor(1).submit(make, 3)
         make(4, logs[0])
-        told.result()
+        told.result(5)
     assert sorted(row["run"] for row in read_rows(tmp_path / "runs.tsv")) == ["0", "1", "2", "3", "4"]
     assert capsys.readouterr().err == "Warning: run 2 (seed 2) diverged: its loss is not finite\n"
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -166,17 +170,15 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
     logs[0].summary()
 
 
-def test_teams_of_one_process_have_to_agree_as_well():
-    first, second = _teams()
-    second.store.set("request/1", "recipe=another")
+def test_teams_of_one_process_have_to_agree_as_well(teams):
+    teams[1].store.set("request/1", "recipe=another")
     with pytest.raises(Refusal, match=r"process 1 has other recipe \(another, not apple2019\), "):
-        check_agreement(Settings(), Apple2019(), SimpleNamespace(digest="0" * 12), [], first)
+        check_agreement(Settings(), Apple2019(), SimpleNamespace(digest="0" * 12), [], teams[0])
 
 
-def test_a_log_names_every_kind_of_device():
-    first, second = _teams()
-    second.store.set("device/1", "Z80")
-    assert device_name(first).endswith(f"and Z80, 2 teams of 1 x {torch.get_num_threads()} threads")
+def test_a_log_names_every_kind_of_device(teams):
+    teams[1].store.set("device/1", "Z80")
+    assert device_name(teams[0]).endswith(f"and Z80, 2 teams of 1 x {torch.get_num_threads()} threads")
 
 
 def test_of_its_own_team_a_process_names_the_silent_and_not_who_is_training(monkeypatch):
