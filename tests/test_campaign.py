@@ -166,8 +166,27 @@ def test_resume_refuses_other_settings_and_says_which(unfinished, monkeypatch, a
 def test_resume_refuses_other_code_and_machines(unfinished, monkeypatch, column):
     rows = pd.read_csv(unfinished / "runs.tsv", sep="\t", dtype=str)
     rows[column] = "7"
+    rows["options"] += " gone=1" * (column == "code")
     rows.to_csv(unfinished / "runs.tsv", sep="\t", index=False, na_rep="")
     assert f"had other {column} (7 then" in _refused(unfinished, monkeypatch, "--resume")
+
+
+@pytest.mark.parametrize(
+    ("column", "old", "new", "message"),
+    [
+        ("options", "epochs=2", "epochs=two", "has epochs=two: somebody changed its table"),
+        ("options", "epochs=2", "epochs=2 gone=None", "has gone=None: somebody"),
+        ("options", " epochs=2", "", "lacks options of apple2019: somebody"),
+        ("precision", "fp32", "fp17", "has precision=fp17: somebody"),
+        ("no_warmup", "True", "perhaps", "has no_warmup=perhaps: somebody"),
+    ],
+)
+def test_resume_refuses_words_that_no_campaign_wrote(unfinished, monkeypatch, column, old, new, message):
+    rows = pd.read_csv(unfinished / "runs.tsv", sep="\t", dtype=str, keep_default_na=False)
+    assert rows[column].str.contains(old).all()
+    rows[column] = rows[column].str.replace(old, new)
+    rows.to_csv(unfinished / "runs.tsv", sep="\t", index=False)
+    assert message in _refused(unfinished, monkeypatch, "--resume")
 
 
 def test_resume_refuses_where_there_is_nothing_to_resume(uninterrupted, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
     check_images(recipe, count_training_images(settings.data))
     for row in finished_rows(settings)[-1:]:
         now = {"processes": world_size, "digest": load_images(settings.data).digest}
-        refuse_other(row, changes(row, **now, code=code_digest(), torch=version("torch")))
+        refuse_other(row, changes(row, **now))
 
 
 def check_agreement(settings: Settings, recipe: Recipe, images: Images, finished: list[Row], world: World) -> None:

@@ -1,11 +1,11 @@
 """From a command line and its environment to settings and a recipe; with --resume, to those of a campaign."""
 
 import argparse
+import contextlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from importlib.metadata import version
 from typing import get_type_hints
 
 from .. import __version__
@@ -14,8 +14,7 @@ from ..recipes.basenet import Basenet
 from ..recipes.fastai import FastAI
 from ..recipes.muon import Muon2024, MuonRecipe
 from ..recipes.page import Page
-from ..results.lines import from_pairs
-from ..results.provenance import code_digest
+from ..results.lines import as_pairs, from_pairs
 from ..results.resuming import changes, finished_rows, is_told_later, refuse_other
 from ..results.tables import CONDITIONS, Row, planned_by
 from ..settings.settings import Refusal, Settings, count_from, has_option, is_first_machine, restarts
@@ -137,8 +136,10 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
     if row["recipe"] not in RECIPES:
         raise Refusal(f"--resume: this version has no recipe {row['recipe']}: start without --resume")
     kind = RECIPES[row["recipe"]]
-    recipe = _made_of(kind, _typed(kind, from_pairs(row["options"])))
-    kept = _typed(Settings, {name: row[name] for name in ("runs", "share", *CONDITIONS)})
+    recipe = _made_of(kind, _typed(kind, row, from_pairs(row["options"])))
+    if as_pairs(asdict(recipe)) != row["options"]:
+        raise Refusal(f"--resume: campaign {row['campaign']} lacks options of {kind.name}: somebody changed its table")
+    kept = _typed(Settings, row, {name: row[name] for name in ("runs", "share", *CONDITIONS)})
     kept |= {"seed": int(row["seed"]) - int(row["run"]), "no_compile": not kept["compile"]}
     campaign = kept | asdict(recipe)
     differing = changes({"recipe": kind.name}, recipe=name or kind.name)
@@ -147,7 +148,7 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
         for key, value in asked.items()
         if key in campaign and value != campaign[key]
     ]
-    refuse_other(row, differing + changes(row, code=code_digest(), torch=version("torch")))
+    refuse_other(row, differing)
     return replace(settings, **kept, data=asked.get("data", _images_here(row, settings))), recipe
 
 
@@ -157,6 +158,13 @@ def _images_here(row: Row, settings: Settings) -> str:
     return settings.data if elsewhere else row["data"]
 
 
-def _typed(kind: type, texts: Row) -> dict[str, object]:
-    kinds = get_type_hints(kind)
-    return {name: text == "True" if kinds[name] is bool else kinds[name](text) for name, text in texts.items()}
+def _typed(kind: type, row: Row, texts: Mapping[str, str]) -> dict[str, object]:
+    """What a row's words mean; raises Refusal for what this version would not have written."""
+    kinds, values = get_type_hints(kind), {}
+    choices = {entry.name: entry.metadata.get("choices") for entry in fields(kind)}
+    for name, text in texts.items():
+        with contextlib.suppress(KeyError, ValueError):
+            values[name] = text == "True" if kinds[name] is bool else kinds[name](text)
+        if name not in values or str(values[name]) != text or text not in (choices.get(name) or [text]):
+            raise Refusal(f"--resume: campaign {row['campaign']} has {name}={text[:40]}: somebody changed its table")
+    return values

@@ -3,10 +3,12 @@
 import json
 import os
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from ..settings.settings import Refusal, Settings, is_first_machine, restarts
 from ..training.process import has_other_machines, store_of_all
+from .provenance import code_digest
 from .tables import Row, read_rows, rows_of_campaign
 
 CAMPAIGN = "LARGE_BATCH_CAMPAIGN"  # the variable by which the launcher tells its processes the campaign's name
@@ -18,12 +20,17 @@ def campaign_of_this_launch() -> str:
 
 
 def finished_rows(settings: Settings) -> list[Row]:
-    """The rows of the campaign to go on with: with --resume the last in --out, after a restart this launch's own."""
+    """The rows of the campaign to go on with: with --resume the last in --out, after a restart this launch's own.
+    Raises Refusal if they are of other code: it may not even have their recipe's options."""
     if has_other_machines():
-        return _rows_of_the_first_machine(settings)
-    if settings.resume:
-        return [] if is_told_later(settings) else rows_of(settings.out)
-    return rows_of(settings.out, campaign_of_this_launch()) if restarts(os.environ) else []
+        rows = _rows_of_the_first_machine(settings)
+    elif settings.resume:
+        rows = [] if is_told_later(settings) else rows_of(settings.out)
+    else:
+        rows = rows_of(settings.out, campaign_of_this_launch()) if restarts(os.environ) else []
+    for row in rows[-1:]:
+        refuse_other(row, changes(row, code=code_digest(), torch=version("torch")))
+    return rows
 
 
 def _rows_of_the_first_machine(settings: Settings) -> list[Row]:
