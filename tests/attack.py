@@ -6,6 +6,8 @@ Prints one line for each kind of attack; docs/reliability.md has the figures. Ev
 """
 
 import argparse
+import contextlib
+import io
 import os
 import random
 import shutil
@@ -18,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from conftest import LAUNCHER, VARIABLES, write_npz
+from conftest import LAUNCHER, TINY, VARIABLES, train_here, write_npz
 from disturbances import fill_disks, heal_campaign, kill_campaigns
 
 from large_batch_cifar_10_fast.images import cifar10
@@ -75,6 +77,21 @@ def damaged(original: bytes, dice: random.Random) -> bytes:
     return original[:at] + middle + original[at + length :]
 
 
+def unfinished_table(npz: Path, folder: Path) -> Path:
+    """That of a campaign of four runs, of which two are made."""
+    arguments = ["--demo", *TINY, "--no_compile", "--runs", 4, "--data", npz, "--out", folder]
+    with contextlib.redirect_stdout(io.StringIO()):
+        train_here(*arguments)
+    table = folder / "runs.tsv"
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:3]))
+    return table
+
+
+def go_on_with(table: str) -> None:
+    """As far as the launcher looks at it."""
+    prepare_launch(["--resume", "--out", str(Path(table).parent)], {"NPROC": "1"})
+
+
 def damages(read: Callable[[str], object], path: Path, times: int, dice: random.Random) -> Counter:
     """How reading answered to so many damages of one file."""
     original, found = path.read_bytes(), Counter()
@@ -109,6 +126,8 @@ def main() -> None:
         for file in ("runs.tsv", "timing_log.tsv", "run_log.txt"):
             copied = Path(shutil.copy(LAUNCHER.parent / "logs" / "demo" / file, place))
             print(f"damaged {file}:", dict(damages(read_log, copied, asked.damages, dice)), flush=True)
+        found = damages(go_on_with, unfinished_table(npz, place / "unfinished"), asked.damages, dice)
+        print("damaged runs.tsv, gone on with:", dict(found), flush=True)
         os.chdir(place)
         if asked.full:
             print("full disks:", fill_disks(npz, place / "full", asked.full, dice), flush=True)

@@ -42,3 +42,10 @@ def test_damaged_files_are_read_or_refused_in_one_line(tiny_npz, tmp_path, file)
     answers = attack.damages(load_images if file == "images" else read_log, path, 60, random.Random(file))
     assert set(answers) <= GOOD, answers
     assert answers["refused in one line"]
+
+
+@pytest.mark.slow
+def test_a_damaged_table_is_gone_on_with_or_refused_in_one_line(tiny_npz, tmp_path):
+    table = attack.unfinished_table(tiny_npz, tmp_path / "unfinished")
+    answers = attack.damages(attack.go_on_with, table, 60, random.Random(0))
+    assert set(answers) == GOOD, answers
