@@ -11,7 +11,6 @@ import os
 import pickle
 import sys
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from .request.checks import check_processes, holds_weights
 from .request.command_line import read_request
 from .results import lines
 from .results.clock import Clock
-from .results.provenance import code_digest, commit
+from .results.provenance import code_digest, commit, utc_now
 from .settings.settings import Refusal, Settings, refusals_end
 from .train import evaluate, make_learner
 from .training.networks import weight_dtype
@@ -67,8 +66,7 @@ def evaluate_weights(path: Path, settings: Settings, recipe: Recipe) -> None:
         with clock.counting("validation"):
             score = evaluate(learner, test)
         if world.is_main:
-            now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-            print(lines.HEAD.write(version=__version__, commit=commit(), code=code_digest(), started=now))
+            print(lines.HEAD.write(version=__version__, commit=commit(), code=code_digest(), started=utc_now()))
             print(lines.DATA.write(**images.facts()))
             print(lines.RECIPE.write(recipe=recipe.name, options=lines.as_pairs(asdict(recipe))))
             how = {"precision": learner.settings.precision, "weights": path, "seconds": clock.last["validation"]}

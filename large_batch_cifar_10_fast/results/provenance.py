@@ -7,11 +7,16 @@ import os
 import platform
 import resource
 import subprocess
+from datetime import UTC, datetime
 
 import torch
 
 from ..settings.settings import PACKAGE, REPO
 from ..training.world import World
+
+
+def utc_now() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def code_digest() -> str:

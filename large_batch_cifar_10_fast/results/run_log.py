@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +31,7 @@ from .provenance import (
     driver_and_clocks,
     peak_memory,
     software,
+    utc_now,
 )
 from .resuming import campaign_of_this_launch, changes, refuse_other
 from .tables import CONDITIONS, GOAL, Row, diverged, reached_goal
@@ -62,8 +62,7 @@ class RunLog:
 
     def _take_down(self, images: Callable[[], dict], finished: list[Row], device: str) -> None:
         settings, recipe, world = self.settings, self.recipe, self.world
-        now = datetime.now(UTC)
-        self.facts = {"campaign": campaign_of_this_launch(), "started": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
+        self.facts = {"campaign": campaign_of_this_launch(), "started": utc_now()}
         self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
         self.facts |= {
             "runs": settings.runs,
