@@ -37,11 +37,12 @@ from .train import Data, Learner, evaluate, make_learner, prepare, take_step
 from .training.networks import DTYPES, autocast, enter, reset, training_flop, weight_dtype, work
 from .training.norm import prepare_norms
 from .training.optimizers import follow_schedules, step_all
+from .training.process import launched_world_size
 from .training.recipe import Recipe, Stage, reduced, stage_of
 from .training.shards import Batch
 from .training.tally import Tally
 from .training.views import MOST_AT_ONCE
-from .training.world import join_world, launched_world_size
+from .training.world import join_world
 
 
 def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batch, figures: Figures) -> None:

@@ -27,9 +27,10 @@ from .results.provenance import code_digest, commit, utc_now
 from .settings.settings import Refusal, Settings, refusals_end
 from .train import evaluate, make_learner
 from .training.networks import weight_dtype
+from .training.process import launched_world_size
 from .training.recipe import Recipe
 from .training.shards import normalise, upload_test
-from .training.world import join_world, launched_world_size
+from .training.world import join_world
 
 
 def load_weights(network: nn.Module, path: Path) -> None:

@@ -97,18 +97,15 @@ def _is_ignored(name: str) -> bool:
 def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tuple[Settings, int, dict[str, str]]:
     """What is asked for, how many processes, and the variables they are to run with; raises Refusal."""
     settings, recipe = read_request(arguments, environment)
-    machines, teams = count_from(environment, "NNODES", 1), count_from(environment, "TEAMS", 1)
-    gpus, cores = torch.cuda.device_count(), count_cores()
+    machines, gpus, cores = count_from(environment, "NNODES", 1), torch.cuda.device_count(), count_cores()
     count_from(environment, "TIMEOUT", 1)
     processes = plan_processes(recipe, environment, gpus, cores)
     if is_told_later(settings):
         if not environment.get("NPROC"):
             raise Refusal("--resume: give this machine its NPROC; only the first knows the campaign before they meet")
     else:
-        check_request(settings, recipe, processes * machines // teams)
+        check_request(settings, recipe, processes * machines // count_from(environment, "TEAMS", 1))
     check_meeting(environment)
-    if settings.save and teams > 1 and machines > 1:
-        raise Refusal("--save: a team on any machine may make the last run; leave it out, or make that run by itself")
     runs = Path(settings.out) / "runs.tsv"
     if runs.exists() and is_first_machine(environment):
         Journal(runs).close()  # only one campaign at a time may write it

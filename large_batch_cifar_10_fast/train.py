@@ -24,11 +24,11 @@ from .training.compiling import compiled
 from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
 from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules, step_all
-from .training.process import leaving, refusing_together
+from .training.process import launched_teams, launched_world_size, leaving, refusing_together
 from .training.recipe import Recipe, images_of_an_epoch, reduced, stage_of
 from .training.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
-from .training.world import World, join_world, launched_teams, launched_world_size
+from .training.world import World, join_world
 
 
 def main(settings: Settings, recipe: Recipe) -> None:
@@ -52,7 +52,7 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     clock = Clock(world.synchronize)
     data = prepare(images, learner, clock)
     log.set_up(clock, data.train.steps_per_epoch, compiled=learner.forward is not learner.network)
-    for run in world.shared_out(log.runs_to_make()):
+    for run in world.shared_out(log.runs_to_make):
         train_once(run, learner, data, clock.fork(), log)
     log.summary()
 

@@ -34,6 +34,7 @@ from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 BAD_VALUES = ["", "--", "-", "-1", "0", "1.5", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb"]
 BAD_VALUES += ["a\tb", "a\udcff", "/", "/dev/null", "/dev/full", "no/such/name", "x" * 300, "http://127.0.0.1/x", "%s"]
 BAD_VALUES += ["24,,28", "2/2", "0/0"]
+NOBODY = "http://127.0.0.1:9/nobody.listens"
 
 
 def answer(attempt: Callable[[], object]) -> str:
@@ -52,7 +53,7 @@ def answer(attempt: Callable[[], object]) -> str:
 def bad_requests(npz: Path, place: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     """Every option of every recipe, and every variable, with every bad value; no mirror is asked for anything."""
     os.chdir(place)
-    with mock.patch.object(cifar10, "MIRRORS", ("http://127.0.0.1:9/nobody.listens",)):
+    with mock.patch.object(cifar10, "MIRRORS", (NOBODY,)):
         for recipe in RECIPES.values():
             options = [entry.name for owner in (recipe, Settings) for entry in fields(owner) if entry.type != "bool"]
             for name in [*options, "recipe", "no_such_option"]:
@@ -88,8 +89,9 @@ def unfinished_table(npz: Path, folder: Path) -> Path:
 
 
 def go_on_with(table: str) -> None:
-    """As far as the launcher looks at it."""
-    prepare_launch(["--resume", "--out", str(Path(table).parent)], {"NPROC": "1"})
+    """As far as the launcher looks at it; no mirror is asked for images that the table may name."""
+    with mock.patch.object(cifar10, "MIRRORS", (NOBODY,)):
+        prepare_launch(["--resume", "--out", str(Path(table).parent)], {"NPROC": "1"})
 
 
 def damages(read: Callable[[str], object], path: Path, times: int, dice: random.Random) -> Counter:

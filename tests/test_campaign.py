@@ -176,6 +176,7 @@ def test_resume_refuses_other_code_and_machines(unfinished, monkeypatch, column)
     [
         ("options", "epochs=2", "epochs=two", "has epochs=two: somebody changed its table"),
         ("options", "epochs=2", "epochs=2 gone=None", "has gone=None: somebody"),
+        ("options", "epochs=2", "epochs=2 loss_scale=2", "has loss_scale=2: somebody"),
         ("options", " epochs=2", "", "lacks options of apple2019: somebody"),
         ("precision", "fp32", "fp17", "has precision=fp17: somebody"),
         ("no_warmup", "True", "perhaps", "has no_warmup=perhaps: somebody"),

@@ -108,11 +108,34 @@ def test_two_machines_equal_one_and_go_on_with_what_the_first_has_finished(few_n
     assert not list((tmp_path / "second").iterdir()), "only the first machine writes"
 
 
+# Python reads it at its start: the first team has no row on the disk before the second told one of its own.
+AFTER_ANOTHER = """
+import json, os, time
+dumps, fsync, told, asked = json.dumps, os.fsync, os.environ["TOLD"], []
+def telling(thing, **more):
+    if isinstance(thing, list):
+        open(told, "w").close()
+    return dumps(thing, **more)
+def waiting(file):
+    asked.append(file)
+    while len(asked) > 1 and not os.path.exists(told):  # after the header
+        time.sleep(0.1)
+    fsync(file)
+if os.environ.get("RANK") == "1":
+    json.dumps = telling
+elif os.environ.get("RANK") == "0":
+    os.fsync = waiting
+"""
+
+
 def test_teams_on_two_machines_make_one_table(few_npz, tmp_path, alone):
     """The first machine's; the other needs neither its folder nor a table."""
     _, expected = alone("apple2019")
+    (tmp_path / "sitecustomize.py").write_text(AFTER_ANOTHER)
     command = [*SMALL["apple2019"], "--data", str(few_npz), "--precision", "fp64", "--runs", "4"]
-    first, second = _on_two_machines(tmp_path, {"first": command, "second": command}, TEAMS=2)
+    variables = {"TEAMS": 2, "PYTHONPATH": tmp_path, "TOLD": tmp_path / "told"}
+    first, second = _on_two_machines(tmp_path, {"first": command, "second": command}, **variables)
+    assert (tmp_path / "told").exists(), "the second made a run"
     assert first[0] == 0, first
     assert second == (0, "", "")
     rows = pd.read_csv(tmp_path / "first" / "runs.tsv", sep="\t")

@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+from disturbances import no_file_beyond
 
 from large_batch_cifar_10_fast.results.journal import Journal
 from large_batch_cifar_10_fast.results.tables import COLUMNS, read_rows
@@ -98,17 +99,20 @@ def test_rows_of_before_a_resume_are_put_back_too(tmp_path):
     assert [row["run"] for row in read_rows(path)] == ["0", "1", "2"]
 
 
-def test_what_a_full_disk_cut_off_is_mended_by_the_next_row(tmp_path):
-    """Of another team's run, say: its process ends of it, and the others go on."""
+def test_what_a_full_disk_cut_off_is_mended_when_there_is_room(tmp_path):
+    """Of other teams' runs, say: their processes end of it, and the journal's goes on."""
     path = tmp_path / "runs.tsv"
     journal = Journal(path)
     journal.mend()
     assert journal.append(_row(0))
-    with open(path, "ab") as full:
-        full.write(b"mine\t1\t1")
-    assert not journal.append(_row(1))
-    assert [row["run"] for row in read_rows(path)] == ["0", "1"]
-    assert (tmp_path / "runs.tsv.broken").read_bytes() == b"mine\t1\t1\n"
+    with no_file_beyond(path.stat().st_size + 20):
+        for run in (1, 2):
+            with pytest.raises(OSError, match="File too large"):
+                journal.append(_row(run))
+    assert not journal.append(_row(3))
+    assert [row["run"] for row in read_rows(path)] == ["0", "1", "2", "3"]
+    with pytest.raises(Refusal, match="another campaign is writing"):
+        Journal(path)
 
 
 def test_who_finds_the_table_spoilt_keeps_the_row_beside_it(tmp_path):

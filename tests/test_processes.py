@@ -28,8 +28,9 @@ from large_batch_cifar_10_fast.results.run_log import RunLog
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings, is_first_machine
 from large_batch_cifar_10_fast.training import world as worlds
+from large_batch_cifar_10_fast.training.process import launched_teams
 from large_batch_cifar_10_fast.training.tally import Score
-from large_batch_cifar_10_fast.training.world import World, launched_teams
+from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
 ONE_REFUSES = """
@@ -121,8 +122,18 @@ def test_of_another_machine_nothing_may_be_heard_any_more(teams, monkeypatch):
     time.sleep(1.5)
     assert not listening.done(), "its own runs go on"
     teams[0].say_finished()
+    for _ in range(3):
+        time.sleep(0.5)
+        assert not listening.done(), "a run of another's goes on"
+        teams[1].say_alive()
     with pytest.raises(TimeoutError, match="waited for process 1 longer than TIMEOUT"):
         listening.result(5)
+
+
+def test_where_the_first_process_does_not_answer_it_is_named(teams):
+    teams[1].store.set_timeout(worlds.timedelta(seconds=0.2))
+    with pytest.raises(TimeoutError, match="waited for process 0 longer than TIMEOUT"):
+        teams[1].tell_first("row", "one")
 
 
 def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what_is_wrong_there(
@@ -153,6 +164,7 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
         assert (row["run"], row["seed"], row["train_accuracy"]) == (str(run), str(run), repr(1 / 3))
         assert (row["goal_epoch"], row["campaign"]) == ("" if run == 2 else "1", logs[0].facts["campaign"])
     assert (tmp_path / "timing_log.tsv").read_text().count("\n") == 2, "of run 0"
+    assert first.store.add("alive", 0) == 2 + 1 + 3, "epochs"
     with mock.patch("os.fsync", side_effect=lambda _: time.sleep(0.3)):
         told = ThreadPoolExecutor(1).submit(make, 3)
         make(4, logs[0])
@@ -167,7 +179,8 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
         make(3)
     assert not (tmp_path / "elsewhere").exists()
     logs[1].summary()
-    logs[0].summary()
+    with pytest.raises(Refusal, match="has other columns"):
+        logs[0].summary()
 
 
 def test_teams_of_one_process_have_to_agree_as_well(teams):

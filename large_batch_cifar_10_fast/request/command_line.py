@@ -160,7 +160,8 @@ def _images_here(row: Row, settings: Settings) -> str:
 
 def _typed(kind: type, row: Row, texts: Mapping[str, str]) -> dict[str, object]:
     """What a row's words mean; raises Refusal for what this version would not have written."""
-    kinds, values = get_type_hints(kind), {}
+    hints, values = get_type_hints(kind), {}
+    kinds = {entry.name: hints[entry.name] for entry in fields(kind)}
     choices = {entry.name: entry.metadata.get("choices") for entry in fields(kind)}
     for name, text in texts.items():
         with contextlib.suppress(KeyError, ValueError):

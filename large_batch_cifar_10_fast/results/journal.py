@@ -54,7 +54,8 @@ class Journal:
         if self._is_as_left():
             self._write([row[name] for name in COLUMNS])
             return True
-        self.close()
+        with contextlib.suppress(OSError):  # a full disk did not take its last row
+            self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._open()
         try:

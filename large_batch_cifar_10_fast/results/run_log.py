@@ -6,7 +6,6 @@ import statistics
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +47,7 @@ class RunLog:
         """`images` gives facts of the data set, `finished` are the rows of a resumed campaign. Raises Refusal."""
         self.settings, self.recipe, self.world = settings, recipe, world
         self.rows = {int(row["run"]): row for row in finished}
+        self.runs_to_make = [run for run in settings.planned if run not in self.rows]  # of all teams
         self.facts: dict[str, object] = {}  # what all rows have alike; the main process's alone
         self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
         device = device_name(world)
@@ -55,7 +55,7 @@ class RunLog:
             refuse_other(finished[0], changes(finished[0], device=device))
         if world.is_main:
             self._take_down(images, finished, device)
-        name = {key: self.facts[key] for key in ("campaign", "started")} if world.is_first else {}
+        name = {key: self.facts[key] for key in ("campaign", "started", "data")} if world.is_first else {}
         words = world.words_of_all("campaign", json.dumps(name))
         if world.is_main:
             self.facts |= json.loads(words[0])
@@ -97,10 +97,6 @@ class RunLog:
         for line in (lines.WORLD, *gpu, lines.DATA, lines.RECIPE, lines.SETTINGS, lines.CAMPAIGN):
             self._print(line, **facts)
 
-    def runs_to_make(self) -> list[int]:
-        """The runs that are this launch's to make and not finished yet."""
-        return [run for run in self.settings.planned if run not in self.rows]
-
     def set_up(self, clock: Clock, steps_per_epoch: int, compiled: bool) -> None:
         """The published lines about what all runs share; from here on the steps go by on a terminal. What could not be
         compiled is told, in rows and log, as not compiled, and --resume goes on with it so. Raises Refusal where the
@@ -117,7 +113,8 @@ class RunLog:
         if not self.restart:  # or the log goes on
             self._print_set_up(clock, compiled)
         if self.world.teams > 1:
-            self._others = ThreadPoolExecutor(1).submit(self.world.answer_teams, "row", self._enter_told)
+            self._others, self._problem = threading.Thread(target=self._answer_teams, daemon=True), None
+            self._others.start()
 
     def _print_set_up(self, clock: Clock, compiled: bool) -> None:
         if compiled != self.settings.compile:
@@ -139,9 +136,10 @@ class RunLog:
 
     def epoch(self, clock: Clock, validation: Score) -> None:
         self.epochs.append((clock.total, validation.accuracy))
+        self.world.say_alive()
 
     def run(self, run: int, clock: Clock, train: Score, validation: Score, network: nn.Module) -> None:
-        """A finished run: its row, and the last's weights. Returns when the row is on the disk."""
+        """A finished run: its row, and the last's weights. The main process returns when the row is on the disk."""
         epochs, self.epochs = self.epochs, []
         if not self.world.is_main:
             return
@@ -162,12 +160,19 @@ class RunLog:
             kind, _, problem = answer.partition(": ")
             raise (Refusal if kind == Refusal.__name__ else OSError)(problem)
 
+    def _answer_teams(self) -> None:
+        try:
+            self.world.answer_teams("row", self._enter_told)
+        except Exception as problem:
+            self._problem = problem
+
     def _enter_told(self, word: str) -> str:
-        """Another team's row. Returns what went wrong, for the team to end of it."""
+        """Another team's row. Returns what went wrong: that team ends of it, and this one when it has finished."""
         try:
             self._enter(*json.loads(word))
             self._bar.update(self._bar.total // len(self.settings.planned))
-        except (Refusal, OSError) as problem:
+        except Exception as problem:
+            self._problem = problem
             return f"{type(problem).__name__}: {problem}"
         return ""
 
@@ -195,7 +200,9 @@ class RunLog:
         if not self.world.is_first:
             return
         if self.world.teams > 1:
-            self._others.result()
+            self._others.join()
+            if self._problem:
+                raise self._problem
         seconds = [float(row["seconds"]) for row in self.rows.values()]
         accuracies = [float(row["validation_accuracy"]) for row in self.rows.values()]
         self._print(lines.SLOWEST, maximum=max(seconds), median=statistics.median(seconds))

@@ -30,6 +30,19 @@ def meeting_point(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(host, port, world_size, is_master=rank == 0, master_listen_fd=listening, timeout=timeout)
 
 
+def launched_world_size() -> int:
+    """How many processes this one is part of, from torchrun's environment; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def launched_teams() -> int:
+    """TEAMS; raises Refusal where the processes that there are do not come out even."""
+    teams, processes = count_from(os.environ, "TEAMS", 1), launched_world_size()
+    if processes % teams:
+        raise Refusal(f"TEAMS={teams} cannot be made of {processes} processes: start them by train_cifar_parallel.sh")
+    return teams
+
+
 def has_other_machines() -> bool:
     """Whether this is a process that torchrun started, and some others are elsewhere."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..settings.settings import Refusal, count_from
-from .process import TIMEOUT, has_other_machines, meeting_point, refuse_with_others
+from ..settings.settings import count_from
+from .process import TIMEOUT, has_other_machines, launched_world_size, meeting_point, refuse_with_others
 
 Item = TypeVar("Item")
 
 GRACE = timedelta(seconds=10)  # in which all that still can have given up waiting, too
+LATE = "timed out|timeout"  # in what torch says of a wait
 LOST = 3  # seconds that a process leaves the launcher to find the one that it lost, and to end it with the others
 
 
@@ -48,7 +49,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the team's process that speaks and writes, with worker 0."""
+        """Whether this is the team's process that speaks for it, with worker 0."""
         return self.rank == 0
 
     @property
@@ -127,10 +128,15 @@ class World:
             yield things[int(taken) - 1]
 
     def tell_first(self, subject: str, word: str) -> str:
-        """Tell the first process something, and return its answer."""
-        told = f"{subject}/{self.store.add(subject, 1)}"
+        """Tell the first process something for this team, and return its answer."""
+        told = f"{subject}/{self.team}/{self.store.add(f'{subject}/{self.team}', 1)}"
         self.store.set(told, word)
-        return self.store.get(f"{told}/answer").decode()
+        try:
+            return self.store.get(f"{told}/answer").decode()
+        except RuntimeError as error:
+            if re.search(LATE, str(error), re.IGNORECASE):
+                raise TimeoutError("waited for process 0 longer than TIMEOUT") from error
+            raise
 
     def answer_teams(self, subject: str, answer: Callable[[str], str]) -> None:
         """Answer what the first process is told, beside what it does itself, until all have said that they finished.
@@ -140,22 +146,29 @@ class World:
         """
         finished = [f"finished/{place}" for place in range(self.teams * self.world_size)]
         patience = count_from(os.environ, "TIMEOUT", TIMEOUT) if has_other_machines() else math.inf
-        number, heard = 1, time.monotonic()
+        numbers, signs, heard = dict.fromkeys(range(1, self.teams), 1), 0, time.monotonic()
         while not self.store.check(finished):
-            told = f"{subject}/{number}"
-            if self.store.check([told]):
-                self.store.set(f"{told}/answer", answer(self.store.get(told).decode()))
-                number, heard = number + 1, time.monotonic()
-            elif not self.store.check(finished[:1]):
+            for team, number in numbers.items():
+                told = f"{subject}/{team}/{number}"
+                if self.store.check([told]):
+                    self.store.set(f"{told}/answer", answer(self.store.get(told).decode()))
+                    numbers[team] += 1
+            before, signs = signs, self.store.add("alive", 0)
+            if signs > before or not self.store.check(finished[:1]):
                 heard = time.monotonic()
-            elif time.monotonic() - heard > patience:
+            if time.monotonic() - heard > patience:
                 silent = [str(place) for place, word in enumerate(finished) if not self.store.check([word])]
                 raise TimeoutError(f"waited for process {' and '.join(silent)} longer than TIMEOUT")
             time.sleep(0.05)
 
+    def say_alive(self) -> None:
+        """A sign of life for the first process: a run of another team may take longer than TIMEOUT."""
+        if self.teams > 1:
+            self.store.add("alive", 1)
+
     def say_finished(self) -> None:
         """Let the first process know that no run is left to make here: it keeps the store for as long as one is."""
-        if self.store is not None:
+        if self.teams > 1:
             self.store.set(f"finished/{self._places[0]}", "")
 
     @contextlib.contextmanager
@@ -167,7 +180,7 @@ class World:
         except RuntimeError as error:
             if re.search("connection|remote process", str(error), re.IGNORECASE):
                 time.sleep(LOST)
-            if not re.search("timed out|timeout", str(error), re.IGNORECASE):
+            if not re.search(LATE, str(error), re.IGNORECASE):
                 raise
             heard: list[int] = []
             asking = threading.Thread(target=self._hear, args=(heard,), daemon=True)
@@ -193,19 +206,6 @@ def warn(text: str) -> None:
     """A line on STDERR, clear of the progress bar."""
     with tqdm.external_write_mode():
         print(f"Warning: {text}", file=sys.stderr, flush=True)
-
-
-def launched_world_size() -> int:
-    """How many processes this one is part of, from torchrun's environment; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def launched_teams() -> int:
-    """TEAMS; raises Refusal where the processes that there are do not come out even."""
-    teams, processes = count_from(os.environ, "TEAMS", 1), launched_world_size()
-    if processes % teams:
-        raise Refusal(f"TEAMS={teams} cannot be made of {processes} processes: start them by train_cifar_parallel.sh")
-    return teams
 
 
 def device_of_process() -> torch.device:
