@@ -146,7 +146,8 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
     images = {"images": "none", "train": 0, "test": 0, "digest": "0" * 12}
     logs = []
     for world, out in ((first, tmp_path), (second, tmp_path / "elsewhere")):
-        logs.append(RunLog(Settings(runs=5, out=str(out)), Apple2019(), world, lambda: images, []))
+        settings = Settings(runs=5, out=str(out), data=str(tmp_path / f"images_{world.team}"))
+        logs.append(RunLog(settings, Apple2019(), world, lambda: images, []))
         logs[-1].set_up(Clock(world.synchronize, dict.fromkeys(PARTS, 1.0)), 1, compiled=False)
     clock = Clock(second.synchronize, dict.fromkeys(PARTS, 1.0))
     clock.last["validation"] = 1.0
@@ -163,6 +164,7 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
         row = read_rows(tmp_path / "runs.tsv")[-1]
         assert (row["run"], row["seed"], row["train_accuracy"]) == (str(run), str(run), repr(1 / 3))
         assert (row["goal_epoch"], row["campaign"]) == ("" if run == 2 else "1", logs[0].facts["campaign"])
+        assert row["data"] == str(tmp_path / "images_0"), "where --resume, on the first machine, finds them"
     assert (tmp_path / "timing_log.tsv").read_text().count("\n") == 2, "of run 0"
     assert first.store.add("alive", 0) == 2 + 1 + 3, "epochs"
     with mock.patch("os.fsync", side_effect=lambda _: time.sleep(0.3)):
@@ -170,6 +172,7 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
         make(4, logs[0])
         told.result(5)
     assert sorted(row["run"] for row in read_rows(tmp_path / "runs.tsv")) == ["0", "1", "2", "3", "4"]
+    assert logs[0].runs_to_make == logs[1].runs_to_make, "they are handed out by their places"
     assert capsys.readouterr().err == "Warning: run 2 (seed 2) diverged: its loss is not finite\n"
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch("os.fsync", side_effect=full), pytest.raises(OSError, match="No space left"):
