@@ -99,6 +99,7 @@ def test_the_first_team_does_not_leave_before_the_others_are_done(tiny_npz, tmp_
 def teams():
     """Two of one process each; whatever waits for them ends with the test."""
     store = dist.HashStore()
+    store.set_timeout(worlds.timedelta(seconds=10))
     yield (teams := [World(0, 1, CPU, 8, team=team, teams=2, store=store) for team in (0, 1)])
     for team in teams:
         team.say_finished()
