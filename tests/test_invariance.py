@@ -133,7 +133,7 @@ def test_teams_on_two_machines_make_one_table(few_npz, tmp_path, alone):
     _, expected = alone("apple2019")
     (tmp_path / "sitecustomize.py").write_text(AFTER_ANOTHER)
     command = [*SMALL["apple2019"], "--data", str(few_npz), "--precision", "fp64", "--runs", "4"]
-    variables = {"TEAMS": 2, "PYTHONPATH": tmp_path, "TOLD": tmp_path / "told"}
+    variables = {"TEAMS": 2, "OMP_NUM_THREADS": 1, "PYTHONPATH": tmp_path, "TOLD": tmp_path / "told"}
     first, second = _on_two_machines(tmp_path, {"first": command, "second": command}, **variables)
     assert (tmp_path / "told").exists(), "the second made a run"
     assert first[0] == 0, first
