@@ -50,6 +50,7 @@ class RunLog:
         self.runs_to_make = [run for run in settings.planned if run not in self.rows]  # of all teams
         self.facts: dict[str, object] = {}  # what all rows have alike; the main process's alone
         self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
+        self._problem: Exception | None = None  # with what other teams told
         device = device_name(world)
         if finished:
             refuse_other(finished[0], changes(finished[0], device=device))
@@ -113,7 +114,7 @@ class RunLog:
         if not self.restart:  # or the log goes on
             self._print_set_up(clock, compiled)
         if self.world.teams > 1:
-            self._others, self._problem = threading.Thread(target=self._answer_teams, daemon=True), None
+            self._others = threading.Thread(target=self._answer_teams, daemon=True)
             self._others.start()
 
     def _print_set_up(self, clock: Clock, compiled: bool) -> None:
@@ -195,14 +196,14 @@ class RunLog:
 
     def summary(self) -> None:
         """The three lines that close the published log, over the whole seconds of each run."""
-        self._bar.close()
         self.world.say_finished()
         if not self.world.is_first:
             return
         if self.world.teams > 1:
             self._others.join()
-            if self._problem:
-                raise self._problem
+        self._bar.close()
+        if self._problem:
+            raise self._problem
         seconds = [float(row["seconds"]) for row in self.rows.values()]
         accuracies = [float(row["validation_accuracy"]) for row in self.rows.values()]
         self._print(lines.SLOWEST, maximum=max(seconds), median=statistics.median(seconds))
