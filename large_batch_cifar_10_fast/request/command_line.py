@@ -160,12 +160,12 @@ def _images_here(row: Row, settings: Settings) -> str:
 
 def _typed(kind: type, row: Row, texts: Mapping[str, str]) -> dict[str, object]:
     """What a row's words mean; raises Refusal for what this version would not have written."""
-    hints, values = get_type_hints(kind), {}
-    kinds = {entry.name: hints[entry.name] for entry in fields(kind)}
+    kinds, values = get_type_hints(kind), {}
     choices = {entry.name: entry.metadata.get("choices") for entry in fields(kind)}
     for name, text in texts.items():
-        with contextlib.suppress(KeyError, ValueError):
-            values[name] = text == "True" if kinds[name] is bool else kinds[name](text)
-        if name not in values or str(values[name]) != text or text not in (choices.get(name) or [text]):
+        with contextlib.suppress(ValueError):
+            if name in choices:
+                values[name] = text == "True" if kinds[name] is bool else kinds[name](text)
+        if name not in values or str(values[name]) != text or text not in (choices[name] or [text]):
             raise Refusal(f"--resume: campaign {row['campaign']} has {name}={text[:40]}: somebody changed its table")
     return values

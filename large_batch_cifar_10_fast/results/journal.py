@@ -59,21 +59,17 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._open()
         try:
-            there = self._there(row)
+            table = read_rows(self.path, to_append=True)
         except Refusal as refusal:
             for lost in self._rows.values():
                 self._put_aside(as_line([lost[name] for name in COLUMNS]))
             raise Refusal(f"{refusal}; this campaign's rows are in {self.path}.broken") from None
         self.mend()
+        there = {other["run"] for other in table if other["campaign"] == row["campaign"]}
         for run, lost in self._rows.items():
             if run not in there:
                 self._write([lost[name] for name in COLUMNS])
         return False
-
-    def _there(self, row: Row) -> dict[str, Row]:
-        """What the table holds of a row's campaign, by run. Raises Refusal if it is no such table."""
-        rows = read_rows(self.path, to_append=True)
-        return {other["run"]: other for other in rows if other["campaign"] == row["campaign"]}
 
     def _is_as_left(self) -> bool:
         try:

@@ -16,6 +16,7 @@ from ..training.world import World
 
 
 def utc_now() -> str:
+    """As the head of a log tells it."""
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
