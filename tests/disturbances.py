@@ -58,20 +58,20 @@ def strike(process: subprocess.Popen, table: Path, dice: random.Random) -> tuple
 def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> dict[str, object]:
     """Campaigns that are killed and resumed again and again, each held against one that was left alone: in turn of one
     team of two processes, and of two teams."""
-    same, expected = [name for name in COLUMNS if name not in DIFFERENT], []
+    same, expected = [name for name in COLUMNS if name not in DIFFERENT], {}
     for teams in (1, 2):
         place = folder / f"undisturbed_{teams}"
         place.mkdir(parents=True)
         undisturbed = start(place, npz, TEAMS=teams)
         assert undisturbed.wait() == 0, undisturbed.stderr.read()
-        expected.append(pd.read_csv(place / "runs.tsv", sep="\t").sort_values("run", ignore_index=True)[same])
+        expected[teams] = pd.read_csv(place / "runs.tsv", sep="\t").sort_values("run", ignore_index=True)[same]
     found, done, struck = Counter(), 0, Counter()
     found |= dict.fromkeys(("rows lost", "rows doubled", "campaigns with a changed row", "processes left", "hangs"), 0)
     while done < kills:
         place = folder / f"campaign_{found['campaigns']}"
         place.mkdir()
-        teams = found["campaigns"] % 2
-        process = start(place, npz, TEAMS=teams + 1)
+        teams = 1 + found["campaigns"] % 2
+        process = start(place, npz, TEAMS=teams)
         while True:
             blow = strike(process, place / "runs.tsv", dice) if done < kills else None
             try:
@@ -91,7 +91,7 @@ def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> 
                 break
             table = place / "runs.tsv"
             begun = table.exists() and read_rows(table)
-            process = start(place, npz, *(["--resume", "--data", npz] if begun else []), TEAMS=teams + 1)
+            process = start(place, npz, *(["--resume", "--data", npz] if begun else []), TEAMS=teams)
         rows = pd.read_csv(place / "runs.tsv", sep="\t")
         found["rows lost"] += len(set(range(RUNS)) - set(rows["run"]))
         found["rows doubled"] += int(rows["run"].duplicated().sum())

@@ -36,7 +36,6 @@ def test_the_baseline_of_the_bench_is_the_same_mathematics():
 def test_the_bench_tells_all_parts_and_the_ratio(monkeypatch, capsys):
     options = ["--json", "--repeats", "5", "--width", "4", "--batch_size", "16", "--no_compile"]
     monkeypatch.setattr(sys, "argv", ["bench", *options])
-    monkeypatch.delenv("WORKERS", raising=False)
     monkeypatch.setattr(bench, "random_images", lambda *_: random_images(2000, 1000))  # for 50,000 and 10,000
     bench.main()
     told = json.loads(capsys.readouterr().out)
