@@ -24,6 +24,7 @@ KINDS = (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)  # a new recipe
 RECIPES = {recipe.name: recipe for recipe in KINDS}  # what --recipe knows
 DEFAULT = Apple2019.name
 PRESET = {"data": "synthetic", **DEMO}
+CHANGED = "somebody changed its table; put it back, or start without --resume"
 
 
 def read_request(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Settings, Recipe]:
@@ -138,7 +139,7 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
     kind = RECIPES[row["recipe"]]
     recipe = _made_of(kind, _typed(kind, row, from_pairs(row["options"])))
     if as_pairs(asdict(recipe)) != row["options"]:
-        raise Refusal(f"--resume: campaign {row['campaign']} lacks options of {kind.name}: somebody changed its table")
+        raise Refusal(f"--resume: campaign {row['campaign']} lacks options of {kind.name}: {CHANGED}")
     kept = _typed(Settings, row, {name: row[name] for name in ("runs", "share", *CONDITIONS)})
     kept |= {"seed": int(row["seed"]) - int(row["run"]), "no_compile": not kept["compile"]}
     campaign = kept | asdict(recipe)
@@ -167,5 +168,5 @@ def _typed(kind: type, row: Row, texts: Mapping[str, str]) -> dict[str, object]:
             if name in choices:
                 values[name] = text == "True" if kinds[name] is bool else kinds[name](text)
         if name not in values or str(values[name]) != text or text not in (choices[name] or [text]):
-            raise Refusal(f"--resume: campaign {row['campaign']} has {name}={text[:40]}: somebody changed its table")
+            raise Refusal(f"--resume: campaign {row['campaign']} has {name}={text[:40]}: {CHANGED}")
     return values
