@@ -1,12 +1,14 @@
 """One process among others: where it meets them, and how it ends."""
 
 import contextlib
+import ctypes
 import os
 import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -14,6 +16,7 @@ from ..settings.ending import LAUNCH
 from ..settings.settings import REFUSED, Refusal, count_from, refusals_end
 
 LISTENING = timedelta(seconds=60)  # in which others, still starting, can hear of a refusal
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 TIMEOUT = 3600  # seconds that processes wait for each other; one epoch on a slow machine may keep the others waiting
 
 
@@ -52,6 +55,26 @@ def store_of_all() -> dist.Store:
     """torchrun's, where the processes of several machines leave word for each other before they have met."""
     timeout = timedelta(seconds=count_from(os.environ, "TIMEOUT", TIMEOUT))
     return dist.PrefixStore("before", next(dist.rendezvous("env://", timeout=timeout))[0])
+
+
+def take_device() -> torch.device:
+    """This process's GPU, if there are any, else the CPU; where teams share GPUs, each takes the next in turn."""
+    if not torch.cuda.is_available():
+        keep_freed_memory()
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
+    return device
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep what a step frees for the next one. Blocks of hundreds of megabytes would go back to the
+    system, and come back page by page, cleared: a quarter of a step's time on a CPU (docs/performance.md)."""
+    with contextlib.suppress(AttributeError):  # this is glibc's; another library has its own ways
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_MAX, 0)  # blocks apart from the heap
+        mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
 @contextlib.contextmanager

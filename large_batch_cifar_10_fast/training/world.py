@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..settings.settings import count_from
-from .process import TIMEOUT, has_other_machines, launched_world_size, meeting_point, refuse_with_others
+from .process import TIMEOUT, has_other_machines, launched_world_size, meeting_point, refuse_with_others, take_device
 
 Item = TypeVar("Item")
 
@@ -208,21 +208,11 @@ def warn(text: str) -> None:
         print(f"Warning: {text}", file=sys.stderr, flush=True)
 
 
-def device_of_process() -> torch.device:
-    """This process's GPU, if there are any; where teams share them, each takes the next in turn."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-
-
 @contextlib.contextmanager
 def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
     """Take this process's place in the world, and leave it in order."""
     rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
-    cuda, device = torch.cuda.is_available(), device_of_process()
-    if cuda:
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
+    device = take_device()
     if world_size == 1:
         yield World(rank, world_size, device, total_workers)
         return
@@ -235,7 +225,7 @@ def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
     store = meeting_point(rank, world_size, timeout)
     meeting = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     # NCCL takes two ranks on one GPU for a mistake; teams that share one are of one process each, and send nothing.
-    nccl = cuda and count_from(os.environ, "TEAMS_PER_GPU", 1) == 1
+    nccl = device.type == "cuda" and count_from(os.environ, "TEAMS_PER_GPU", 1) == 1
     dist.init_process_group("nccl" if nccl else "gloo", **meeting, device_id=device if nccl else None)
     size, group = world_size // teams, None
     if teams > 1 and size > 1:
