@@ -227,7 +227,9 @@ def test_long_runs_are_compiled_unless_told_otherwise(settings, recipe, expected
 
 
 def test_memory_that_a_step_frees_is_there_for_the_next_without_the_system():
-    """128 MB are 32 thousand pages, which the system would clear one by one, each time anew; the heap grows at first."""
+    """128 MB are 32 thousand pages, which the system would clear one by one, each time anew.
+
+    The heap grows at first."""
     program = """
 import resource, torch
 from large_batch_cifar_10_fast.training.world import join_world
