@@ -157,7 +157,7 @@ def test_muon_multiplies_in_the_precision_of_autocast():
         (["--pixels", "24x2"], {}, "--pixels 24x2 is no list of whole numbers, like 24,24,28,32"),
         (["--pixels", "24,40"], {}, "--pixels 24,40: sizes must lie in 9 to 32"),
         (["--pixels", "8"], {}, "--pixels 8: sizes must lie in 9 to 32, or three poolings leave nothing"),
-        (["--whitening_epochs", "9"], {}, "--whitening_epochs 9 must lie in 0 to 8: a run has 8 epochs"),
+        (["--whitening_epochs", "10"], {}, "--whitening_epochs 10 must lie in 0 to 9: a run has 9 epochs"),
         (["--label_smoothing", "1.5"], {}, "--label_smoothing 1.5 must lie in 0 to 1: it is a share"),
         (["--head_rate", "0"], {}, "--head_rate 0.0 must be greater than 0"),
         ([], {"WORKERS": "3"}, "WORKERS=3 does not divide 2000 images: choose --batch_size"),
