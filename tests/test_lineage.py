@@ -106,9 +106,9 @@ def test_fast_ai_keeps_float32_weights_in_fp16_and_the_others_do_not():
 
 
 SMALL = {
-    "basenet": ["--width", 8, "--batch_size", 64],
-    "page": ["--width", 8, "--batch_size", 64],
-    "fastai": ["--width", 2, "--batch_size", 16],
+    "basenet": ["--width", 16, "--batch_size", 64],
+    "page": ["--width", 16, "--batch_size", 64],
+    "fastai": ["--width", 3, "--batch_size", 16],
 }
 
 
@@ -127,7 +127,7 @@ def test_a_small_version_trains_every_image_in_every_epoch(recipe, tiny_npz, tmp
 
 @pytest.mark.parametrize("kind", [Basenet, Page, FastAI])
 def test_in_bf16_gradients_point_where_those_of_float64_do(kind):
-    recipe, world = kind(batch_size=8, width=8 if kind is not FastAI else 2), ALONE
+    recipe, world = kind(batch_size=8, width=16 if kind is not FastAI else 3), ALONE
     found = {}
     for precision in ("bf16", "fp64"):
         learner = make_learner(Settings(precision=precision, seed=3), recipe, world)
@@ -146,7 +146,7 @@ def test_in_bf16_gradients_point_where_those_of_float64_do(kind):
         (["--recipe", "basenet", "--epochs", "41"], "--epochs 41 must lie in 1 to 40: the schedule has no more"),
         (["--recipe", "fastai", "--entry", "one_gpu", "--epochs", "31"], "--epochs 31 must lie in 1 to 30"),
         (["--recipe", "fastai", "--entry", "two_gpus"], "invalid choice: 'two_gpus'"),
-        (["--recipe", "page", "--width", "4"], "--width 4 must lie in 8 to inf: with less than 8 channels"),
+        (["--recipe", "page", "--width", "8"], "--width 8 must lie in 16 to inf: a strided convolution"),
         (["--recipe", "page", "--batch_size", "0"], "--batch_size 0 must be greater than 0"),
     ],
 )

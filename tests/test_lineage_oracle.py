@@ -98,8 +98,8 @@ def one_cycle(rate, slope, decay, up):
 
 
 SYSTEMS = {
-    "basenet": (Basenet, {"width": 8}, "mean", stock_resnet18(8, "raw", True, [mean, maximum]), torch_nesterov),
-    "page": (Page, {"width": 8}, "sum", stock_resnet18(8, "activated", False, [maximum, mean]), page_nesterov),
+    "basenet": (Basenet, {"width": 16}, "mean", stock_resnet18(16, "raw", True, [mean, maximum]), torch_nesterov),
+    "page": (Page, {"width": 16}, "sum", stock_resnet18(16, "activated", False, [maximum, mean]), page_nesterov),
     "page's start": (
         Page,
         {"width": 8, "starting_point": True},
@@ -107,7 +107,7 @@ SYSTEMS = {
         stock_resnet18(8, "activated", True, [maximum, mean]),
         page_nesterov,
     ),
-    "fastai": (FastAI, {"width": 2}, "mean", stock_wide_resnet(2), one_cycle(0.04, 1.96 / 17.5, 2e-4, 17.5)),
+    "fastai": (FastAI, {"width": 3}, "mean", stock_wide_resnet(3), one_cycle(0.04, 1.96 / 17.5, 2e-4, 17.5)),
     "fastai, one GPU": (
         FastAI,
         {"width": 2, "entry": "one_gpu"},

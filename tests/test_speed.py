@@ -139,7 +139,7 @@ MUON = MuonRecipe(width=4, batch_size=20, workers=2, pixels="24,32", tail_epochs
 
 
 @pytest.mark.parametrize(
-    "recipe", [SMALL, Basenet(width=8), Page(width=8), FastAI(width=2), MUON], ids=lambda recipe: recipe.name
+    "recipe", [SMALL, Basenet(width=16), Page(width=16), FastAI(width=3), MUON], ids=lambda recipe: recipe.name
 )
 def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch, recipe):
     """FakeTensorMode knows shapes and devices alone: what needs a value, or tensors of two devices, raises.

@@ -68,7 +68,7 @@ class FastAI:
         object.__setattr__(self, "batch_size", self.batch_size or entry.batch_size)
         refuse_unless_positive(self, "batch_size")
         refuse_outside(self, "epochs", 1, entry.knots[-1], "the schedule has no more")
-        refuse_outside(self, "width", 2, math.inf, TOO_NARROW)
+        refuse_outside(self, "width", 3, math.inf, TOO_NARROW)
 
     @property
     def workers(self) -> int:

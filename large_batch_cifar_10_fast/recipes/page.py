@@ -51,7 +51,7 @@ class Page:
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "batch_size")
         refuse_outside(self, "epochs", 1, SCHEDULED, "the schedule has no more")
-        refuse_outside(self, "width", 8, math.inf, TOO_NARROW)
+        refuse_outside(self, "width", 16, math.inf, TOO_NARROW)
 
     def network(self) -> Network:
         """5,205,834 parameters at width 64; 5,205,962 with the surplus norm."""

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Seen on an AMD EPYC with torch 2.12.1: the gradient of a strided 1x1 convolution, channels-last, ends the process.
-TOO_NARROW = "with less than 8 channels PyTorch crashes on a CPU"
+# Seen with torch 2.12.1: the gradient of a strided 1x1 convolution, channels-last, of fewer channels than a vector has
+# floats (8 with AVX2, 16 with AVX-512) ends the process.
+TOO_NARROW = "a strided convolution of less than 16 channels makes PyTorch crash on a CPU"
 
 Norm = Callable[[int], nn.Module]  # made for so many channels
 
