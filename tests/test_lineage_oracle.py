@@ -102,17 +102,17 @@ SYSTEMS = {
     "page": (Page, {"width": 16}, "sum", stock_resnet18(16, "activated", False, [maximum, mean]), page_nesterov),
     "page's start": (
         Page,
-        {"width": 8, "starting_point": True},
+        {"width": 16, "starting_point": True},
         "sum",
-        stock_resnet18(8, "activated", True, [maximum, mean]),
+        stock_resnet18(16, "activated", True, [maximum, mean]),
         page_nesterov,
     ),
     "fastai": (FastAI, {"width": 3}, "mean", stock_wide_resnet(3), one_cycle(0.04, 1.96 / 17.5, 2e-4, 17.5)),
     "fastai, one GPU": (
         FastAI,
-        {"width": 2, "entry": "one_gpu"},
+        {"width": 3, "entry": "one_gpu"},
         "mean",
-        stock_wide_resnet(2),
+        stock_wide_resnet(3),
         one_cycle(0.075, 1.425 / 12, 1e-4, 12),
     ),
 }

@@ -29,7 +29,7 @@ def test_weights_are_pulled_to_their_average_every_few_steps_once_it_begins():
 
 
 def test_a_tail_has_a_constant_small_rate_and_averages_what_is_trained():
-    recipe = MuonRecipe(tail_epochs=0.5)
+    recipe = MuonRecipe(epochs=8, tail_epochs=0.5)
     network = recipe.network()
     muon, sgd, average = recipe.optimizers(network, ALONE)
     falling = muon.param_groups[0]["schedules"]["lr"]
