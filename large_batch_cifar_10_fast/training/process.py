@@ -1,4 +1,4 @@
-"""One process among others: where it meets them, and how it ends."""
+"""One process among others: where it meets them, its device, and how it ends."""
 
 import contextlib
 import ctypes
