@@ -1,15 +1,20 @@
 """The Muon recipe: its sizes, its stages, its optimiser against the formula, and what it refuses."""
 
+import pandas as pd
 import pytest
 import torch
+from conftest import train_here
+from disturbances import DIFFERENT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast.recipes.muon import ConvolutionToPool, Muon2024, MuonRecipe
 from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.results.tables import COLUMNS
 from large_batch_cifar_10_fast.settings.settings import Refusal
 from large_batch_cifar_10_fast.training.muon import Muon, orthogonal, orthogonal_all
 from large_batch_cifar_10_fast.training.networks import enter, frozen_weights, make_network, reset, work
+from large_batch_cifar_10_fast.training.optimizers import follow_schedules
 from large_batch_cifar_10_fast.training.recipe import Stage, stage_of
 from large_batch_cifar_10_fast.training.world import World
 
@@ -88,10 +93,14 @@ def test_filters_begin_as_the_identity_and_the_head_with_deviation_one():
     assert network.linear.weight.std().item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("shape", [(8, 20), (3, 8, 20), (20, 8)])
+@pytest.mark.parametrize("shape", [(8, 8), (8, 20), (3, 8, 20), (20, 8)])
 def test_orthogonal_keeps_directions_and_levels_their_sizes(shape):
-    matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    random = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u, s, v = torch.linalg.svd(random, full_matrices=False)
+    s = torch.linspace(3, 1, s.shape[-1], dtype=torch.float64).expand_as(
+        s
+    )  # well-conditioned, which a square one is not
+    matrix = u * s[..., None, :] @ v
     made = orthogonal(matrix)
     levelled = u.mT @ made @ v.mT
     sizes = levelled.diagonal(dim1=-2, dim2=-1)
@@ -102,6 +111,27 @@ def test_orthogonal_keeps_directions_and_levels_their_sizes(shape):
     torch.testing.assert_close(sizes, expected)
     assert 0.5 < sizes.min() < sizes.max() < 1.3
     torch.testing.assert_close(orthogonal(1000 * matrix), made)
+
+
+def test_over_its_200_steps_rates_fall_from_the_published_ones_to_zero():
+    network = Muon2024().network()
+    optimizers = Muon2024().optimizers(network, ALONE)
+    rates = {
+        id(weight): group for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]
+    }
+    filters, bias = network.groups[2][4].weight, network.groups[2][5].bias
+    watched = [rates[id(weight)] for weight in (filters, bias, network.whitening.bias, network.linear.weight)]
+    assert len(rates) == len(list(network.parameters())) - 1, "all but the whitening's filters"
+    for step, expected in {
+        1: (0.24, 0.053, 0.053, 0.67),
+        26: (0.21, 0.046375, 0.053 * 2 / 3, 0.58625),
+        76: (0.15, 0.033125, 0, 0.41875),  # the first of the fourth epoch, from which on it rests
+        101: (0.12, 0.0265, 0, 0.335),
+        200: (0.0012, 0.000265, 0, 0.00335),
+        201: (0, 0, 0, 0),
+    }.items():
+        follow_schedules(optimizers, step / 25)
+        assert [group["lr"] for group in watched] == pytest.approx(expected, abs=1e-12), step
 
 
 def test_muon_moves_filters_as_its_formula_says_each_by_itself():
@@ -172,3 +202,23 @@ def test_what_the_recipe_cannot_do_is_refused(arguments, variables, message):
 def test_a_step_of_2000_images_is_shared_out_over_the_workers():
     _, recipe = read_request(["--recipe", "muon"], {"WORKERS": "8"})
     assert (recipe.workers, recipe.batch_size) == (8, 250)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_made_after_a_resume_equals_the_same_run_after_another(tiny_npz, tmp_path, capsys):
+    """Resolution, what rests, averages and the order of flips all begin anew with each run."""
+    small = ["--recipe", "muon", "--width", "4", "--batch_size", "100", "--epochs", "2", "--pixels", "24,32"]
+    options = [*small, "--tail_epochs", "0.5", "--runs", "2", "--no_compile", "--no_warmup", "--data", tiny_npz]
+    train_here(*options, "--out", tmp_path, "--save", tmp_path / "w.pt")
+    whole = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    table = (tmp_path / "runs.tsv").read_text().splitlines(keepends=True)
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    (tmp_path / "runs.tsv").write_text("".join(table[:-1]))
+    (tmp_path / "w.pt").unlink()
+    train_here("--resume", "--out", tmp_path, "--save", tmp_path / "w.pt")
+    again = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    same = [name for name in COLUMNS if name not in DIFFERENT]
+    assert len(again) == 2
+    assert whole[same].equals(again[same])
+    for name, weight in torch.load(tmp_path / "w.pt", weights_only=True).items():
+        assert torch.equal(weight, weights[name]), name

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import random_pictures
 
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
+from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.training.augmentation import MOST_OPTIONS, deal_evenly
 from large_batch_cifar_10_fast.training.shards import deal_epoch, normalise, upload_shards, upload_test
 from large_batch_cifar_10_fast.training.views import mirrored
@@ -30,9 +32,9 @@ def _number(image: torch.Tensor) -> torch.Tensor:
     return image[:, 0, 0, 0].long() * 256 + image[:, 1, 0, 0].long()
 
 
-def _shards(rank=0, processes=1, micro_batches=1, recipe=APPLE):
+def _shards(rank=0, processes=1, micro_batches=1, recipe=APPLE, images=None):
     world = World(rank, processes, CPU, recipe.workers)
-    return upload_shards(*_numbered(643), recipe, world, micro_batches)
+    return upload_shards(*(images or _numbered(643)), recipe, world, micro_batches)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
@@ -44,6 +46,19 @@ def test_shards_are_strided_disjoint_and_complete(processes):
             images = shards.images[shards.rows_of(worker)].permute(0, 3, 1, 2)
             seen[worker] = _number(images).tolist()
     assert seen == {worker: list(range(worker, 643, 8)) for worker in range(8)}
+
+
+def test_an_epoch_of_fewer_pixels_has_the_batches_of_32_scaled_down():
+    images = random_pictures(120)
+    large, small = (
+        _shards(recipe=MuonRecipe(epochs=2, batch_size=40, pixels=pixels), images=images) for pixels in ("32", "24,32")
+    )
+    for epoch, size in ((1, 24), (2, 32)):
+        pairs = list(zip(large.epoch(seed=0, epoch=epoch), small.epoch(seed=0, epoch=epoch), strict=True))
+        assert len(pairs) == 3
+        for [(whole, labels)], [(scaled, same_labels)] in pairs:
+            torch.testing.assert_close(scaled, F.interpolate(whole, (size, size), mode="bilinear"))
+            assert torch.equal(labels, same_labels)
 
 
 def test_an_epoch_never_leaves_the_shards_and_shows_no_image_twice():

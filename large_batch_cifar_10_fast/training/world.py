@@ -145,7 +145,7 @@ class World:
         TimeoutError where that has lasted longer than TIMEOUT since this process finished.
         """
         finished = [f"finished/{place}" for place in range(self.teams * self.world_size)]
-        patience = count_from(os.environ, "TIMEOUT", TIMEOUT) if has_other_machines() else math.inf
+        timeout = count_from(os.environ, "TIMEOUT", TIMEOUT) if has_other_machines() else math.inf
         numbers, signs, heard = dict.fromkeys(range(1, self.teams), 1), 0, time.monotonic()
         while not self.store.check(finished):
             for team, number in numbers.items():
@@ -156,7 +156,7 @@ class World:
             before, signs = signs, self.store.add("alive", 0)
             if signs > before or not self.store.check(finished[:1]):
                 heard = time.monotonic()
-            if time.monotonic() - heard > patience:
+            if time.monotonic() - heard > timeout:
                 silent = [str(place) for place, word in enumerate(finished) if not self.store.check([word])]
                 raise TimeoutError(f"waited for process {' and '.join(silent)} longer than TIMEOUT")
             time.sleep(0.05)
