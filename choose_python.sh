@@ -3,7 +3,7 @@
 # That is $PYTHON, else the active python3, if it has every package named in requirements.txt, torchvision made
 # for the torch beside it; else .venv beside this file, made from requirements.txt or finished where that was
 # broken off. Nothing is imported for the look, so it takes a moment, and nothing is installed that is there.
-# $needed names the distributions. The folder that a user stands in, where `-c` looks first, is not searched.
+# $needed names the distributions. The folder that a user stands in, where `-c` and `-m` look first, is not searched.
 
 has_what_is_needed() {
     [ "$("$1" -c '
@@ -33,13 +33,13 @@ attended() {
 }
 
 make_venv() {
-    if [ ! -x "$top/.venv/bin/python" ] || ! "$top/.venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    if [ ! -x "$top/.venv/bin/python" ] || ! "$top/.venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
         echo "Making $top/.venv: $1 lacks some of: $needed" >&2
-        "$1" -m venv --clear "$top/.venv" >&2 || { echo "$1 cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 2; }
+        "$1" -I -m venv --clear "$top/.venv" >&2 || { echo "$1 cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 2; }
     else
         echo "Finishing $top/.venv" >&2
     fi
-    attended "$top/.venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
+    attended "$top/.venv/bin/python" -I -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
         || { echo "Installing requirements.txt into $top/.venv failed; start again to go on" >&2; exit 2; }
     cp "$top/requirements.txt" "$top/.venv/complete"
 }

@@ -24,7 +24,7 @@ from .request.checks import check_request
 from .request.command_line import read_request
 from .results.journal import Journal
 from .results.resuming import CAMPAIGN, campaign_of_this_launch, is_told_later, rows_of
-from .results.tables import planned_by
+from .results.tables import Row, planned_by
 from .settings.ending import LAUNCH
 from .settings.settings import Refusal, Settings, count_from, is_first_machine, most_restarts, refusals_end
 from .training.recipe import Recipe
@@ -32,6 +32,7 @@ from .training.recipe import Recipe
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
 REPORT = "last_failure.txt"  # in --out: all that torchrun and the processes had to say of a failure
 LOGS = (".txt", ".log")  # of torchrun, and of the processes
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a launch in order
 MEETING = 900  # seconds that machines wait for each other at first, unless TIMEOUT says otherwise
 
 
@@ -69,7 +70,7 @@ def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: 
         where += [f"--rdzv-conf=timeout={count_from(environment, 'TIMEOUT', MEETING)}"]
     others = ",".join(f"{rank}:2" for rank in range(1, processes))  # whose STDERR goes to a file instead
     kept = [f"--log-dir={scratch}/log", *([f"--redirects={others}"] if others else [])]
-    handled = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if not _is_ignored(name)]
+    handled = [name for name in SIGNALS if not _is_ignored(name)]
     ends = [f"--signals-to-handle={','.join(handled)}", f"--max-restarts={most_restarts(environment)}"]
     return [*where, *kept, *ends, f"--nproc-per-node={processes}", "-m", "large_batch_cifar_10_fast.train"]
 
@@ -99,13 +100,15 @@ def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tupl
     settings, recipe = read_request(arguments, environment)
     machines, gpus, cores = count_from(environment, "NNODES", 1), torch.cuda.device_count(), count_cores()
     count_from(environment, "TIMEOUT", 1)
-    processes = plan_processes(recipe, environment, gpus, cores)
+    teams, processes = count_from(environment, "TEAMS", 1), plan_processes(recipe, environment, gpus, cores)
     if is_told_later(settings):
         if not environment.get("NPROC"):
             raise Refusal("--resume: give this machine its NPROC; only the first knows the campaign before they meet")
     else:
-        check_request(settings, recipe, processes * machines // count_from(environment, "TEAMS", 1))
+        check_request(settings, recipe, processes * machines // teams)
     check_meeting(environment)
+    if teams > settings.runs and not settings.resume:
+        raise Refusal(f"TEAMS={teams} is more than --runs {settings.runs} keep busy: use fewer, or make more runs")
     runs = Path(settings.out) / "runs.tsv"
     if runs.exists() and is_first_machine(environment):
         Journal(runs).close()  # only one campaign at a time may write it
@@ -119,13 +122,18 @@ def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tupl
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[str]:
     """A folder for temporary files, gone when the launch ends; what launches left that were killed goes now."""
-    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*/lock"):
-        with contextlib.suppress(OSError), open(left, "rb") as lock:  # another user's, or one that is in use
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left.parent)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH) as folder, open(f"{folder}/locking", "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(f"{folder}/locking", f"{folder}/lock")  # from now on, and only locked, it is seen by others
+    with contextlib.ExitStack() as until_the_end:
+        try:
+            for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*/lock"):
+                with contextlib.suppress(OSError), open(left, "rb") as lock:  # another user's, or one that is in use
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left.parent)
+            folder = until_the_end.enter_context(tempfile.TemporaryDirectory(prefix=SCRATCH))
+            lock = until_the_end.enter_context(open(f"{folder}/locking", "wb"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.rename(f"{folder}/locking", f"{folder}/lock")  # from now on, and only locked, it is seen by others
+        except OSError as error:
+            raise Refusal(f"no temporary folder ({error.strerror}): set TMPDIR to one with room") from error
         yield folder
 
 
@@ -149,6 +157,9 @@ def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int
         how = f"the {machines} machines, each with a NODE_RANK of its own, did not meet"
         if machines == 1:
             how = f"the processes did not start ({first_line(fault)})"
+    finally:
+        for name in SIGNALS:  # torchrun's answer to them is an exception, which nobody would catch any more
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     print(f"train_cifar_parallel.sh: {how}; {advice(settings)}{kept(report, settings, scratch)}", file=sys.stderr)
     return status
 
@@ -196,12 +207,30 @@ def first_line(said: object) -> str:
     return (str(said).strip().splitlines() or [type(said).__name__])[0]
 
 
+def made(settings: Settings) -> list[Row]:
+    """The rows of this launch's campaign; raises Refusal if somebody spoilt the table in the meantime."""
+    return rows_of(settings.out, "" if settings.resume else os.environ[CAMPAIGN])
+
+
+@contextlib.contextmanager
+def refusals_tell_how_to_go_on(settings: Settings) -> Iterator[None]:
+    """What is refused when runs have been made (memory ran out, say) is no reason to make them again."""
+    reads = is_first_machine(os.environ)
+    before = len(made(settings)) if reads else 0
+    try:
+        yield
+    except Refusal as refusal:
+        if reads and len(made(settings)) > before:
+            raise Refusal(f"{refusal}; {advice(settings)}") from None
+        raise
+
+
 def advice(settings: Settings) -> str:
     """What is made of this launch's campaign, and how to go on."""
     if not is_first_machine(os.environ):
         return "the first machine tells what is made"
     try:
-        rows = rows_of(settings.out, "" if settings.resume else os.environ[CAMPAIGN])
+        rows = made(settings)
     except Refusal as refusal:  # somebody spoilt the table in the meantime
         return str(refusal)
     if not rows:
@@ -216,6 +245,7 @@ def kept(report: str, settings: Settings, scratch: str) -> str:
     told = [path.read_text(errors="replace") for path in sorted(Path(scratch).rglob("*")) if path.suffix in LOGS]
     path = Path(settings.out) / REPORT
     with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join([report, *told]))
         return f" (details: {path})"
     return ""
@@ -226,8 +256,10 @@ def main() -> None:
         settings, processes, variables = prepare_launch(sys.argv[1:], os.environ)
     os.environ.update(variables)
     with refusals_end("train_cifar_parallel.sh"), scratch_folder() as scratch:
-        arguments = [*torchrun_arguments(os.environ, processes, scratch), *sys.argv[1:]]
-        status = run_processes(arguments, settings, scratch)
+        given = [argument.replace("$", "$$") for argument in sys.argv[1:]]  # torchrun takes them for templates
+        arguments = [*torchrun_arguments(os.environ, processes, scratch), *given]
+        with refusals_tell_how_to_go_on(settings):
+            status = run_processes(arguments, settings, scratch)
     sys.exit(status)
 
 

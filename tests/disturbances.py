@@ -36,8 +36,24 @@ def start(folder: Path, npz: Path, *more: str, runs: int = RUNS, **given: object
     return subprocess.Popen([*map(str, command)], cwd=folder, env=variables, **pipes)
 
 
-def strike(process: subprocess.Popen, table: Path, dice: random.Random) -> tuple[str, list[int]] | None:
-    """A random signal for a random process, at a random moment or in that of writing; None if all had ended."""
+def rows_on_disk(table: Path) -> set[bytes]:
+    """Its whole lines, without the head."""
+    return set(table.read_bytes().split(b"\n")[1:-1]) if table.exists() else set()
+
+
+def processes_in(folder: Path) -> list[int]:
+    """All that live and were started with this folder for temporary files, whoever their parents are by now."""
+    mark, found = f"TMPDIR={folder}\0".encode(), []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (place / "environ").read_bytes() and is_alive(int(place.name)):
+                found.append(int(place.name))
+    return found
+
+
+def strike(process: subprocess.Popen, table: Path, dice: random.Random) -> tuple[str, set[bytes]] | None:
+    """A random signal for a random process, at a random moment or as soon as a row is written: what it was, and the
+    rows that were on the disk by then; None if all had ended."""
     writing, size = dice.random() < 0.5, table.stat().st_size if table.exists() else 0
     moment = time.monotonic() + dice.uniform(0, 20)
     while process.poll() is None and time.monotonic() < moment:
@@ -48,11 +64,11 @@ def strike(process: subprocess.Popen, table: Path, dice: random.Random) -> tuple
     victim, number = dice.choice(range(len(family) + 1)), dice.choice(SIGNALS)
     if process.poll() is not None:
         return None
-    if victim == len(family):  # as Ctrl-C does it
-        os.killpg(process.pid, number)
-        return f"{number.name} to all", family
-    os.kill(family[victim], number)
-    return f"{number.name} to {'the launcher' if victim == 0 else 'another'}", family
+    there = rows_on_disk(table)
+    for pid in family if victim == len(family) else family[victim : victim + 1]:
+        with contextlib.suppress(ProcessLookupError):  # the end of the first may have ended it
+            os.kill(pid, number)
+    return f"{number.name} to {'all' if victim == len(family) else 'another' if victim else 'the launcher'}", there
 
 
 def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> dict[str, object]:
@@ -65,13 +81,20 @@ def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> 
         undisturbed = start(place, npz, TEAMS=teams)
         assert undisturbed.wait() == 0, undisturbed.stderr.read()
         expected[teams] = pd.read_csv(place / "runs.tsv", sep="\t").sort_values("run", ignore_index=True)[same]
-    found, done, struck = Counter(), 0, Counter()
-    found |= dict.fromkeys(("rows lost", "rows doubled", "campaigns with a changed row", "processes left", "hangs"), 0)
+    faults = (
+        "rows lost",
+        "rows lost at once",
+        "rows doubled",
+        "campaigns with a changed row",
+        "processes left",
+        "hangs",
+    )
+    found, done, struck = Counter(dict.fromkeys(faults, 0)), 0, Counter()
     while done < kills:
         place = folder / f"campaign_{found['campaigns']}"
         place.mkdir()
         teams = 1 + found["campaigns"] % 2
-        process = start(place, npz, TEAMS=teams)
+        process, there = start(place, npz, TEAMS=teams), set()
         while True:
             blow = strike(process, place / "runs.tsv", dice) if done < kills else None
             try:
@@ -84,8 +107,10 @@ def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> 
             if blow:
                 done, struck[blow[0]] = done + 1, struck[blow[0]] + 1
                 time.sleep(0.5)
-                left = [pid for pid in blow[1] if is_alive(pid)]
-                found["processes left"] += len(left)
+                there |= blow[1]
+                found["in training"] += bool(blow[1])
+                found["rows lost at once"] += len(there - rows_on_disk(place / "runs.tsv"))
+                found["processes left"] += len(processes_in(place))
                 found["ends in more than one line"] += told.count("\n") > 1
             if process.returncode == 0:
                 break
@@ -94,6 +119,7 @@ def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> 
             process = start(place, npz, *(["--resume", "--data", npz] if begun else []), TEAMS=teams)
         rows = pd.read_csv(place / "runs.tsv", sep="\t")
         found["rows lost"] += len(set(range(RUNS)) - set(rows["run"]))
+        found["rows lost at once"] += len(there - rows_on_disk(place / "runs.tsv"))
         found["rows doubled"] += int(rows["run"].duplicated().sum())
         ordered = rows.drop_duplicates("run").sort_values("run", ignore_index=True)[same]
         found["campaigns with a changed row"] += not ordered.equals(expected[teams])

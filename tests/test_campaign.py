@@ -108,6 +108,15 @@ def test_with_restarts_a_campaign_heals_itself_and_equals_an_undisturbed_one(tin
     assert told.splitlines()[-1] == uninterrupted[1].splitlines()[-1]
 
 
+def test_teams_of_several_processes_make_the_rows_of_one(tiny_npz, tmp_path, uninterrupted):
+    """Bit for bit, of two processes each."""
+    result = train_together(4, *_arguments(tiny_npz, "--runs", RUNS), cwd=tmp_path, TEAMS=2, OMP_NUM_THREADS=1)
+    assert (result.returncode, result.stderr) == (0, "")
+    rows, expected = (pd.read_csv(folder / "runs.tsv", sep="\t") for folder in (tmp_path, uninterrupted[0]))
+    same = [name for name in COLUMNS if name not in (*DIFFERENT, "device")]
+    pd.testing.assert_frame_equal(rows.sort_values("run", ignore_index=True)[same], expected[same])
+
+
 def test_teams_make_the_same_rows_and_weights_as_one_after_the_other(tiny_npz, tmp_path):
     """Bit for bit, times apart; each run once."""
     arguments = _arguments(tiny_npz, "--runs", 5, "--save", "w.pt", "--no_compile")

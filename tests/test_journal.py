@@ -76,6 +76,32 @@ def test_where_a_campaigns_table_was_replaced_by_something_else_its_rows_are_put
     assert (tmp_path / "runs.tsv.broken").read_bytes().count(b"\n") == 2
 
 
+def test_where_another_campaign_took_the_tables_place_the_rows_are_put_beside_it(tmp_path):
+    path = tmp_path / "runs.tsv"
+    journal = Journal(path)
+    journal.mend()
+    journal.append(_row(0))
+    path.unlink()
+    other = Journal(path)
+    other.mend()
+    with pytest.raises(Refusal, match=r"another campaign is writing .* this campaign's rows are in .*runs.tsv.broken"):
+        journal.append(_row(1))
+    assert read_rows(path) == []
+    other.close()
+    assert (tmp_path / "runs.tsv.broken").read_bytes().count(b"\n") == 2
+
+
+def test_a_half_written_row_is_told_of(tmp_path):
+    path = tmp_path / "runs.tsv"
+    for half_written in (False, True):
+        journal = Journal(path)
+        assert journal.mend() == half_written
+        journal.append(_row(0))
+        journal.close()
+        path.write_bytes(path.read_bytes().removesuffix(b"\n"))  # which an editor may leave out
+    assert read_rows(path) == []
+
+
 def test_a_half_written_header_is_made_again(tmp_path):
     path = tmp_path / "runs.tsv"
     path.write_text("campaign\tstar")

@@ -233,7 +233,7 @@ def test_an_installation_ends_with_its_launch(tmp_path, number):
     script = _stand_in_repository(tmp_path)
     pip = tmp_path / ".venv" / "bin" / "python"
     pip.parent.mkdir(parents=True)
-    pip.write_text(f'#!/bin/sh\n[ "$3" = --version ] && exit\necho $$ > {tmp_path}/pid\nexec sleep 60\n')
+    pip.write_text(f'#!/bin/sh\n[ "$4" = --version ] && exit\necho $$ > {tmp_path}/pid\nexec sleep 60\n')
     pip.chmod(0o755)
     with subprocess.Popen(["bash", str(script)], env=environment(), stderr=subprocess.DEVNULL) as process:
         start = time.monotonic()

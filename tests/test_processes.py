@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import REPO, TINY, environment, train_here
 
-from large_batch_cifar_10_fast.launch import refuse_as_processes_did
+from large_batch_cifar_10_fast.launch import refusals_tell_how_to_go_on, refuse_as_processes_did
 from large_batch_cifar_10_fast.request import command_line
 from large_batch_cifar_10_fast.request.checks import check_request
 from large_batch_cifar_10_fast.request.command_line import read_request
@@ -63,6 +63,24 @@ def test_what_is_left_of_another_launchs_variables_is_answered(monkeypatch):
     monkeypatch.setenv("TEAMS", "2")
     with pytest.raises(Refusal, match="TEAMS=2 cannot be made of 1 processes"):
         launched_teams()
+
+
+def test_what_is_refused_when_runs_are_made_tells_how_to_go_on(tiny_npz, tmp_path, monkeypatch):
+    arguments = ["--demo", *TINY, "--no_compile", "--data", str(tiny_npz), "--out", str(tmp_path)]
+    settings = read_request([*arguments, "--runs", "1"], {})[0]
+    monkeypatch.setenv(CAMPAIGN, "mine")
+    with pytest.raises(Refusal, match=r"^no memory$"), refusals_tell_how_to_go_on(settings):
+        raise Refusal("no memory")
+
+    def run_out_of_memory():
+        with refusals_tell_how_to_go_on(settings):
+            train_here(*arguments, "--runs", "1")
+            raise Refusal("no memory")
+
+    with pytest.raises(Refusal, match=r"^no memory; 1 of its 1 runs are made, go on with --resume$"):
+        run_out_of_memory()
+    with pytest.raises(Refusal, match=r"^no memory$"), refusals_tell_how_to_go_on(settings):
+        raise Refusal("no memory")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Everything that cannot be trained is refused with status 2, in one line, with nothing written."""
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from large_batch_cifar_10_fast.images.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import prepare_launch
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO as PRESET
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.request.checks import check_out
+from large_batch_cifar_10_fast.request.checks import check_out, holds_weights
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 
@@ -74,6 +75,8 @@ CASES = {
     ),
     "workers for a recipe that has its own": (("--recipe", "page"), {"WORKERS": 2}, "recipe page has its own number"),
     "teams that do not come out even": (DEMO, {"TEAMS": 2, "NPROC": 1}, "TEAMS=2 cannot be made of NPROC=1 processes"),
+    "more teams than runs": (DEMO, {"TEAMS": 999999}, "TEAMS=999999 is more than --runs 1 keep busy"),
+    "a recipe beyond reason": (("--recipe", "page", "--width", "9" * 30), {}, "must lie in 16 to 100000"),
     "weights of any machine": (
         [*DEMO, "--save", "w.pt"],
         {"TEAMS": 2, "NPROC": 1, "NNODES": 2, "NODE_RANK": 0, "RDZV_ENDPOINT": "localhost:1"},
@@ -99,6 +102,29 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(case
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_images_in_a_folder_whose_name_cannot_stand_in_a_table_are_refused(tiny_npz, tmp_path, monkeypatch):
+    (folder := tmp_path / "two\nlines").mkdir()
+    shutil.copy(tiny_npz, folder / "t.npz")
+    monkeypatch.chdir(folder)
+    with pytest.raises(Refusal, match=r"--data t.npz: the name of the folder it lies in cannot stand in a table"):
+        prepare_launch(["--demo", "--data", "t.npz"], {})
+
+
+@pytest.mark.parametrize("out", ["x" * 300, "table"])
+def test_a_campaign_that_cannot_be_read_is_not_gone_on_with(out, tmp_path, monkeypatch):
+    (tmp_path / "table" / "runs.tsv").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Refusal, match=r"runs.tsv cannot be read \(.*\): give another --out"):
+        prepare_launch(["--resume", "--out", out], {})
+
+
+def test_a_damaged_archive_is_not_taken_for_weights(tmp_path):
+    torch.save({"a": torch.ones(3)}, path := tmp_path / "w.pt")
+    assert holds_weights(path)
+    path.write_bytes(path.read_bytes().replace(b"PK\x01\x02", b"PKxx"))
+    assert not holds_weights(path)
 
 
 @pytest.mark.slow

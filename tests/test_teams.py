@@ -15,8 +15,10 @@ from conftest import TINY, launch
 
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.checks import check_agreement
+from large_batch_cifar_10_fast.results import run_log
 from large_batch_cifar_10_fast.results.clock import PARTS, Clock
 from large_batch_cifar_10_fast.results.journal import Journal
+from large_batch_cifar_10_fast.results.lines import as_pairs, from_pairs
 from large_batch_cifar_10_fast.results.provenance import device_name
 from large_batch_cifar_10_fast.results.run_log import RunLog
 from large_batch_cifar_10_fast.results.tables import read_rows
@@ -40,9 +42,11 @@ def test_the_first_team_does_not_leave_before_the_others_are_done(tiny_npz, tmp_
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_TEAM)
     variables = {"TEAMS": 2, "NPROC": 2, "OMP_NUM_THREADS": 1, "PYTHONPATH": tmp_path / "slow"}
-    result = launch("--demo", *TINY, "--no_compile", "--runs", 2, "--data", tiny_npz, cwd=tmp_path, **variables)
+    out = tmp_path / "a$$b"  # in torchrun's templates a single $
+    arguments = ["--demo", *TINY, "--no_compile", "--runs", 2, "--data", tiny_npz, "--out", out]
+    result = launch(*arguments, cwd=tmp_path, **variables)
     assert (result.returncode, result.stderr) == (0, "")
-    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    rows = pd.read_csv(out / "runs.tsv", sep="\t")
     assert len(rows) == 2
     told = sorted(line.split(", ")[1].split(" loss")[0] for line in result.stdout.splitlines() if "Train acc" in line)
     assert told == sorted(f"validation acc {accuracy:.4f}" for accuracy in rows["validation_accuracy"]), (
@@ -72,8 +76,7 @@ def test_the_first_process_answers_the_teams_until_all_have_finished(teams):
     listening.result(2)
 
 
-def test_of_another_machine_nothing_may_be_heard_any_more(teams, monkeypatch):
-    monkeypatch.setattr(worlds, "has_other_machines", lambda: True)
+def test_of_a_team_that_is_stopped_or_far_away_nothing_may_be_heard_any_more(teams, monkeypatch):
     monkeypatch.setenv("TIMEOUT", "1")
     listening = ThreadPoolExecutor(1).submit(teams[0].answer_teams, "row", str)
     time.sleep(1.5)
@@ -94,9 +97,10 @@ def test_where_the_first_process_does_not_answer_it_is_named(teams):
 
 
 def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what_is_wrong_there(
-    teams, tmp_path, capsys
+    teams, tmp_path, capsys, monkeypatch
 ):
     """The second team's machine has no such folder."""
+    monkeypatch.setattr(run_log, "SIGNS", 0)  # of life, at every step
     first, second = teams
     for subject, word in (("device", "another"), ("campaign", "{}")):
         second.store.set(f"{subject}/1", word)
@@ -110,7 +114,8 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
     clock.last["validation"] = 1.0
 
     def make(run, log=logs[1]):
-        for _ in range(run + 1):
+        for epoch in range(run + 1):
+            assert [*log.progress("a step", run, epoch)] == [*"a step"]
             log.epoch(clock, Score(95, 100, 1.0))
         log.run(run, clock, Score(1, 3, 1 / 3), Score(95, 100, math.nan if run == 2 else 1.0), network=None)
 
@@ -123,7 +128,7 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
         assert (row["goal_epoch"], row["campaign"]) == ("" if run == 2 else "1", logs[0].facts["campaign"])
         assert row["data"] == str(tmp_path / "images_0"), "where --resume, on the first machine, finds them"
     assert (tmp_path / "timing_log.tsv").read_text().count("\n") == 2, "of run 0"
-    assert first.store.add("alive", 0) == 2 + 1 + 3, "epochs"
+    assert first.store.add("alive", 0) == (2 + 1 + 3) * len("a step")
     with mock.patch("os.fsync", side_effect=lambda _: time.sleep(0.3)):
         told = ThreadPoolExecutor(1).submit(make, 3)
         make(4, logs[0])
@@ -143,10 +148,32 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
         logs[0].summary()
 
 
-def test_teams_of_one_process_have_to_agree_as_well(teams):
-    teams[1].store.set("request/1", "recipe=another")
-    with pytest.raises(Refusal, match=r"process 1 has other recipe \(another, not apple2019\), "):
-        check_agreement(Settings(), Apple2019(), SimpleNamespace(digest="0" * 12), [], teams[0])
+@pytest.mark.parametrize("what", ["recipe", "width", "seed", "precision", "images", "code", "torch", "finished_runs"])
+def test_teams_of_one_process_have_to_agree_as_well(teams, what):
+    request = Settings(), Apple2019(), SimpleNamespace(digest="0" * 12), []
+    mine = from_pairs(_said_by(teams[0], request))
+    teams[1].store.set("request/1", as_pairs({**mine, what: "another"}))
+    mine[what] = mine[what] or "none"
+    with pytest.raises(Refusal, match=rf"^process 1 has other {what} \(another, not {mine[what]}\) than process 0: "):
+        check_agreement(*request, teams[0])
+    teams[1].store.set("request/1", _said_by(teams[0], request))
+    check_agreement(*request, teams[0])
+
+
+def _said_by(world, request):
+    """What a process tells the others of its request."""
+    said = []
+    with mock.patch.object(World, "words_of_all", lambda self, subject, word: said.append(word) or [word]):
+        check_agreement(*request, world)
+    return said[0]
+
+
+def test_machines_that_were_told_of_other_teams_refuse_before_they_form_any(teams):
+    store = teams[0].store
+    store.set("teams/1", "2")
+    with pytest.raises(Refusal, match="process 1 has TEAMS=2, process 0 TEAMS=1: give all machines the same"):
+        worlds.refuse_other_teams(0, 2, 1, store)
+    worlds.refuse_other_teams(0, 2, 2, store)
 
 
 def test_a_log_names_every_kind_of_device(teams):

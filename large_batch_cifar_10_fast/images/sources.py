@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..settings.settings import Refusal
+from ..settings.settings import SYNTHETIC, Refusal
 from .cifar10 import fetch_cifar10, read_cifar10
 from .npz import count_npz, read_npz
 from .synthetic import TRAIN_COUNT, draw_shapes
@@ -51,7 +51,7 @@ def count_training_images(data: str) -> int:
 
     Raises Refusal for anything that cannot be trained on, as far as that shows without reading every image.
     """
-    if data == "synthetic":
+    if data == SYNTHETIC:
         return TRAIN_COUNT
     if "://" in data:
         raise Refusal(f"--data {data} is an address, not a folder: name a mirror of CIFAR-10 in CIFAR10_URL")
@@ -63,8 +63,8 @@ def count_training_images(data: str) -> int:
 
 def load_images(data: str) -> Images:
     """Read `--data` into memory; raises Refusal."""
-    if data == "synthetic":
-        return Images("synthetic", *draw_shapes())
+    if data == SYNTHETIC:
+        return Images(SYNTHETIC, *draw_shapes())
     count_training_images(data)
     if data.endswith(".npz"):
         return Images(Path(data).name, *read_npz(Path(data)))

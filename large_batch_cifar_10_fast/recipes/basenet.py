@@ -4,7 +4,6 @@ One worker of 128 images; 40 epochs, in which the rate rises to 0.1, jumps to 0.
 decay 5e-4 on everything; cross-entropy's mean; pad 4, crop, flip, drawn for each image.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ..settings.settings import option, refuse_outside, refuse_unless_positive
+from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
 from ..training.augmentation import CropAndFlip, draw_independently
 from ..training.norm import GhostBatchNorm, norms_of
 from ..training.optimizers import PiecewiseLinear
@@ -51,7 +50,7 @@ class Basenet:
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "batch_size")
         refuse_outside(self, "epochs", 1, SCHEDULED, "the schedule has no more")
-        refuse_outside(self, "width", 16, math.inf, TOO_NARROW)
+        refuse_outside(self, "width", 16, MOST, TOO_NARROW)
 
     def network(self) -> "Network":
         return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))

@@ -4,7 +4,6 @@ Eight workers of 128 images; 40 epochs, rate 0.04, 2, 0.04, 0.0004 at epochs 0, 
 at the first three; decay 2e-4 on everything; cross-entropy's mean; crop, jitter of colours, small rotations, flip.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -13,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ..settings.settings import option, refuse_outside, refuse_unless_positive
+from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
 from ..training.augmentation import CropAndFlip, draw_independently
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import PiecewiseLinear
@@ -68,7 +67,7 @@ class FastAI:
         object.__setattr__(self, "batch_size", self.batch_size or entry.batch_size)
         refuse_unless_positive(self, "batch_size")
         refuse_outside(self, "epochs", 1, entry.knots[-1], "the schedule has no more")
-        refuse_outside(self, "width", 3, math.inf, TOO_NARROW)
+        refuse_outside(self, "width", 3, MOST, TOO_NARROW)
 
     @property
     def workers(self) -> int:

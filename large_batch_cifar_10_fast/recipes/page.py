@@ -4,7 +4,6 @@ One worker of 128 images; 35 epochs, rate 0, 0.1, 0.005, 0 at epochs 0, 15, 30, 
 the velocity, decay 5e-4 x 128; cross-entropy's sum, the rate divided by 128; pad 4, crop, flip, drawn for each image.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..settings.settings import option, refuse_outside, refuse_unless_positive
+from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
 from ..training.augmentation import CropAndFlip, draw_independently
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import NesterovSGD, PiecewiseLinear
@@ -51,7 +50,7 @@ class Page:
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "batch_size")
         refuse_outside(self, "epochs", 1, SCHEDULED, "the schedule has no more")
-        refuse_outside(self, "width", 16, math.inf, TOO_NARROW)
+        refuse_outside(self, "width", 16, MOST, TOO_NARROW)
 
     def network(self) -> Network:
         """5,205,834 parameters at width 64; 5,205,962 with the surplus norm."""

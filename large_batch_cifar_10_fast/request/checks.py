@@ -11,7 +11,7 @@ from ..results.lines import as_pairs, from_pairs
 from ..results.provenance import code_digest
 from ..results.resuming import changes, finished_rows, refuse_other
 from ..results.tables import Row, read_rows
-from ..settings.settings import Refusal, Settings, count_from, has_option, is_first_machine, spelled
+from ..settings.settings import SYNTHETIC, Refusal, Settings, count_from, has_option, is_first_machine, spelled
 from ..training.process import has_other_machines
 from ..training.recipe import Recipe
 from ..training.world import World
@@ -26,6 +26,8 @@ def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
         check_out(settings)
     if settings.save and count_from(os.environ, "TEAMS", 1) > 1 and _has_several_machines():
         raise Refusal("--save: a team on any machine may make the last run; leave it out, or make that run by itself")
+    if settings.data != SYNTHETIC and not os.path.abspath(settings.data).isprintable():
+        raise Refusal(f"--data {settings.data}: the name of the folder it lies in cannot stand in a table; move it")
     check_images(recipe, count_training_images(settings.data))
     for row in finished_rows(settings)[-1:]:
         now = {"processes": world_size, "digest": load_images(settings.data).digest}
@@ -50,7 +52,7 @@ def check_agreement(settings: Settings, recipe: Recipe, images: Images, finished
         del mine[name]
     first, *others = map(from_pairs, world.words_of_all("request", as_pairs(mine)))
     for rank, other in enumerate(others, 1):
-        here, there = ({name: facts.get(name, "none") for name in first | other} for facts in (first, other))
+        here, there = ({name: facts.get(name) or "none" for name in first | other} for facts in (first, other))
         differing = [f"{name} ({there[name]}, not {here[name]})" for name in here if there[name] != here[name]]
         if differing:
             raise Refusal(f"process {rank} has other {', '.join(differing)} than process 0: give all machines the same")
@@ -120,5 +122,8 @@ def holds_weights(path: Path) -> bool:
     """Whether torch.save wrote it."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/data.pkl") for name in archive.namelist())
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    except zipfile.BadZipFile:  # a damaged one
+        return False

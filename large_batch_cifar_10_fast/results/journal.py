@@ -29,8 +29,8 @@ class Journal:
             self._file.close()
             raise Refusal(f"another campaign is writing {self.path}: wait for it or choose another --out") from None
 
-    def mend(self) -> None:
-        """Move a half-written last row to runs.tsv.broken, and write the header of a new table."""
+    def mend(self) -> bool:
+        """Write the header of a new table; whether a half-written last row had to be moved to runs.tsv.broken."""
         self._file.seek(0)
         whole, begun = split_whole(self._file.read())
         if begun:
@@ -39,6 +39,7 @@ class Journal:
         self._size = len(whole)
         if not whole:
             self._write(COLUMNS)
+        return bool(begun)
 
     def _put_aside(self, content: bytes) -> None:
         with open(f"{self.path}.broken", "ab") as aside:
@@ -48,7 +49,8 @@ class Journal:
         """Add a run, and return when it is on the disk: whether the table was as it had been left.
 
         If it was not (an editor saves by renaming, and a file without a name takes rows without a word), the file
-        that now has the name gets all rows of the campaign that it lacks. Raises Refusal if it is no such table.
+        that now has the name gets all rows of the campaign that it lacks. Raises Refusal if it is no such table, or
+        another campaign's by now: they are put aside.
         """
         self._rows[str(row["run"])] = row
         if self._is_as_left():
@@ -57,13 +59,13 @@ class Journal:
         with contextlib.suppress(OSError):  # a full disk did not take its last row
             self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._open()
         try:
+            self._open()
             table = read_rows(self.path, to_append=True)
-        except Refusal as refusal:
+        except (Refusal, OSError) as problem:
             for lost in self._rows.values():
                 self._put_aside(as_line([lost[name] for name in COLUMNS]))
-            raise Refusal(f"{refusal}; this campaign's rows are in {self.path}.broken") from None
+            raise Refusal(f"{problem}; this campaign's rows are in {self.path}.broken") from None
         self.mend()
         there = {other["run"] for other in table if other["campaign"] == row["campaign"]}
         for run, lost in self._rows.items():

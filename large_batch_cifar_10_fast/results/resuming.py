@@ -54,7 +54,10 @@ def is_told_later(settings: Settings) -> bool:
 def rows_of(out: str, campaign: str = "") -> list[Row]:
     """The rows of a campaign in a folder, the last one's unless it is named."""
     path = Path(out) / "runs.tsv"
-    return rows_of_campaign(read_rows(path), campaign) if path.exists() else []
+    try:
+        return rows_of_campaign(read_rows(path), campaign) if path.exists() else []
+    except OSError as error:  # a folder, or one that may not be read, or too long a name
+        raise Refusal(f"{path} cannot be read ({error.strerror}): give another --out") from error
 
 
 def changes(row: Row, **now: object) -> list[str]:

@@ -5,6 +5,7 @@ import os
 import statistics
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .. import __version__
-from ..settings.settings import Refusal, Settings, most_restarts, restarts
+from ..settings.settings import SYNTHETIC, Refusal, Settings, most_restarts, restarts
 from ..training.recipe import Recipe
 from ..training.tally import Score
 from ..training.world import World, warn
@@ -37,6 +38,8 @@ from .tables import CONDITIONS, GOAL, Row, diverged, reached_goal
 
 Item = TypeVar("Item")
 
+SIGNS = 0.5  # seconds at least between two signs of life
+
 
 class RunLog:
     """Prints and writes, in the first process, which is told the rows of other teams by their main ones."""
@@ -50,6 +53,7 @@ class RunLog:
         self.runs_to_make = [run for run in settings.planned if run not in self.rows]  # of all teams
         self.facts: dict[str, object] = {}  # what all rows have alike; the main process's alone
         self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
+        self._alive = time.monotonic()  # when this process last gave a sign of life
         self._problem: Exception | None = None  # with what other teams told
         device = device_name(world)
         if finished:
@@ -73,7 +77,7 @@ class RunLog:
         }
         self.facts |= driver_and_clocks(world) | images()
         self.facts |= {name: getattr(settings, name) for name in CONDITIONS}
-        self.facts |= {"data": os.path.abspath(settings.data) if os.path.exists(settings.data) else settings.data}
+        self.facts["data"] = settings.data if settings.data == SYNTHETIC else os.path.abspath(settings.data)
         self.facts |= {"version": __version__, "commit": commit(), "code": code_digest(), "torch": version("torch")}
         if finished:
             self.facts |= {name: finished[0][name] for name in ("campaign", "started")}
@@ -82,7 +86,8 @@ class RunLog:
             return
         Path(settings.out).mkdir(parents=True, exist_ok=True)
         self._journal, self._entering = Journal(Path(settings.out) / "runs.tsv", finished), threading.Lock()
-        self._journal.mend()
+        if self._journal.mend():
+            warn(f"the last row of {self._journal.path} was half-written: it is in {self._journal.path}.broken now")
         if self.restart:  # the log goes on
             made = {"made": len(self.rows), "runs": len(settings.planned)}
             self._print(lines.RESTART, restart=self.restart, most=most_restarts(os.environ), **made)
@@ -134,10 +139,12 @@ class RunLog:
         for step in steps:
             yield step
             self._bar.update()
+            if time.monotonic() - self._alive > SIGNS:
+                self._alive = time.monotonic()
+                self.world.say_alive()
 
     def epoch(self, clock: Clock, validation: Score) -> None:
         self.epochs.append((clock.total, validation.accuracy))
-        self.world.say_alive()
 
     def run(self, run: int, clock: Clock, train: Score, validation: Score, network: nn.Module) -> None:
         """A finished run: its row, and the last's weights. The main process returns when the row is on the disk."""

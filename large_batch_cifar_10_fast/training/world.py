@@ -1,7 +1,6 @@
 """The world: which processes there are, which workers live on which, and how they average and add up."""
 
 import contextlib
-import math
 import os
 import re
 import sys
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..settings.settings import count_from
+from ..settings.settings import Refusal, count_from
 from .process import TIMEOUT, has_other_machines, launched_world_size, meeting_point, refuse_with_others, take_device
 
 Item = TypeVar("Item")
@@ -141,11 +140,11 @@ class World:
     def answer_teams(self, subject: str, answer: Callable[[str], str]) -> None:
         """Answer what the first process is told, beside what it does itself, until all have said that they finished.
 
-        On one machine a process that is lost ends all; of another machine's nothing may be heard any more. Raises
-        TimeoutError where that has lasted longer than TIMEOUT since this process finished.
+        On one machine a process that is lost ends all; of one that is stopped, or of another machine, nothing may be
+        heard any more. Raises TimeoutError where that has lasted longer than TIMEOUT since this process finished.
         """
         finished = [f"finished/{place}" for place in range(self.teams * self.world_size)]
-        timeout = count_from(os.environ, "TIMEOUT", TIMEOUT) if has_other_machines() else math.inf
+        timeout = count_from(os.environ, "TIMEOUT", TIMEOUT)
         numbers, signs, heard = dict.fromkeys(range(1, self.teams), 1), 0, time.monotonic()
         while not self.store.check(finished):
             for team, number in numbers.items():
@@ -208,6 +207,15 @@ def warn(text: str) -> None:
         print(f"Warning: {text}", file=sys.stderr, flush=True)
 
 
+def refuse_other_teams(rank: int, world_size: int, teams: int, store: dist.Store) -> None:
+    """Processes that were told of other TEAMS would wait for each other for ever; seen before any group is formed."""
+    store.set(f"teams/{rank}", str(teams))
+    said = [store.get(f"teams/{other}").decode() for other in range(world_size)]
+    for other, theirs in enumerate(said):
+        if theirs != said[0]:
+            raise Refusal(f"process {other} has TEAMS={theirs}, process 0 TEAMS={said[0]}: give all machines the same")
+
+
 @contextlib.contextmanager
 def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
     """Take this process's place in the world, and leave it in order."""
@@ -223,6 +231,9 @@ def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     store = meeting_point(rank, world_size, timeout)
+    word = dist.PrefixStore("large_batch", store)
+    if has_other_machines():
+        refuse_other_teams(rank, world_size, teams, word)
     meeting = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     # NCCL takes two ranks on one GPU for a mistake; teams that share one are of one process each, and send nothing.
     nccl = device.type == "cuda" and count_from(os.environ, "TEAMS_PER_GPU", 1) == 1
@@ -231,7 +242,6 @@ def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
     if teams > 1 and size > 1:
         groups = [dist.new_group(range(first, first + size), timeout) for first in range(0, world_size, size)]
         group = groups[rank // size]
-    word = dist.PrefixStore("large_batch", store)
     world = World(rank % size, size, device, total_workers, rank // size, teams, group, word)
     with world.naming_the_silent():
         yield world
