@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from .results.logs import PUBLISHED, Log, read_log
-from .results.pictures import BEHIND, INK, WIDTH, refuse_picture, save_picture, start_drawing
+from .results.pictures import BEHIND, INK, WIDTH, refuse_picture, save_picture, spread, start_drawing
 from .results.tables import GOAL
-from .settings.settings import refusals_end
+from .settings.settings import CIFAR_10, refusals_end
 
 ENTRIES = {  # DAWNBench's files, and what to call them in a picture
     "apple_resnet9_8v100_pytorch": "Apple, 8 V100",
@@ -28,27 +28,6 @@ ENTRIES = {  # DAWNBench's files, and what to call them in a picture
     "fastai_pytorch_single_volta": "fast.ai, 1 V100",
     "basenet": "basenet",
 }
-
-
-def spread(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
-    """Move places apart until neighbours are `gap` away from each other, within [low, high] if they fit.
-
-    Order is kept, and nobody moves further than crowding asks for.
-    """
-    order = np.argsort(places, kind="stable")
-    moved = places[order].astype(float)
-    for _ in range(200):
-        overlap = gap - np.diff(moved)
-        crowded = overlap > 1e-9
-        if not crowded.any():
-            break
-        push = np.where(crowded, overlap / 2, 0)
-        moved[:-1] -= push
-        moved[1:] += push
-        moved = np.clip(moved, low, high)
-    result = np.empty_like(moved)
-    result[order] = moved
-    return result
 
 
 def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
@@ -129,6 +108,12 @@ def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> No
     plt.close(figure)
 
 
+def with_other_images(name: str, log: Log) -> str:
+    """Beside curves of CIFAR-10 a result on other images says so."""
+    images = log.facts.get("images", CIFAR_10)
+    return name if images == CIFAR_10 else f"{name}, on {images}"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.plot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -141,7 +126,8 @@ def main(arguments: list[str] | None = None) -> None:
         refuse_picture("--out", out)
         logs, reference = [read_log(name) for name in options.files], read_log(options.reference)
         alone = len(logs) == 1 and logs[0].name != reference.name
-        labels = ["mine"] if alone else [Path(log.name).name for log in logs]
+        names = ["mine"] if alone else [Path(log.name).name for log in logs]
+        labels = [with_other_images(name, log) for name, log in zip(names, logs, strict=True)]
         picture(logs, labels, reference, out)
 
 

@@ -5,10 +5,12 @@ import os
 
 import numpy as np
 import pytest
+from conftest import REPO
 from matplotlib.figure import Figure
 
-from large_batch_cifar_10_fast.plot import ENTRIES, main, spread
+from large_batch_cifar_10_fast.plot import ENTRIES, main
 from large_batch_cifar_10_fast.results.logs import PUBLISHED
+from large_batch_cifar_10_fast.results.pictures import spread
 
 CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"
 CAMPAIGN = PUBLISHED / "apple_8xv100_50_runs.tsv"
@@ -115,3 +117,8 @@ def test_a_picture_replaces_what_a_link_leads_to(tmp_path):
     main([str(CURVE), "--out", str(tmp_path / "link.png")])
     assert (tmp_path / "link.png").is_symlink()
     assert (tmp_path / "p.png").read_bytes().startswith(MAGIC[".png"])
+
+
+def test_a_campaign_on_other_images_says_so_beside_curves_of_cifar10(tmp_path):
+    main([str(REPO / "logs" / "demo" / "runs.tsv"), "--out", str(tmp_path / "p.svg")])
+    assert "mine, on synthetic<" in (tmp_path / "p.svg").read_text()

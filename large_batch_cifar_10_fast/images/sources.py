@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..settings.settings import SYNTHETIC, Refusal
+from ..settings.settings import CIFAR_10, SYNTHETIC, Refusal
 from .cifar10 import fetch_cifar10, read_cifar10
 from .npz import count_npz, read_npz
 from .synthetic import TRAIN_COUNT, draw_shapes
@@ -68,7 +68,7 @@ def load_images(data: str) -> Images:
     count_training_images(data)
     if data.endswith(".npz"):
         return Images(Path(data).name, *read_npz(Path(data)))
-    return Images("CIFAR-10", *read_cifar10(Path(data)))
+    return Images(CIFAR_10, *read_cifar10(Path(data)))
 
 
 def random_images(train: int, test: int) -> Images:

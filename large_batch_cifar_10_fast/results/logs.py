@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..settings.settings import REPO, Refusal, Settings
+from ..settings.settings import CIFAR_10, REPO, Refusal, Settings
 from . import lines
 from .campaign import Log, bounds, decimals, losses, numbers, read_bounded
 from .dawnbench import read_epochs, read_published_table
@@ -20,7 +20,7 @@ from .fields import DURATION, FRACTION
 from .tables import COLUMNS, CONDITIONS, OLDER, reached_goal, read_rows, rows_of_campaign
 
 PUBLISHED = REPO / "published"
-PUBLISHED_FACTS = {"images": "CIFAR-10", "device": "8 x Tesla V100-SXM2-32GB", "workers": "8"}
+PUBLISHED_FACTS = {"images": CIFAR_10, "device": "8 x Tesla V100-SXM2-32GB", "workers": "8"}
 PUBLISHED_FACTS |= {"clock": "upload and training alone"}
 OUR_CLOCK = "set-up and training, not validation"
 FACTS = ("images", "digest", "device", "recipe", "workers", "processes", *CONDITIONS)  # what may explain a difference

@@ -4,6 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 from ..settings.settings import Refusal
 from .journal import written_whole
 
@@ -44,6 +46,27 @@ def save_picture(figure, out: Path) -> None:
         raise Refusal(
             f"{out} cannot be written ({error.strerror or error}): make room or choose another place"
         ) from error
+
+
+def spread(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
+    """Move places apart until neighbours are `gap` away from each other, within [low, high] if they fit.
+
+    Order is kept, and nobody moves further than crowding asks for.
+    """
+    order = np.argsort(places, kind="stable")
+    moved = places[order].astype(float)
+    for _ in range(200):
+        overlap = gap - np.diff(moved)
+        crowded = overlap > 1e-9
+        if not crowded.any():
+            break
+        push = np.where(crowded, overlap / 2, 0)
+        moved[:-1] -= push
+        moved[1:] += push
+        moved = np.clip(moved, low, high)
+    result = np.empty_like(moved)
+    result[order] = moved
+    return result
 
 
 def draw_bars(axes, names: list[str], values: list[float], label: str) -> None:

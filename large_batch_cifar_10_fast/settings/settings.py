@@ -13,6 +13,7 @@ REPO = PACKAGE.parent
 DATA = REPO / "data" if (REPO / "run_tests.sh").exists() else Path("data")  # installed, there is no repository
 
 
+CIFAR_10 = "CIFAR-10"  # what its original images are called
 SYNTHETIC = "synthetic"  # images of ours, in the place of a folder's or file's name
 WHOLE = "0/1"  # the share that is all of a campaign
 REFUSED = 2  # the status of what ends with a refusal
