@@ -35,7 +35,7 @@ attended() {
 make_venv() {
     if [ ! -x "$top/.venv/bin/python" ] || ! "$top/.venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
         echo "Making $top/.venv: $1 lacks some of: $needed" >&2
-        "$1" -I -m venv --clear "$top/.venv" >&2 || { echo "$1 cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 2; }
+        attended "$1" -I -m venv --clear "$top/.venv" >&2 || { echo "$1 cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 2; }
     else
         echo "Finishing $top/.venv" >&2
     fi

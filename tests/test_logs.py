@@ -188,6 +188,18 @@ def test_a_summary_that_its_runs_contradict_is_not_used(tmp_path, summary, note)
     assert note in log.notes[0]
 
 
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_number_beyond_reason_is_refused(tmp_path, digits):
+    path = tmp_path / "log.txt"
+    for line in (
+        f"{'9' * digits} runs reached 0.94 out of 2",
+        our_form([0.91, 0.95]).replace(" 10000 test", f" {'9' * digits} test"),
+    ):
+        path.write_text(our_form([0.91, 0.95]) + line + "\n")
+        with pytest.raises(Refusal, match=r"(runs at 94%|test images) is '9+', not a whole number"):
+            read_log(str(path))
+
+
 def test_a_file_too_large_for_a_log_is_refused(tmp_path):
     path = tmp_path / "log.txt"
     with open(path, "wb") as file:

@@ -9,7 +9,7 @@ import numpy as np
 from ..settings.settings import Refusal
 from .campaign import Log, bounds, decimals, losses, numbers
 from .fields import DURATION, FRACTION, LOSS, PERCENT, TIME, Number
-from .tables import GOAL
+from .tables import CURVE, GOAL
 
 CLOCKS = {  # of DAWNBench's entries, where it is known
     "basenet.tsv": "training and validation, not set-up",
@@ -38,12 +38,13 @@ def _columns(path: Path, text: list[str], kinds: Mapping[str, Number]) -> dict[s
 
 
 def read_epochs(path: Path, text: list[str]) -> Log:
-    columns = _columns(path, text, {"hours": TIME, "top1Accuracy": PERCENT})
-    seconds, accuracy = 3600 * numbers(columns["hours"]), numbers(columns["top1Accuracy"]) / 100
+    _, hours, percent = CURVE
+    columns = _columns(path, text, {hours: TIME, percent: PERCENT})
+    seconds, accuracy = 3600 * numbers(columns[hours]), numbers(columns[percent]) / 100
     if not seconds[-1] > 0:
-        raise Refusal(f"{path}: hours of the last epoch is {columns['hours'][-1]!r}, not a number above 0")
+        raise Refusal(f"{path}: hours of the last epoch is {columns[hours][-1]!r}, not a number above 0")
     # Not more digits than float64 holds: some entries print 12.839999999999998 for 12.84.
-    places = min(decimals([f"{float(text):.10g}" for text in columns["top1Accuracy"]]), 10)
+    places = min(decimals([f"{float(text):.10g}" for text in columns[percent]]), 10)
     rounding = 0.5 * 10.0 ** -(places + 2)
     at_goal = np.flatnonzero((accuracy >= GOAL - 1e-12) & (seconds > 0))
     goal = seconds[at_goal[0]] if len(at_goal) else math.nan

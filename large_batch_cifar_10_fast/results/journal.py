@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..settings.settings import Refusal
-from .tables import COLUMNS, Row, read_rows, split_whole
+from .tables import COLUMNS, CURVE, Row, read_rows, split_whole
 
 
 class Journal:
@@ -98,7 +98,7 @@ def as_line(values: list[object]) -> bytes:
 
 def write_timing_log(path: Path, epochs: list[tuple[float, float]]) -> None:
     """DAWNBench's table of one run: (seconds, accuracy) pairs become hours and percent. Whole or not at all."""
-    lines = ["epoch\thours\ttop1Accuracy"]
+    lines = ["\t".join(CURVE)]
     lines += [f"{i}\t{seconds / 3600!r}\t{100 * accuracy:.6g}" for i, (seconds, accuracy) in enumerate(epochs, 1)]
     with written_whole(path) as unfinished:
         unfinished.write_text("\n".join(lines) + "\n")

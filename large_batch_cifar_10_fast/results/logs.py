@@ -16,7 +16,7 @@ from ..settings.settings import CIFAR_10, REPO, Refusal, Settings
 from . import lines
 from .campaign import Log, bounds, decimals, losses, numbers, read_bounded
 from .dawnbench import read_epochs, read_published_table
-from .fields import DURATION, FRACTION
+from .fields import COUNT, DURATION, FRACTION
 from .tables import COLUMNS, CONDITIONS, OLDER, reached_goal, read_rows, rows_of_campaign
 
 PUBLISHED = REPO / "published"
@@ -93,7 +93,7 @@ def _read_run_log(path: Path, text: list[str]) -> Log:
             runs.append(run)
     accuracy, seconds = (numbers(run[name] for run in runs) for name in ("validation_accuracy", "seconds"))
     rounding = 0.5 * 10.0 ** -decimals([run["validation_accuracy"] for run in runs])
-    test_images = int(facts.get("test", 0))
+    test_images = COUNT.read(facts.get("test", "0"), f"{path}: number of test images")
     if test_images and test_images * 2 * rounding <= 1:  # every count of images prints differently
         accuracy, rounding = np.rint(accuracy * test_images) / test_images, 0.0
     notes = _other_campaigns(path, told)
@@ -135,10 +135,10 @@ def _with_summary(log: Log, text: list[str]) -> Log:
     total = next(filter(None, map(lines.REACHED.read, text)), None)
     if not total:
         return replace(log, notes=(*log.notes, f"{log.name} has no summary: its campaign did not finish"))
-    if int(total["total"]) != len(log.accuracy):
+    if total["total"] != str(len(log.accuracy)):
         note = f"{log.name} holds {len(log.accuracy)} runs, its summary speaks of {total['total']}: not used"
         return replace(log, notes=(*log.notes, note))
-    reached, (least, most) = int(total["reached"]), log.reached
+    reached, (least, most) = int(COUNT.read(total["reached"], f"{log.name}: runs at 94%")), log.reached
     if not least <= reached <= most:
         note = f"{log.name}: by its runs {least} to {most} reached 94%, its summary speaks of {reached}: not used"
         return replace(log, notes=(*log.notes, note))

@@ -21,6 +21,7 @@ COLUMNS = [
     *["seconds", "last_validation", "goal_epoch", "goal_seconds", "peak_memory"],
 ]
 OLDER = [name for name in COLUMNS if name != "share"]  # of tables written before there were shares
+CURVE = ("epoch", "hours", "top1Accuracy")  # the columns of timing_log.tsv, which are DAWNBench's
 Row = dict[str, str]
 
 NUMBERS = {
