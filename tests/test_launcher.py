@@ -13,8 +13,9 @@ import pandas as pd
 import pytest
 from conftest import LAUNCHER, REPO, TINY, children_of, environment, is_alive, launch
 
-from large_batch_cifar_10_fast.launch import advice, scratch_folder, torchrun_arguments
+from large_batch_cifar_10_fast.launch import advice, scratch_folder
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
+from large_batch_cifar_10_fast.request.planning import torchrun_arguments
 from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.settings.ending import LAUNCH
 from large_batch_cifar_10_fast.settings.settings import Settings

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from large_batch_cifar_10_fast.launch import plan_processes, torchrun_arguments
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
+from large_batch_cifar_10_fast.request.planning import plan_processes, torchrun_arguments
 from large_batch_cifar_10_fast.settings.settings import Refusal
 from large_batch_cifar_10_fast.training import world
 
