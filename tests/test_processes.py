@@ -8,12 +8,14 @@ import pytest
 import torch
 from conftest import REPO, TINY, environment, train_here
 
-from large_batch_cifar_10_fast.launch import refusals_tell_how_to_go_on, refuse_as_processes_did
+from large_batch_cifar_10_fast import launch
+from large_batch_cifar_10_fast.launch import refuse_as_processes_did
 from large_batch_cifar_10_fast.request import command_line
 from large_batch_cifar_10_fast.request.checks import check_request
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.results.tables import read_rows
+from large_batch_cifar_10_fast.settings.ending import LAUNCH
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings, is_first_machine
 from large_batch_cifar_10_fast.training.process import launched_teams
 
@@ -65,22 +67,27 @@ def test_what_is_left_of_another_launchs_variables_is_answered(monkeypatch):
         launched_teams()
 
 
-def test_what_is_refused_when_runs_are_made_tells_how_to_go_on(tiny_npz, tmp_path, monkeypatch):
+def test_what_is_refused_when_runs_are_made_tells_how_to_go_on(tiny_npz, tmp_path, monkeypatch, capsys):
     arguments = ["--demo", *TINY, "--no_compile", "--data", str(tiny_npz), "--out", str(tmp_path)]
-    settings = read_request([*arguments, "--runs", "1"], {})[0]
-    monkeypatch.setenv(CAMPAIGN, "mine")
-    with pytest.raises(Refusal, match=r"^no memory$"), refusals_tell_how_to_go_on(settings):
-        raise Refusal("no memory")
+    for variable in ("OMP_NUM_THREADS", LAUNCH, CAMPAIGN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        monkeypatch.setenv(variable, "")  # and put back after what main makes of it
 
-    def run_out_of_memory():
-        with refusals_tell_how_to_go_on(settings):
-            train_here(*arguments, "--runs", "1")
+    def launch_that_runs_out_of_memory(runs: int, *more: str) -> str:
+        def run(*_):
+            for run in range(runs):
+                train_here(*arguments, "--runs", "2", "--share", f"{run}/2")
             raise Refusal("no memory")
 
-    with pytest.raises(Refusal, match=r"^no memory; 1 of its 1 runs are made, go on with --resume$"):
-        run_out_of_memory()
-    with pytest.raises(Refusal, match=r"^no memory$"), refusals_tell_how_to_go_on(settings):
-        raise Refusal("no memory")
+        monkeypatch.setattr(launch, "run_processes", run)
+        monkeypatch.setattr(sys, "argv", ["launch", *arguments, "--runs", "2", *more])
+        with pytest.raises(SystemExit) as end:
+            launch.main()
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    assert launch_that_runs_out_of_memory(0) == "train_cifar_parallel.sh: no memory\n"
+    told = launch_that_runs_out_of_memory(1, "--share", "0/2")
+    assert told == "train_cifar_parallel.sh: no memory; 1 of its 1 runs are made, go on with --resume\n"
 
 
 @pytest.mark.slow

@@ -168,12 +168,19 @@ def _said_by(world, request):
     return said[0]
 
 
-def test_machines_that_were_told_of_other_teams_refuse_before_they_form_any(teams):
-    store = teams[0].store
-    store.set("teams/1", "2")
+def test_machines_that_were_told_of_other_teams_refuse_before_they_form_any(monkeypatch):
+    store = dist.HashStore()
+    dist.PrefixStore("large_batch", store).set("teams/1", "2")
+    for name, value in (("has_other_machines", True), ("refuse_with_others", None), ("meeting_point", store)):
+        monkeypatch.setattr(worlds, name, lambda *_, value=value: value)
+    monkeypatch.setattr(dist, "init_process_group", mock.Mock(side_effect=ZeroDivisionError("they agree")))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    joining = {teams: worlds.join_world(8, teams) for teams in (1, 2)}
     with pytest.raises(Refusal, match="process 1 has TEAMS=2, process 0 TEAMS=1: give all machines the same"):
-        worlds.refuse_other_teams(0, 2, 1, store)
-    worlds.refuse_other_teams(0, 2, 2, store)
+        joining[1].__enter__()
+    with pytest.raises(ZeroDivisionError, match="they agree"):
+        joining[2].__enter__()
 
 
 def test_a_log_names_every_kind_of_device(teams):
