@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import io
+import math
 import os
 import random
 import resource
@@ -55,7 +56,7 @@ def strike(process: subprocess.Popen, table: Path, dice: random.Random) -> tuple
     """A random signal for a random process, at a random moment or as soon as a row is written: what it was, and the
     rows that were on the disk by then; None if all had ended."""
     writing, size = dice.random() < 0.5, table.stat().st_size if table.exists() else 0
-    moment = time.monotonic() + dice.uniform(0, 20)
+    moment = math.inf if writing else time.monotonic() + dice.uniform(0, 20)
     while process.poll() is None and time.monotonic() < moment:
         if writing and table.exists() and table.stat().st_size > size:
             break
