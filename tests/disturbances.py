@@ -113,11 +113,11 @@ def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> 
                 found["rows lost at once"] += len(there - rows_on_disk(place / "runs.tsv"))
                 found["processes left"] += len(processes_in(place))
                 found["ends in more than one line"] += told.count("\n") > 1
-            if process.returncode == 0:
-                break
             table = place / "runs.tsv"
-            begun = table.exists() and read_rows(table)
-            process = start(place, npz, *(["--resume", "--data", npz] if begun else []), TEAMS=teams)
+            made = len(read_rows(table)) if table.exists() else 0
+            if made == RUNS:  # a blow may come after the last row: to go on is refused then
+                break
+            process = start(place, npz, *(["--resume", "--data", npz] if made else []), TEAMS=teams)
         rows = pd.read_csv(place / "runs.tsv", sep="\t")
         found["rows lost"] += len(set(range(RUNS)) - set(rows["run"]))
         found["rows lost at once"] += len(there - rows_on_disk(place / "runs.tsv"))
