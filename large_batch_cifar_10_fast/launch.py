@@ -44,8 +44,9 @@ def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tupl
     else:
         check_request(settings, recipe, processes * machines // teams)
     check_meeting(environment)
-    if teams > settings.runs and not settings.resume:
-        raise Refusal(f"TEAMS={teams} is more than --runs {settings.runs} keep busy: use fewer, or make more runs")
+    if not is_told_later(settings) and teams > len(settings.planned):
+        planned = len(settings.planned)
+        raise Refusal(f"TEAMS={teams} is more than the runs to make ({planned}): use fewer, or ask for more --runs")
     runs = Path(settings.out) / "runs.tsv"
     if runs.exists() and is_first_machine(environment):
         Journal(runs).close()  # only one campaign at a time may write it
@@ -152,14 +153,20 @@ def made(settings: Settings) -> list[Row]:
 @contextlib.contextmanager
 def refusals_tell_how_to_go_on(settings: Settings) -> Iterator[None]:
     """What is refused when runs have been made (memory ran out, say) is no reason to make them again."""
-    reads = is_first_machine(os.environ)
-    before = len(made(settings)) if reads else 0
+    before = count_made(settings)
     try:
         yield
     except Refusal as refusal:
-        if reads and len(made(settings)) > before:
+        if count_made(settings) > before:
             raise Refusal(f"{refusal}; {advice(settings)}") from None
         raise
+
+
+def count_made(settings: Settings) -> int:
+    """As far as this machine can tell."""
+    with contextlib.suppress(Refusal):  # the table was spoilt: the answer to that is another's
+        return len(made(settings)) if is_first_machine(os.environ) else 0
+    return 0
 
 
 def advice(settings: Settings) -> str:
@@ -172,7 +179,10 @@ def advice(settings: Settings) -> str:
         return str(refusal)
     if not rows:
         return "no run was finished"
-    return f"{len(rows)} of its {len(planned_by(rows[0]))} runs are made, go on with --resume"
+    planned = len(planned_by(rows[0]))
+    if len(rows) == planned:
+        return f"all its {planned} runs are made"
+    return f"{len(rows)} of its {planned} runs are made, go on with --resume"
 
 
 def kept(report: str, settings: Settings, scratch: str) -> str:

@@ -46,28 +46,48 @@ ONE_CYCLE = "0.04 → 2 (17.5) → 0.04 (35) → 0.0004 (40)"
 ONE_CYCLE_ALONE = "0.075 → 1.5 (12) → 0.075 (24) → 0.00075 (30)"
 KINK = "0 → 0.1 (15), 0.105 → 0.005 (30) → 0 (35)"
 WIDE, PREACTIVATION, CLEANED = "wide ResNet 22-6", "pre-activation ResNet-18", "the same, without its first norm"
-TO_GOAL = "validation, too; to 94%"
+WITH_VALIDATION = "validation, too, until 94%"
 SYSTEMS = (
-    System("fastai --entry one_gpu", FastAI(entry="one_gpu"), 2018, WIDE, ONE_CYCLE_ALONE, 404.1, "1 V100", TO_GOAL),
     System(
-        *("basenet", Basenet(), 2018, PREACTIVATION, f"{KINK}, 0.0005 (40)", 340.6, "1 V100"),
-        "validation, too, not set-up; to 94%",
+        "fastai --entry one_gpu", FastAI(entry="one_gpu"), 2018, WIDE, ONE_CYCLE_ALONE, 404.1, "1 V100", WITH_VALIDATION
     ),
-    System("fastai", FastAI(), 2018, WIDE, ONE_CYCLE, 174.0, "8 V100", TO_GOAL),
+    System(
+        "basenet",
+        Basenet(),
+        2018,
+        PREACTIVATION,
+        f"{KINK}, 0.0005 (40)",
+        340.6,
+        "1 V100",
+        "validation, too, not set-up, until 94%",
+    ),
+    System("fastai", FastAI(), 2018, WIDE, ONE_CYCLE, 174.0, "8 V100", WITH_VALIDATION),
     System("page --starting_point", Page(starting_point=True), 2018, PREACTIVATION, KINK, 356, "1 V100", "not said"),
     System("page", Page(), 2018, CLEANED, "0 → 0.1 (15) → 0.005 (30) → 0 (35)", 297, "1 V100", "not said"),
     System(
-        *("apple2019", Apple2019(), 2019, "ResNet-9, whitened, ghost norms", "0 → 1.5 (3.6) → 0.15 (16)"),
-        *(7.885, "8 V100", "upload and training alone"),
+        "apple2019",
+        Apple2019(),
+        2019,
+        "ResNet-9, whitened, ghost norms",
+        "0 → 1.5 (3.6) → 0.15 (16)",
+        7.885,
+        "8 V100",
+        "upload and training alone",
     ),
     System(
-        *("muon2024", Muon2024(), 2024, "6 convolutions, whitened", "0.24 → 0 (8)", 2.59, "1 A100"),
+        "muon2024",
+        Muon2024(),
+        2024,
+        "6 convolutions, whitened",
+        "0.24 → 0 (8)",
+        2.59,
+        "1 A100",
         "validation, too",
     ),
     System("muon", MuonRecipe(), 2026, "the same", "0.24 → 0 (9)", None, "-", "-"),
 )
 HEAD = ("recipe", "network", "parameters", "G multiply-adds, forward", "workers x batch", "epochs", "rate (at epoch)")
-HEAD += ("work, PFLOP", "seconds, published", "on", "its clock counts")
+HEAD += ("work, PFLOP", "seconds, published", "on", "its clock counts, until")
 
 
 def pflop(recipe: Recipe) -> float:

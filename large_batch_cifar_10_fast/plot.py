@@ -97,8 +97,8 @@ def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> No
     draw_curves(axes[0, 0], logs, labels)
     axes[0, 0].xaxis.set_major_formatter("{x:g}")
     if campaign is not None:
-        sides, names = [logs[campaign], reference], [labels[campaign], reference.name]
-        sides = sides[: len(set(names))]  # the reference is not drawn over itself
+        sides, names = [logs[campaign], reference], [labels[campaign], with_other_images(reference.name, reference)]
+        sides = sides[:1] if sides[0].name == reference.name else sides  # the reference is not drawn over itself
         draw_runs(axes[1, 0], sides, names, "accuracy", 100)
         axes[1, 0].axvline(100 * GOAL, color=INK, lw=0.6, ls=(0, (4, 3)), zorder=0)
         axes[1, 0].set_xlabel("final test accuracy, %", labelpad=1)
@@ -109,7 +109,7 @@ def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> No
 
 
 def with_other_images(name: str, log: Log) -> str:
-    """Beside curves of CIFAR-10 a result on other images says so."""
+    """Beside curves of CIFAR-10 a result on other images says so, where its log does: a timing_log.tsv names none."""
     images = log.facts.get("images", CIFAR_10)
     return name if images == CIFAR_10 else f"{name}, on {images}"
 

@@ -24,8 +24,14 @@ LAUNCHER = REPO / "train_cifar_parallel.sh"
 # The tests are of mathematics and behaviour, and mean the same on every machine: they run on the CPU. Those of
 # test_gpu.py start programs of their own, with GPU among their variables.
 COUNT = "import torch; print(torch.cuda.device_count())"
-GPUS = int(subprocess.run([sys.executable, "-c", COUNT], cwd=REPO, capture_output=True, text=True, check=True).stdout)
-GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))}
+if "TESTS_GPUS" not in os.environ:  # what pytest-xdist starts inherits the answer, and would see no GPU any more
+    seen = int(
+        subprocess.run([sys.executable, "-c", COUNT], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    )
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(seen)))
+    os.environ["TESTS_GPUS"] = named if seen else ""
+GPU = {"CUDA_VISIBLE_DEVICES": os.environ["TESTS_GPUS"]}
+GPUS = len(os.environ["TESTS_GPUS"].split(",")) if os.environ["TESTS_GPUS"] else 0
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # What a shell starts in the background, or nohup, ignores some of these, and so would all that the tests start.

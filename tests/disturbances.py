@@ -4,7 +4,6 @@ import contextlib
 import errno
 import gc
 import io
-import math
 import os
 import random
 import resource
@@ -27,7 +26,7 @@ from large_batch_cifar_10_fast.settings.settings import Refusal
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGSEGV, signal.SIGABRT)
 DIFFERENT = ("campaign", "started", *PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory")
-RUNS, SLOWEST_END = 12, 60
+RUNS, SLOWEST_END, SLOWEST_ROW = 12, 60, 300
 
 
 def start(folder: Path, npz: Path, *more: str, runs: int = RUNS, **given: object) -> subprocess.Popen:
@@ -52,11 +51,11 @@ def processes_in(folder: Path) -> list[int]:
     return found
 
 
-def strike(process: subprocess.Popen, table: Path, dice: random.Random) -> tuple[str, set[bytes]] | None:
-    """A random signal for a random process, at a random moment or as soon as a row is written: what it was, and the
-    rows that were on the disk by then; None if all had ended."""
+def strike(process: subprocess.Popen, table: Path, dice: random.Random) -> tuple[str, set[bytes], bool] | None:
+    """A random signal for a random process, at a random moment or as soon as a row is written: what it was, the rows
+    that were on the disk by then, and whether any is of this launch; None if all had ended."""
     writing, size = dice.random() < 0.5, table.stat().st_size if table.exists() else 0
-    moment = math.inf if writing else time.monotonic() + dice.uniform(0, 20)
+    moment = SLOWEST_ROW + time.monotonic() if writing else time.monotonic() + dice.uniform(0, 20)
     while process.poll() is None and time.monotonic() < moment:
         if writing and table.exists() and table.stat().st_size > size:
             break
@@ -69,7 +68,9 @@ def strike(process: subprocess.Popen, table: Path, dice: random.Random) -> tuple
     for pid in family if victim == len(family) else family[victim : victim + 1]:
         with contextlib.suppress(ProcessLookupError):  # the end of the first may have ended it
             os.kill(pid, number)
-    return f"{number.name} to {'all' if victim == len(family) else 'another' if victim else 'the launcher'}", there
+    training = table.exists() and table.stat().st_size > size
+    whom = "all" if victim == len(family) else "another" if victim else "the launcher"
+    return f"{number.name} to {whom}", there, training
 
 
 def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> dict[str, object]:
@@ -89,6 +90,7 @@ def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> 
         "campaigns with a changed row",
         "processes left",
         "hangs",
+        "ends of their own",
     )
     found, done, struck = Counter(dict.fromkeys(faults, 0)), 0, Counter()
     while done < kills:
@@ -109,13 +111,14 @@ def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> 
                 done, struck[blow[0]] = done + 1, struck[blow[0]] + 1
                 time.sleep(0.5)
                 there |= blow[1]
-                found["in training"] += bool(blow[1])
+                found["in training"] += blow[2]
                 found["rows lost at once"] += len(there - rows_on_disk(place / "runs.tsv"))
                 found["processes left"] += len(processes_in(place))
                 found["ends in more than one line"] += told.count("\n") > 1
             table = place / "runs.tsv"
             made = len(read_rows(table)) if table.exists() else 0
-            if made == RUNS:  # a blow may come after the last row: to go on is refused then
+            found["ends of their own"] += not blow and (process.returncode != 0 or made < RUNS)
+            if made == RUNS or found["ends of their own"]:  # a blow may come after the last row
                 break
             process = start(place, npz, *(["--resume", "--data", npz] if made else []), TEAMS=teams)
         rows = pd.read_csv(place / "runs.tsv", sep="\t")

@@ -86,9 +86,11 @@ def test_where_another_campaign_took_the_tables_place_the_rows_are_put_beside_it
     other.mend()
     with pytest.raises(Refusal, match=r"another campaign is writing .* this campaign's rows are in .*runs.tsv.broken"):
         journal.append(_row(1))
+    with pytest.raises(Refusal, match="another campaign is writing"):
+        journal.append(_row(2))
     assert read_rows(path) == []
     other.close()
-    assert (tmp_path / "runs.tsv.broken").read_bytes().count(b"\n") == 2
+    assert (tmp_path / "runs.tsv.broken").read_bytes().count(b"\n") == 3, "each once"
 
 
 def test_a_half_written_row_is_told_of(tmp_path):

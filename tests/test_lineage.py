@@ -1,5 +1,7 @@
 """The systems of 2018: their sizes, their schedules, what they refuse, and their table."""
 
+import re
+
 import pandas as pd
 import pytest
 import torch
@@ -18,6 +20,7 @@ from large_batch_cifar_10_fast.train import make_learner
 from large_batch_cifar_10_fast.training.compiling import gradients, noise
 from large_batch_cifar_10_fast.training.networks import autocast, weight_dtype, work
 from large_batch_cifar_10_fast.training.norm import norms_of
+from large_batch_cifar_10_fast.training.optimizers import NesterovSGD
 from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
@@ -153,6 +156,19 @@ def test_in_bf16_gradients_point_where_those_of_float64_do(kind):
 def test_what_a_recipe_cannot_do_is_refused(arguments, message):
     with pytest.raises(Refusal, match=message):
         read_request(arguments, {})
+
+
+@pytest.mark.parametrize("system", lineage.SYSTEMS, ids=lambda system: system.name)
+def test_the_rates_that_the_table_tells_are_the_recipes(system):
+    recipe = system.recipe
+    optimizer = recipe.optimizers(recipe.network(), World(0, 1, CPU, recipe.workers))[0]
+    schedule = optimizer.param_groups[0]["schedules"]["lr"]
+    # What is for a sum is so much smaller than what is for a mean.
+    for_the_mean = recipe.batch_size if isinstance(optimizer, NesterovSGD) else 1
+    told = [float(text) for text in re.findall(r"(?<![(\d.])[\d.]+(?![\d.)])", system.rate)]
+    assert told == pytest.approx([value * for_the_mean for value in schedule.values])
+    epochs = {float(text) for text in re.findall(r"\(([\d.]+)\)", system.rate)} - {recipe.epochs}
+    assert epochs <= set(schedule.knots)
 
 
 @pytest.mark.slow

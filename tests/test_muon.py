@@ -97,9 +97,8 @@ def test_filters_begin_as_the_identity_and_the_head_with_deviation_one():
 def test_orthogonal_keeps_directions_and_levels_their_sizes(shape):
     random = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     u, s, v = torch.linalg.svd(random, full_matrices=False)
-    s = torch.linspace(3, 1, s.shape[-1], dtype=torch.float64).expand_as(
-        s
-    )  # well-conditioned, which a square one is not
+    # Well-conditioned, which a random square one is not.
+    s = torch.linspace(3, 1, s.shape[-1], dtype=torch.float64).expand_as(s)
     matrix = u * s[..., None, :] @ v
     made = orthogonal(matrix)
     levelled = u.mT @ made @ v.mT

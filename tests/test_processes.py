@@ -1,5 +1,8 @@
 """What processes tell each other and their launcher, and what they may go on with."""
 
+import logging
+import os
+import signal
 import subprocess
 import sys
 
@@ -13,6 +16,7 @@ from large_batch_cifar_10_fast.launch import refuse_as_processes_did
 from large_batch_cifar_10_fast.request import command_line
 from large_batch_cifar_10_fast.request.checks import check_request
 from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.request.planning import SIGNALS
 from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.ending import LAUNCH
@@ -72,10 +76,12 @@ def test_what_is_refused_when_runs_are_made_tells_how_to_go_on(tiny_npz, tmp_pat
     for variable in ("OMP_NUM_THREADS", LAUNCH, CAMPAIGN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
         monkeypatch.setenv(variable, "")  # and put back after what main makes of it
 
-    def launch_that_runs_out_of_memory(runs: int, *more: str) -> str:
+    def launch_that_runs_out_of_memory(runs: int, *more: str, spoil: bool = False) -> str:
         def run(*_):
             for run in range(runs):
                 train_here(*arguments, "--runs", "2", "--share", f"{run}/2")
+            if spoil:
+                (tmp_path / "runs.tsv").write_text("a\tb\n")
             raise Refusal("no memory")
 
         monkeypatch.setattr(launch, "run_processes", run)
@@ -85,9 +91,26 @@ def test_what_is_refused_when_runs_are_made_tells_how_to_go_on(tiny_npz, tmp_pat
         assert end.value.code == 2
         return capsys.readouterr().err
 
-    assert launch_that_runs_out_of_memory(0) == "train_cifar_parallel.sh: no memory\n"
+    for spoil in (False, True):
+        assert launch_that_runs_out_of_memory(0, spoil=spoil) == "train_cifar_parallel.sh: no memory\n"
+    (tmp_path / "runs.tsv").unlink()
     told = launch_that_runs_out_of_memory(1, "--share", "0/2")
-    assert told == "train_cifar_parallel.sh: no memory; 1 of its 1 runs are made, go on with --resume\n"
+    assert told == "train_cifar_parallel.sh: no memory; all its 1 runs are made\n"
+
+
+def test_a_signal_after_all_processes_have_ended_is_no_traceback(tmp_path, monkeypatch):
+    logger = logging.getLogger("torch.distributed")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    before = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+    monkeypatch.setattr(launch.torchrun, "run", lambda _: signal.signal(signal.SIGTERM, lambda *_: 1 / 0))
+    monkeypatch.setattr(launch.torchrun, "parse_args", list)
+    try:
+        assert launch.run_processes([], Settings(), str(tmp_path)) == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ CASES = {
     ),
     "workers for a recipe that has its own": (("--recipe", "page"), {"WORKERS": 2}, "recipe page has its own number"),
     "teams that do not come out even": (DEMO, {"TEAMS": 2, "NPROC": 1}, "TEAMS=2 cannot be made of NPROC=1 processes"),
-    "more teams than runs": (DEMO, {"TEAMS": 999999}, "TEAMS=999999 is more than --runs 1 keep busy"),
+    "more teams than runs": (DEMO, {"TEAMS": 999999}, "TEAMS=999999 is more than the runs to make (1)"),
     "a recipe beyond reason": (("--recipe", "page", "--width", "9" * 30), {}, "must lie in 16 to 100000"),
     "weights of any machine": (
         [*DEMO, "--save", "w.pt"],

@@ -19,6 +19,7 @@ class Journal:
         """`finished` are the rows that the campaign has already. Raises Refusal where the table is locked."""
         self.path, self._size = path, 0
         self._rows = {str(row["run"]): dict(row) for row in finished}  # all that is known of the campaign
+        self._aside: set[str] = set()  # runs whose rows are in runs.tsv.broken
         self._open()
 
     def _open(self) -> None:
@@ -63,8 +64,9 @@ class Journal:
             self._open()
             table = read_rows(self.path, to_append=True)
         except (Refusal, OSError) as problem:
-            for lost in self._rows.values():
-                self._put_aside(as_line([lost[name] for name in COLUMNS]))
+            for run in self._rows.keys() - self._aside:
+                self._put_aside(as_line([self._rows[run][name] for name in COLUMNS]))
+                self._aside.add(run)
             raise Refusal(f"{problem}; this campaign's rows are in {self.path}.broken") from None
         self.mend()
         there = {other["run"] for other in table if other["campaign"] == row["campaign"]}
@@ -74,6 +76,8 @@ class Journal:
         return False
 
     def _is_as_left(self) -> bool:
+        if self._file.closed:  # as what was put aside left it
+            return False
         try:
             now, left = os.stat(self.path), os.fstat(self._file.fileno())
         except FileNotFoundError:

@@ -55,7 +55,9 @@ def rows_of(out: str, campaign: str = "") -> list[Row]:
     """The rows of a campaign in a folder, the last one's unless it is named."""
     path = Path(out) / "runs.tsv"
     try:
-        return rows_of_campaign(read_rows(path), campaign) if path.exists() else []
+        return rows_of_campaign(read_rows(path), campaign)
+    except FileNotFoundError:
+        return []
     except OSError as error:  # a folder, or one that may not be read, or too long a name
         raise Refusal(f"{path} cannot be read ({error.strerror}): give another --out") from error
 

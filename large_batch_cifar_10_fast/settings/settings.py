@@ -122,7 +122,7 @@ class Settings:
     micro_batches: int = option(
         1, "forward and backward passes a step is split into: more need less memory", also="passes"
     )
-    compile: bool = option(False, "compile the training step (default with CUDA, and for ten minutes on a CPU)")
+    compile: bool = option(False, "compile the training step (default with CUDA; on a CPU from ten minutes up)")
     no_compile: bool = option(False, "do not compile")
     no_warmup: bool = option(False, "skip the untimed warm-up, so that the first run pays for it")
     save: str = option("", "file for the weights and running statistics of the last run (or the share's last)")
