@@ -43,10 +43,9 @@ def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tupl
             raise Refusal("--resume: give this machine its NPROC; only the first knows the campaign before they meet")
     else:
         check_request(settings, recipe, processes * machines // teams)
+        if teams > (planned := len(settings.planned)):
+            raise Refusal(f"TEAMS={teams} is more than the runs to make ({planned}): use fewer, or ask for more --runs")
     check_meeting(environment)
-    if not is_told_later(settings) and teams > len(settings.planned):
-        planned = len(settings.planned)
-        raise Refusal(f"TEAMS={teams} is more than the runs to make ({planned}): use fewer, or ask for more --runs")
     runs = Path(settings.out) / "runs.tsv"
     if runs.exists() and is_first_machine(environment):
         Journal(runs).close()  # only one campaign at a time may write it

@@ -32,6 +32,15 @@ def _row(run):
     return {**dict.fromkeys(COLUMNS, "1"), "campaign": "mine", "run": run, "runs": "9", "share": "0/1", "seed": run}
 
 
+def _begun(folder):
+    """The journal of a campaign that has made a run, and its table."""
+    path = folder / "runs.tsv"
+    journal = Journal(path)
+    journal.mend()
+    journal.append(_row(0))
+    return journal, path
+
+
 def _rename_another_over(path):
     other = path.with_name("edited")
     head, first, *_ = path.read_bytes().splitlines(keepends=True)
@@ -64,10 +73,7 @@ def test_no_row_is_lost_when_somebody_changes_the_table_of_a_running_campaign(tm
 
 
 def test_where_a_campaigns_table_was_replaced_by_something_else_its_rows_are_put_beside_it(tmp_path):
-    path = tmp_path / "runs.tsv"
-    journal = Journal(path)
-    journal.mend()
-    journal.append(_row(0))
+    journal, path = _begun(tmp_path)
     path.unlink()
     path.write_text("a\tb\n1\t2\n")
     with pytest.raises(Refusal, match=r"has other columns .* this campaign's rows are in .*runs.tsv.broken"):
@@ -77,10 +83,7 @@ def test_where_a_campaigns_table_was_replaced_by_something_else_its_rows_are_put
 
 
 def test_where_another_campaign_took_the_tables_place_the_rows_are_put_beside_it(tmp_path):
-    path = tmp_path / "runs.tsv"
-    journal = Journal(path)
-    journal.mend()
-    journal.append(_row(0))
+    journal, path = _begun(tmp_path)
     path.unlink()
     other = Journal(path)
     other.mend()
@@ -144,10 +147,7 @@ def test_what_a_full_disk_cut_off_is_mended_when_there_is_room(tmp_path):
 
 
 def test_who_finds_the_table_spoilt_keeps_the_row_beside_it(tmp_path):
-    path = tmp_path / "runs.tsv"
-    journal = Journal(path)
-    journal.mend()
-    journal.append(_row(0))
+    journal, path = _begun(tmp_path)
     row = path.read_bytes().splitlines(keepends=True)[1]
     with open(path, "ab") as other:
         other.write(b"spoilt\n" + row)
