@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from .images.sources import Images, random_images
 from .measuring.baseline import baseline_network, baseline_optimizers
 from .measuring.figures import Figures, as_text, ratio, summary, timed
-from .measuring.ladder import as_table, draw_ladder, rungs, seconds_of_rungs
+from .measuring.ladder import Seconds, as_table, draw_ladder, rungs, seconds_of_rungs
 from .measuring.launches import measure_launches
 from .measuring.roofline import matrix_rate, seconds_since_start
 from .request.advice import count_cores, settle
@@ -150,8 +150,8 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
         }
 
 
-def climb(settings: Settings, recipe: Recipe, most: int) -> dict[str, tuple[float, float, float | None]]:
-    """For each rung of the ladder: seconds of an epoch handed over, the same with the training step, and Page's."""
+def climb(settings: Settings, recipe: Recipe, most: int, rounds: int) -> Seconds:
+    """The ladder's seconds, in so many rounds, of at most so many training steps a rung."""
     if recipe.workers > 1 or launched_world_size() > 1:
         raise Refusal(f"--ladder is of one worker on one process, recipe {recipe.name} has more: use --recipe page")
     with join_world(recipe.workers) as world:
@@ -166,7 +166,8 @@ def climb(settings: Settings, recipe: Recipe, most: int) -> dict[str, tuple[floa
 
         train(next(shards.epoch(seed=0, epoch=0))[0])  # kernels are chosen
         most = most or (shards.steps_per_epoch if world.on_gpu else 5)
-        return seconds_of_rungs(rungs(*noise.train, shards, count_cores()), train, most, shards.steps_per_epoch, world)
+        ladder, steps = rungs(*noise.train, shards, count_cores()), shards.steps_per_epoch
+        return seconds_of_rungs(ladder, train, most, steps, rounds, world)
 
 
 def measure_set_up(noise: Images, learner: Learner, repeats: int, figures: Figures) -> Data:
@@ -216,7 +217,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.bench", description=__doc__)
     parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
     parser.add_argument("--json", action="store_true", help="print the same for programs")
-    parser.add_argument("--repeats", type=int, default=5, help="measured repetitions of a step (default 5)")
+    text = "measured repetitions of a step, or of the ladder (default 5, of the ladder 1)"
+    parser.add_argument("--repeats", type=int, help=text)
     text = "precision of the baseline (default fp32)"
     parser.add_argument("--baseline_precision", "--plain_precision", choices=list(DTYPES), default="", help=text)
     text = "instead: an epoch of images handed over, in each way that Page's first article tried (docs/lineage.md)"
@@ -226,8 +228,9 @@ def main() -> None:
     parser.add_argument("--ladder_steps", type=int, default=0, help=text)
     options, others = parser.parse_known_args()
     with refusals_end("bench"):
-        if options.repeats < 1:
-            raise Refusal(f"--repeats {options.repeats} must be at least 1")
+        repeats = options.repeats if options.repeats is not None else 1 if options.ladder else 5
+        if repeats < 1:
+            raise Refusal(f"--repeats {repeats} must be at least 1")
         if options.ladder_steps and options.ladder_steps < 2:
             raise Refusal(f"--ladder_steps {options.ladder_steps} must be at least 2")
         if (options.ladder_steps or options.picture) and not options.ladder:
@@ -236,14 +239,14 @@ def main() -> None:
             refuse_picture("--picture", Path(options.picture))
         settings, recipe = read_request([*(["--recipe", "page"] * options.ladder), *others], os.environ)
         if options.ladder:
-            seconds = climb(settings, recipe, options.ladder_steps)
+            seconds = climb(settings, recipe, options.ladder_steps, repeats)
             if options.picture:
                 draw_ladder(seconds, Path(options.picture))
             print(json.dumps(seconds, indent=2) if options.json else as_table(seconds))
             return
         if has_option(recipe, "workers") and "WORKERS" not in os.environ and not torch.cuda.is_available():
             recipe = replace(recipe, workers=launched_world_size())
-        figures = bench(settings, recipe, options.baseline_precision, options.repeats, start_up)
+        figures = bench(settings, recipe, options.baseline_precision, repeats, start_up)
     if figures:
         print(json.dumps(figures, indent=2) if options.json else as_text(figures))
 

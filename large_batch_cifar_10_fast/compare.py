@@ -119,6 +119,8 @@ def differing_conditions(mine: Log, reference: Log) -> list[str]:
         silent = [name for name in ("images", "device") if name not in log.facts]
         if silent:
             found.append(f"{side} ({log.name}) does not say on which {' and '.join(silent)}")
+        if "clock" not in log.facts:
+            found.append(f"{side} ({log.name}) does not say what its clock counts")
         if log.rounding:
             found.append(f"{side} ({log.name}) rounds accuracies, to within {100 * log.rounding:g} points")
         if 0 < log.diverged < len(log.loss):

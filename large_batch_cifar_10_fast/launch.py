@@ -188,11 +188,11 @@ def kept(report: str, settings: Settings, scratch: str) -> str:
     """Put what torchrun and the processes said into one file, and name it."""
     if not report:
         return ""
-    told = [path.read_text(errors="replace") for path in sorted(Path(scratch).rglob("*")) if path.suffix in LOGS]
+    said = [path.read_text(errors="replace") for path in sorted(Path(scratch).rglob("*")) if path.suffix in LOGS]
     path = Path(settings.out) / REPORT
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join([report, *told]))
+        path.write_text("\n".join([report, *said]))
         return f" (details: {path})"
     return ""
 

@@ -52,7 +52,7 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     clock = Clock(world.synchronize)
     data = prepare(images, learner, clock)
     log.set_up(clock, data.train.steps_per_epoch, compiled=learner.forward is not learner.network)
-    for run in world.shared_out(log.runs_to_make):
+    for run in world.take_next(log.runs_to_make):
         train_once(run, learner, data, clock.fork(), log)
     log.summary()
 

@@ -1,6 +1,7 @@
 """Conclusions that hold, of any two logs."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -233,4 +234,22 @@ def test_a_clock_that_counts_validation_is_named(tmp_path, capsys):
     expected = "clock: set-up and training, not validation (mine), training and validation, not set-up (reference)"
     assert expected in told
     compare.main([str(mine)])
-    assert "clock:" not in capsys.readouterr().out
+    assert "clock" not in capsys.readouterr().out
+
+
+def test_a_timing_log_tells_what_the_table_beside_it_does(tmp_path, capsys):
+    entry = str(REPO / "published" / "dawnbench" / "basenet.tsv")
+    for name in ("timing_log.tsv", "runs.tsv"):
+        shutil.copy(REPO / "logs" / "basenet_bf16" / name, tmp_path)
+    mine = tmp_path / "timing_log.tsv"
+    compare.main([str(mine), entry])
+    told = capsys.readouterr().out
+    assert "  images: cifar10.npz (mine), CIFAR-10 (reference)\n  epochs: 2 (mine), 40 (reference)\n" in told
+    assert "  clock: set-up and training, not validation (mine), training and validation" in told
+    table = (tmp_path / "runs.tsv").read_text()
+    for unlike in (table.replace("\t1301.69", "\t1301.7"), "no table", ""):
+        (tmp_path / "runs.tsv").write_text(unlike)
+        compare.main([str(mine), entry])
+        told = capsys.readouterr().out
+        assert "mine (" + str(mine) + ") does not say on which images and device\n" in told
+        assert "does not say what its clock counts\n" in told

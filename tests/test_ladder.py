@@ -60,3 +60,14 @@ def test_a_rung_is_timed_to_its_end_or_at_the_pace_seen(monkeypatch):
     rung, world = ladder.Rung("", None, epoch), ALONE
     assert ladder.seconds_of_an_epoch(rung, work, 10, 10, world) == 13
     assert ladder.seconds_of_an_epoch(rung, work, 4, 10, world) == 13
+
+
+def test_rounds_go_up_and_down_and_the_table_tells_their_medians(monkeypatch):
+    climbed, pace = [], iter(range(100))
+    monkeypatch.setattr(ladder, "seconds_of_an_epoch", lambda rung, *_: climbed.append(rung.name) or next(pace))
+    both = [ladder.Rung(name, published, None) for name, published in (("low", 323), ("high", None))]
+    seconds = ladder.seconds_of_rungs(both, None, 1, 1, 3, ALONE)
+    assert climbed == ["low"] * 2 + ["high"] * 4 + ["low"] * 4 + ["high"] * 2
+    assert seconds == {"low": ([0, 6, 8], [1, 7, 9], 323), "high": ([2, 4, 10], [3, 5, 11], None)}
+    assert "| low | 6.00 (0.00 to 8.00) | 7.0 (1.0 to 9.0) | 323 |" in ladder.as_table(seconds)
+    assert "| low | 6.00 | 7.0 | 323 |" in ladder.as_table({"low": ([6], [7], 323)})

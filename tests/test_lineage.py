@@ -95,6 +95,7 @@ def test_scales_start_uniform_and_wide_ones_at_one():
 
 
 def test_fast_ai_keeps_float32_weights_in_fp16_and_the_others_do_not():
+    assert (FastAI().loss_scale, Page().loss_scale, Basenet().loss_scale) == (512, 1, 1)
     assert weight_dtype(FastAI(), "fp16") == torch.float32
     assert weight_dtype(Page(), "fp16") == torch.float16
     weights, images = torch.ones(4, 4), torch.ones(4, 4)

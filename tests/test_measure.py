@@ -1,11 +1,26 @@
 """measure_gpu.sh, with the CPU in the GPU's place."""
 
 import subprocess
+import sys
 
 import pytest
 from conftest import REPO, TINY, environment
 
+from large_batch_cifar_10_fast.request.command_line import read_request
+
 pytestmark = pytest.mark.slow
+
+PARTS = ["facts", "tests", "bench", "first", "compare", "profile", "nccl", "campaign", "modern", "lineage", "teams"]
+STAND_IN = f"""#!/bin/bash
+# A Python that starts none of the programs, but writes down how it was asked to.
+case $* in
+    -c*torch.profiler*) shift 2; set -- profile "$@" ;;
+    -m*ruff*) exit 1 ;;
+    -m*) shift ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+(IFS=$'\\t'; echo "$*" >>"$CALLS")
+"""
 
 
 def _measure(*arguments, **variables) -> subprocess.CompletedProcess:
@@ -30,6 +45,28 @@ def test_each_part_has_a_log_and_a_line_and_one_that_fails_costs_the_others_noth
     for line, folder in zip(lines[2:4], ("fp16", "bf16"), strict=True):
         assert "Train acc" in line
         assert (tmp_path / folder / "runs.tsv").read_text().count("\n") == 3
+
+
+def test_every_part_asks_the_programs_for_what_they_have(tiny_npz, tmp_path):
+    python, calls, out = (tmp_path / name for name in ("python", "calls", "out"))
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    out.mkdir()
+    of_an_earlier_call = "gone   status   1,    0 s\n"
+    (out / "summary.txt").write_text(of_an_earlier_call)
+    result = _measure("--data", tiny_npz, "--out", out, *PARTS, CALLS=calls, PYTHON=python)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert list(dict.fromkeys(line.split()[0].split(".")[0] for line in result.stdout.splitlines())) == PARTS
+    asked = [line.replace("large_batch_cifar_10_fast.", "").split("\t") for line in calls.read_text().splitlines()]
+    programs = [program for program, *_ in asked]
+    assert programs.count("launch") == 12
+    assert {*programs} == {"pytest", "bench", "launch", "compare", "profile", "torch.distributed.run"}
+    for program, *arguments in asked:
+        if program == "torch.distributed.run":
+            arguments = arguments[arguments.index("train") + 1 :]
+        if program not in ("pytest", "compare"):
+            settings, _ = read_request([word for word in arguments if word != "--ladder"], {})
+            assert settings.data == str(tiny_npz) or program == "bench"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.images.sources import load_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.advice import explaining_memory
+from large_batch_cifar_10_fast.results import run_log
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.journal import write_timing_log, written_whole
 from large_batch_cifar_10_fast.results.provenance import driver_and_clocks
@@ -213,3 +214,16 @@ def test_a_log_names_driver_and_clocks_where_there_is_a_gpu(tmp_path, monkeypatc
     assert driver_and_clocks(gpu) == {"driver": "550.54", "clocks": clocks}
     stand_in.unlink()
     assert driver_and_clocks(gpu) == {"driver": "", "clocks": ""}
+
+
+def test_clocks_are_read_after_the_warm_up(tiny_npz, tmp_path, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(train, "warm_up", lambda *_: asked.append("warm-up"))
+    found = {"driver": "550.54", "clocks": "SM 1980 MHz"}
+    monkeypatch.setattr(run_log, "driver_and_clocks", lambda _: asked.append("clocks") or found)
+    with_warm_up = [word for word in TINY if word != "--no_warmup"]
+    train_here("--demo", *with_warm_up, "--no_compile", "--runs", 2, "--data", tiny_npz, "--out", tmp_path)
+    assert asked == ["warm-up", "clocks"]
+    assert "\n# driver 550.54, clocks SM 1980 MHz\nUploaded" in capsys.readouterr().out
+    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    assert set(rows["clocks"]) == {"SM 1980 MHz"}

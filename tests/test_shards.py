@@ -101,6 +101,17 @@ def test_epochs_seeds_and_workers_differ():
     assert order(0, 0, 1) == orders[0]
 
 
+def test_a_step_is_dealt_by_its_seed_epoch_and_workers():
+    def places(seed, epoch):
+        """In their shards, of the images that workers 0 and 1 take first."""
+        [(images, _), *_] = next(_shards().epoch(seed, epoch))
+        return [(_number(worker) // 8).tolist() for worker in images.split(16)[:2]]
+
+    first = places(seed=0, epoch=1)
+    for other in (first[::-1], places(seed=1, epoch=1), places(seed=0, epoch=2)):
+        assert all(worker != same for worker, same in zip(first, other, strict=True))
+
+
 @pytest.mark.parametrize(("processes", "micro_batches"), [(2, 1), (4, 1), (8, 1), (1, 2), (1, 8), (2, 4)])
 def test_batches_do_not_depend_on_processes_or_micro_batches(processes, micro_batches):
     whole = [batch for [batch] in _shards().epoch(seed=5, epoch=3)]

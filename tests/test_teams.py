@@ -163,7 +163,7 @@ def test_teams_of_one_process_have_to_agree_as_well(teams, what):
 def _said_by(world, request):
     """What a process tells the others of its request."""
     said = []
-    with mock.patch.object(World, "words_of_all", lambda self, subject, word: said.append(word) or [word]):
+    with mock.patch.object(World, "all_gather_words", lambda self, subject, word: said.append(word) or [word]):
         check_agreement(*request, world)
     return said[0]
 

@@ -79,9 +79,9 @@ def _checked_header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...
         if np.lib.format.read_magic(file) != (1, 0):  # a later version's header may have gigabytes
             raise ValueError(f"{name} is not in version 1.0 of NumPy's format")
         shape, _, kind = np.lib.format.read_array_header_1_0(file)
-        told = file.tell() + math.prod(shape) * kind.itemsize
-    if not kind.hasobject and told != info.file_size:
-        raise ValueError(f"{name} has {info.file_size} bytes, {told} by its header")
+        expected = file.tell() + math.prod(shape) * kind.itemsize
+    if not kind.hasobject and expected != info.file_size:
+        raise ValueError(f"{name} has {info.file_size} bytes, {expected} by its header")
     return shape, kind
 
 

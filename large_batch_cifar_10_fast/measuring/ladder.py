@@ -2,9 +2,10 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from ..training.world import World
 PADDING, SIZE = 4, 32
 PLACES = 2 * PADDING + 1
 MOST_LOADERS = 4
+
+# By rung: of an epoch handed over, of the same with the training step, once a round; and of Page's whole run.
+Seconds = dict[str, tuple[list[float], list[float], float | None]]
 
 
 @dataclass(frozen=True)
@@ -113,33 +117,38 @@ def seconds_of_an_epoch(rung: Rung, work: Callable[[Batch], None], most: int, st
 
 
 def seconds_of_rungs(
-    ladder: Iterable[Rung], train: Callable[[Batch], None], most: int, steps: int, world: World
-) -> dict[str, tuple[float, float, float | None]]:
-    """For each rung: seconds of an epoch handed over, the same with the training step, and Page's run."""
-    return {
-        rung.name: (
-            seconds_of_an_epoch(rung, lambda batch: None, steps, steps, world),
-            seconds_of_an_epoch(rung, train, most, steps, world),
-            rung.published,
-        )
-        for rung in ladder
-    }
+    ladder: Sequence[Rung], train: Callable[[Batch], None], most: int, steps: int, rounds: int, world: World
+) -> Seconds:
+    """Up and down again, so that a drift of the machine's speed falls on all rungs."""
+    seconds: Seconds = {rung.name: ([], [], rung.published) for rung in ladder}
+    for turn in range(rounds):
+        for rung in ladder[:: -1 if turn % 2 else 1]:
+            alone, trained, _ = seconds[rung.name]
+            alone.append(seconds_of_an_epoch(rung, lambda batch: None, steps, steps, world))
+            trained.append(seconds_of_an_epoch(rung, train, most, steps, world))
+    return seconds
 
 
-def as_table(seconds: dict[str, tuple[float, float, float | None]]) -> str:
-    """In Markdown, a row a rung: handed over, with the training step, and Page's whole run."""
+def as_table(seconds: Seconds) -> str:
+    """In Markdown, a row a rung: handed over, with the training step, and Page's whole run; of several rounds the
+    medians, with the least and the most."""
     lines = ["| an epoch of 50,000 images | handed over, s | with the training step, s | Page's run on a V100, s |"]
     lines += ["| --- | --- | --- | --- |"]
     for name, (alone, trained, published) in seconds.items():
-        lines.append(f"| {name} | {alone:.2f} | {trained:.1f} | {published or '-'} |")
+        lines.append(f"| {name} | {_spread(alone, 2)} | {_spread(trained, 1)} | {published or '-'} |")
     return "\n".join(lines)
 
 
-def draw_ladder(seconds: dict[str, tuple[float, float, float | None]], out: Path) -> None:
+def _spread(values: list[float], places: int) -> str:
+    least, middle, most = (f"{f(values):.{places}f}" for f in (min, median, max))
+    return middle if len(values) == 1 else f"{middle} ({least} to {most})"
+
+
+def draw_ladder(seconds: Seconds, out: Path) -> None:
     """Seconds of an epoch on each rung, with the training step left out and with it."""
     plt = start_drawing()
     figure, axes = plt.subplots(2, 1, figsize=(WIDTH, 2.8), layout="constrained")
     for axis, column, label in zip(axes, (0, 1), ("handed over", "with the training"), strict=True):
-        draw_bars(axis, list(seconds), [row[column] for row in seconds.values()], f"an epoch {label}, seconds")
+        draw_bars(axis, list(seconds), [median(row[column]) for row in seconds.values()], f"an epoch {label}, seconds")
     save_picture(figure, out)
     plt.close(figure)

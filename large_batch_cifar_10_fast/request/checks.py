@@ -50,7 +50,7 @@ def check_agreement(settings: Settings, recipe: Recipe, images: Images, finished
     }
     for name in ("data", "out", "save"):  # the same images may lie elsewhere; only the first machine writes
         del mine[name]
-    first, *others = map(from_pairs, world.words_of_all("request", as_pairs(mine)))
+    first, *others = map(from_pairs, world.all_gather_words("request", as_pairs(mine)))
     for rank, other in enumerate(others, 1):
         here, there = ({name: facts.get(name) or "none" for name in first | other} for facts in (first, other))
         differing = [f"{name} ({there[name]}, not {here[name]})" for name in here if there[name] != here[name]]

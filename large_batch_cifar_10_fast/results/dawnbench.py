@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..settings.settings import Refusal
+from ..settings.settings import CIFAR_10, Refusal
 from .campaign import Log, bounds, decimals, losses, numbers
 from .fields import DURATION, FRACTION, LOSS, PERCENT, TIME, Number
 from .tables import CURVE, GOAL
@@ -50,7 +50,9 @@ def read_epochs(path: Path, text: list[str]) -> Log:
     goal = seconds[at_goal[0]] if len(at_goal) else math.nan
     last = accuracy[-1:]
     untold, reached, curve = np.array([]), bounds(last, rounding), (seconds, accuracy)
-    facts = {"images": "CIFAR-10", "clock": CLOCKS[path.name]} if path.name in CLOCKS else {}
+    facts = {"epochs": str(len(accuracy))}
+    if path.name in CLOCKS:
+        facts |= {"images": CIFAR_10, "clock": CLOCKS[path.name]}
     return Log(str(path), last, untold, seconds[-1:], np.array([goal]), reached, rounding, facts, epochs=curve)
 
 

@@ -4,6 +4,7 @@ Rounded figures stay what they are: how far each may be off is kept beside it, a
 is given as bounds.
 """
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -21,7 +22,7 @@ from .tables import COLUMNS, CONDITIONS, OLDER, reached_goal, read_rows, rows_of
 
 PUBLISHED = REPO / "published"
 PUBLISHED_FACTS = {"images": CIFAR_10, "device": "8 x Tesla V100-SXM2-32GB", "workers": "8"}
-PUBLISHED_FACTS |= {"clock": "upload and training alone"}
+PUBLISHED_FACTS |= {"clock": "upload and training alone", "epochs": "18"}
 OUR_CLOCK = "set-up and training, not validation"
 FACTS = ("images", "digest", "device", "recipe", "workers", "processes", *CONDITIONS)  # what may explain a difference
 HEAD, RUN = (line.template.partition("{")[0].strip() for line in (lines.HEAD, lines.RUN))  # how these lines begin
@@ -44,12 +45,21 @@ def read_log(source: str, campaign: str | None = None) -> Log:
     if head in (COLUMNS, OLDER):
         return _read_runs(path, content, campaign)
     if head[:1] in (["epoch"], ["epochs"]):
-        return read_epochs(path, text)
+        return _with_facts_beside(path, read_epochs(path, text))
     if head == ["run", "train_acc", "train_loss", "valid_acc", "valid_loss", "seconds"]:
         return read_published_table(path, text)
     if any(line.startswith(RUN) for line in text):
         return _read_run_log(path, text)
     raise Refusal(f"{source}, line 1: neither a run log with finished runs, nor runs.tsv, nor a DAWNBench table")
+
+
+def _with_facts_beside(path: Path, log: Log) -> Log:
+    """A timing_log.tsv names no images, device or clock: its run's row does, in the runs.tsv beside it."""
+    with contextlib.suppress(OSError, Refusal):
+        for row in read_rows(path.with_name("runs.tsv")):
+            if math.isclose(float(row["seconds"]), log.seconds[-1], rel_tol=1e-9):
+                return replace(log, facts=_conditions(row))
+    return log
 
 
 def _read_runs(path: Path, content: bytes, campaign: str | None) -> Log:
@@ -80,8 +90,8 @@ def _read_run_log(path: Path, text: list[str]) -> Log:
     heads = [i for i, line in enumerate(text) if line.startswith(HEAD)]
     launches = [range(*ends) for ends in pairwise([0, *heads, len(text)])]
     launches = [launch for launch in launches if any(text[i].startswith(RUN) for i in launch)]
-    told = [_head_of(text[i] for i in launch) for launch in launches]
-    facts, runs = told[-1], []
+    by_launch = [_head_of(text[i] for i in launch) for launch in launches]
+    facts, runs = by_launch[-1], []
     for i in launches[-1]:
         if text[i].startswith(RUN):
             where = f"{path}, line {i + 1}"
@@ -96,7 +106,7 @@ def _read_run_log(path: Path, text: list[str]) -> Log:
     test_images = COUNT.read(facts.get("test", "0"), f"{path}: number of test images")
     if test_images and test_images * 2 * rounding <= 1:  # every count of images prints differently
         accuracy, rounding = np.rint(accuracy * test_images) / test_images, 0.0
-    notes = _other_campaigns(path, told)
+    notes = _other_campaigns(path, by_launch)
     facts = _conditions(lines.from_pairs(facts.get("settings", "")) | facts)
     loss, unknown = losses(runs), np.full(len(runs), math.nan)
     reached = bounds(accuracy[np.isfinite(loss)], rounding)
@@ -113,11 +123,11 @@ def _head_of(launch: Iterable[str]) -> dict[str, str]:
     return facts
 
 
-def _other_campaigns(path: Path, told: list[dict[str, str]]) -> tuple[str, ...]:
+def _other_campaigns(path: Path, by_launch: list[dict[str, str]]) -> tuple[str, ...]:
     """A note on the campaigns in a log besides the last; a launch that gives no name is one of its own."""
-    names = [facts.get("campaign", str(i)) for i, facts in enumerate(told)]
+    names = [facts.get("campaign", str(i)) for i, facts in enumerate(by_launch)]
     others = len(set(names)) - 1
-    unlike = [name for name in ("images", "digest", "recipe") if len({facts.get(name) for facts in told}) > 1]
+    unlike = [name for name in ("images", "digest", "recipe") if len({facts.get(name) for facts in by_launch}) > 1]
     said = f", not all of the same {' and '.join(unlike)}" if unlike else ""
     return (f"{path} holds {others} other campaigns{said}: only the last one's runs are read",) if others else ()
 

@@ -44,7 +44,7 @@ def software() -> dict[str, object]:
 def device_name(world: World) -> str:
     """Of all processes of all teams; every one of them has to ask."""
     teams = f"{world.teams} teams of " if world.teams > 1 else ""
-    kinds = " and ".join(sorted(set(world.words_of_all("device", _kind_of_device(world)))))
+    kinds = " and ".join(sorted(set(world.all_gather_words("device", _kind_of_device(world)))))
     if not world.on_gpu:
         return f"CPU {kinds}, {teams}{world.world_size} x {torch.get_num_threads()} threads"
     a_gpu = math.ceil(int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / torch.cuda.device_count())

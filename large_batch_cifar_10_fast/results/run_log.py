@@ -61,7 +61,7 @@ class RunLog:
         if world.is_main:
             self._take_down(images, finished, device)
         name = {key: self.facts[key] for key in ("campaign", "started", "data")} if world.is_first else {}
-        words = world.words_of_all("campaign", json.dumps(name))
+        words = world.all_gather_words("campaign", json.dumps(name))
         if world.is_main:
             self.facts |= json.loads(words[0])
 
@@ -75,7 +75,7 @@ class RunLog:
             "processes": world.world_size,
             "device": device,
         }
-        self.facts |= driver_and_clocks(world) | images()
+        self.facts |= images()
         self.facts |= {name: getattr(settings, name) for name in CONDITIONS}
         self.facts["data"] = settings.data if settings.data == SYNTHETIC else os.path.abspath(settings.data)
         self.facts |= {"version": __version__, "commit": commit(), "code": code_digest(), "torch": version("torch")}
@@ -97,10 +97,9 @@ class RunLog:
     def _head(self) -> None:
         facts = self.facts | {"plural": "es" * (self.world.world_size > 1), "made": len(self.rows)}
         facts |= {"settings": lines.as_pairs(asdict(self.settings)), "runs": len(self.settings.planned)}
-        gpu = [lines.GPU] if facts["driver"] else []
         self._print(lines.HEAD, **facts)
         self._print(lines.SOFTWARE, **software())
-        for line in (lines.WORLD, *gpu, lines.DATA, lines.RECIPE, lines.SETTINGS, lines.CAMPAIGN):
+        for line in (lines.WORLD, lines.DATA, lines.RECIPE, lines.SETTINGS, lines.CAMPAIGN):
             self._print(line, **facts)
 
     def set_up(self, clock: Clock, steps_per_epoch: int, compiled: bool) -> None:
@@ -113,7 +112,9 @@ class RunLog:
         hidden = None if self.world.is_first else True  # None: where there is no terminal
         made, total = len(self.rows) * steps, len(self.settings.planned) * steps
         self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=hidden)
-        self.facts["compile"] = compiled
+        self.facts |= {"compile": compiled}
+        if self.world.is_main:
+            self.facts |= driver_and_clocks(self.world)  # now: before the warm-up a GPU is at rest, and its clocks, too
         if not self.world.is_first:
             return
         if not self.restart:  # or the log goes on
@@ -126,6 +127,8 @@ class RunLog:
         if compiled != self.settings.compile:
             self.settings = replace(self.settings, compile=False, no_compile=True)
             self._print(lines.SETTINGS, settings=lines.as_pairs(asdict(self.settings)))
+        if self.facts["driver"]:
+            self._print(lines.GPU, **self.facts)
         self._print(lines.UPLOAD, **clock.seconds)
         self._print(lines.WHITENING, **clock.seconds)
         for run in sorted(self.rows):

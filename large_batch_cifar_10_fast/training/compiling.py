@@ -45,7 +45,7 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
         broken = " (a compilation was broken off: delete this file)" * reason.endswith("file too short")
         world.warn(f"not compiled ({reason}){broken}: training goes on uncompiled; --no_compile says so without a try")
         fused = network
-    done = world.words_of_all("compiled", str(fused is not network))
+    done = world.all_gather_words("compiled", str(fused is not network))
     if "False" in done and fused is not network:
         world.warn("not compiled on every process: training goes on uncompiled")
         fused = network

@@ -106,7 +106,7 @@ class World:
         """This process's place among those of all teams, and how many they are."""
         return self.team * self.world_size + self.rank, self.teams * self.world_size
 
-    def words_of_all(self, subject: str, word: str) -> list[str]:
+    def all_gather_words(self, subject: str, word: str) -> list[str]:
         """What each process of every team says about a subject; returns when all have said it."""
         if self.store is None:
             return [word]
@@ -114,7 +114,7 @@ class World:
         self.store.set(f"{subject}/{place}", word)
         return [self.store.get(f"{subject}/{other}").decode() for other in range(count)]
 
-    def shared_out(self, things: Sequence[Item]) -> Iterator[Item]:
+    def take_next(self, things: Sequence[Item]) -> Iterator[Item]:
         """Each of these to one team: a free team takes the next that nobody has taken."""
         if self.teams == 1:
             yield from things
@@ -128,10 +128,10 @@ class World:
 
     def tell_first(self, subject: str, word: str) -> str:
         """Tell the first process something for this team, and return its answer."""
-        told = f"{subject}/{self.team}/{self.store.add(f'{subject}/{self.team}', 1)}"
-        self.store.set(told, word)
+        key = f"{subject}/{self.team}/{self.store.add(f'{subject}/{self.team}', 1)}"
+        self.store.set(key, word)
         try:
-            return self.store.get(f"{told}/answer").decode()
+            return self.store.get(f"{key}/answer").decode()
         except RuntimeError as error:
             if re.search(LATE, str(error), re.IGNORECASE):
                 raise TimeoutError("waited for process 0 longer than TIMEOUT") from error
@@ -148,9 +148,9 @@ class World:
         numbers, signs, heard = dict.fromkeys(range(1, self.teams), 1), 0, time.monotonic()
         while not self.store.check(finished):
             for team, number in numbers.items():
-                told = f"{subject}/{team}/{number}"
-                if self.store.check([told]):
-                    self.store.set(f"{told}/answer", answer(self.store.get(told).decode()))
+                key = f"{subject}/{team}/{number}"
+                if self.store.check([key]):
+                    self.store.set(f"{key}/answer", answer(self.store.get(key).decode()))
                     numbers[team] += 1
             before, signs = signs, self.store.add("alive", 0)
             if signs > before or not self.store.check(finished[:1]):
