@@ -66,7 +66,7 @@ def test_teams_that_share_gpus_take_turns_and_join_where_nccl_would_refuse(teams
     joined = {}
     for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(world, "meeting_point", lambda *_: torch.distributed.HashStore())
+    monkeypatch.setattr(world, "meet", lambda *_: torch.distributed.HashStore())
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda kind, **how: joined.update(kind=kind, **how))
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # and put back

@@ -3,8 +3,10 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 
 import pandas as pd
 import pytest
@@ -21,7 +23,7 @@ from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.ending import LAUNCH
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings, is_first_machine
-from large_batch_cifar_10_fast.training.process import launched_teams
+from large_batch_cifar_10_fast.training.process import launched_teams, meet
 
 ONE_REFUSES = """
 import os, time
@@ -60,6 +62,15 @@ def test_what_no_process_finished_writing_is_no_refusal(tmp_path):
     (tmp_path / "0" / "error.json").write_text('{"message": {"message": "Refusal: a line: and more"}}')
     with pytest.raises(Refusal, match=r"^a line: and more$"):
         refuse_as_processes_did(str(tmp_path))
+
+
+def test_a_process_that_does_not_come_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    for rank, absent in ((0, "1 and 2"), (1, "0")):
+        with pytest.raises(TimeoutError, match=f"^waited for process {absent} longer than TIMEOUT$"):
+            meet(rank, 3, timedelta(seconds=1))
 
 
 def test_what_is_left_of_another_launchs_variables_is_answered(monkeypatch):

@@ -171,7 +171,7 @@ def _said_by(world, request):
 def test_machines_that_were_told_of_other_teams_refuse_before_they_form_any(monkeypatch):
     store = dist.HashStore()
     dist.PrefixStore("large_batch", store).set("teams/1", "2")
-    for name, value in (("has_other_machines", True), ("refuse_with_others", None), ("meeting_point", store)):
+    for name, value in (("has_other_machines", True), ("refuse_with_others", None), ("meet", store)):
         monkeypatch.setattr(worlds, name, lambda *_, value=value: value)
     monkeypatch.setattr(dist, "init_process_group", mock.Mock(side_effect=ZeroDivisionError("they agree")))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):

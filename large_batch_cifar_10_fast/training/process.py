@@ -3,9 +3,10 @@
 import contextlib
 import ctypes
 import os
+import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -20,6 +21,37 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 TIMEOUT = 3600  # seconds that processes wait for each other; one epoch on a slow machine may keep the others waiting
 
 
+def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Where processes leave word for each other, when all have come. Raises TimeoutError, which says who has not."""
+    try:
+        store = meeting_point(rank, world_size, timeout)
+    except RuntimeError as error:
+        if is_late(error):
+            raise TimeoutError("waited for process 0 longer than TIMEOUT") from error
+        raise
+    store.set(f"here/{rank}", "")
+    wait_for(store, {other: f"here/{other}" for other in range(world_size)}, timeout)
+    return store
+
+
+def wait_for(store: dist.Store, words: Mapping[int, str], timeout: timedelta) -> None:
+    """Return when each of these processes has left its word. Raises TimeoutError, which says who has not."""
+    try:
+        store.wait([*words.values()], timeout)
+    except RuntimeError as error:
+        if not is_late(error):
+            raise
+        absent = ["0"]  # which keeps the store, where that does not answer either
+        with contextlib.suppress(RuntimeError):
+            absent = [str(other) for other, word in words.items() if not store.check([word])]
+        raise TimeoutError(f"waited for process {' and '.join(absent)} longer than TIMEOUT") from error
+
+
+def is_late(error: RuntimeError) -> bool:
+    """Whether it is of a wait that took too long."""
+    return re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
+
+
 def meeting_point(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """torchrun's; but on one machine heard on loopback only: PyTorch's own would listen on all interfaces."""
     if has_other_machines() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
@@ -30,7 +62,8 @@ def meeting_point(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     if rank == 0:
         server = socket.create_server((host, port), backlog=world_size)
         listening = server.detach()
-    return dist.TCPStore(host, port, world_size, is_master=rank == 0, master_listen_fd=listening, timeout=timeout)
+    given = {"is_master": rank == 0, "master_listen_fd": listening, "timeout": timeout, "wait_for_workers": False}
+    return dist.TCPStore(host, port, world_size, **given)
 
 
 def launched_world_size() -> int:
@@ -51,10 +84,13 @@ def has_other_machines() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]
 
 
+def longest_wait() -> timedelta:
+    return timedelta(seconds=count_from(os.environ, "TIMEOUT", TIMEOUT))
+
+
 def store_of_all() -> dist.Store:
     """torchrun's, where the processes of several machines leave word for each other before they have met."""
-    timeout = timedelta(seconds=count_from(os.environ, "TIMEOUT", TIMEOUT))
-    return dist.PrefixStore("before", next(dist.rendezvous("env://", timeout=timeout))[0])
+    return dist.PrefixStore("before", next(dist.rendezvous("env://", timeout=longest_wait()))[0])
 
 
 def take_device() -> torch.device:
@@ -97,8 +133,18 @@ def refuse_with_others() -> None:
     store, rank, world_size = store_of_all(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store.set(f"refusal/{rank}", "")
     for other in range(world_size):
+        wait_for(store, {other: f"refusal/{other}"}, longest_wait())
         if refusal := store.get(f"refusal/{other}").decode():
             raise Refusal(f"process {other}: {refusal}")
+
+
+def refuse_other_teams(rank: int, world_size: int, teams: int, store: dist.Store) -> None:
+    """Processes that were told of other TEAMS would wait for each other for ever; seen before any group is formed."""
+    store.set(f"teams/{rank}", str(teams))
+    said = [store.get(f"teams/{other}").decode() for other in range(world_size)]
+    for other, theirs in enumerate(said):
+        if theirs != said[0]:
+            raise Refusal(f"process {other} has TEAMS={theirs}, process 0 TEAMS={said[0]}: give all machines the same")
 
 
 @contextlib.contextmanager

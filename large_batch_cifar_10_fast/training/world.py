@@ -16,13 +16,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..settings.settings import Refusal, count_from
-from .process import TIMEOUT, has_other_machines, launched_world_size, meeting_point, refuse_with_others, take_device
+from ..settings.settings import count_from
+from .process import (
+    has_other_machines,
+    is_late,
+    launched_world_size,
+    longest_wait,
+    meet,
+    refuse_other_teams,
+    refuse_with_others,
+    take_device,
+)
 
 Item = TypeVar("Item")
 
 GRACE = timedelta(seconds=10)  # in which all that still can have given up waiting, too
-LATE = "timed out|timeout"  # in what torch says of a wait
 LOST = 3  # seconds that a process leaves the launcher to find the one that it lost, and to end it with the others
 
 
@@ -133,7 +141,7 @@ class World:
         try:
             return self.store.get(f"{key}/answer").decode()
         except RuntimeError as error:
-            if re.search(LATE, str(error), re.IGNORECASE):
+            if is_late(error):
                 raise TimeoutError("waited for process 0 longer than TIMEOUT") from error
             raise
 
@@ -144,7 +152,7 @@ class World:
         heard any more. Raises TimeoutError where that has lasted longer than TIMEOUT since this process finished.
         """
         finished = [f"finished/{place}" for place in range(self.teams * self.world_size)]
-        timeout = count_from(os.environ, "TIMEOUT", TIMEOUT)
+        timeout = longest_wait().total_seconds()
         numbers, signs, heard = dict.fromkeys(range(1, self.teams), 1), 0, time.monotonic()
         while not self.store.check(finished):
             for team, number in numbers.items():
@@ -179,7 +187,7 @@ class World:
         except RuntimeError as error:
             if re.search("connection|remote process", str(error), re.IGNORECASE):
                 time.sleep(LOST)
-            if not re.search(LATE, str(error), re.IGNORECASE):
+            if not is_late(error):
                 raise
             heard: list[int] = []
             asking = threading.Thread(target=self._hear, args=(heard,), daemon=True)
@@ -207,15 +215,6 @@ def warn(text: str) -> None:
         print(f"Warning: {text}", file=sys.stderr, flush=True)
 
 
-def refuse_other_teams(rank: int, world_size: int, teams: int, store: dist.Store) -> None:
-    """Processes that were told of other TEAMS would wait for each other for ever; seen before any group is formed."""
-    store.set(f"teams/{rank}", str(teams))
-    said = [store.get(f"teams/{other}").decode() for other in range(world_size)]
-    for other, theirs in enumerate(said):
-        if theirs != said[0]:
-            raise Refusal(f"process {other} has TEAMS={theirs}, process 0 TEAMS={said[0]}: give all machines the same")
-
-
 @contextlib.contextmanager
 def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
     """Take this process's place in the world, and leave it in order."""
@@ -224,13 +223,13 @@ def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
     if world_size == 1:
         yield World(rank, world_size, device, total_workers)
         return
-    timeout = timedelta(seconds=count_from(os.environ, "TIMEOUT", TIMEOUT))
+    timeout = longest_wait()
     if has_other_machines():
         refuse_with_others()
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    store = meeting_point(rank, world_size, timeout)
+    store = meet(rank, world_size, timeout)
     word = dist.PrefixStore("large_batch", store)
     if has_other_machines():
         refuse_other_teams(rank, world_size, teams, word)
