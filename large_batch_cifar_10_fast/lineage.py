@@ -6,7 +6,6 @@ Parameters, multiply-adds and work are counted on the recipes themselves; second
 """
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,27 +117,29 @@ def draw(out: Path) -> None:
     """Work and published seconds against the year, both by factors of ten."""
     plt = start_drawing()
     figure, axes = plt.subplots(1, 2, figsize=(2 * WIDTH, 2.6), layout="constrained")
+    work_of_a_run = [pflop(system.recipe) for system in SYSTEMS]
+    named = [f"{system.name}: {value:.4g}" for system, value in zip(SYSTEMS, work_of_a_run, strict=True)]
+    draw_against_year(axes[0], [system.year for system in SYSTEMS], work_of_a_run, named, "work of a run, PFLOP")
     timed = [system for system in SYSTEMS if system.seconds]
-    work_of_a_run = {system.name: pflop(system.recipe) for system in SYSTEMS}
-    draw_against_year(axes[0], SYSTEMS, work_of_a_run, "work of a run, PFLOP")
-    seconds = {f"{system.name}, {system.hardware}": system.seconds for system in timed}
-    draw_against_year(axes[1], timed, seconds, "seconds published, each by its own clock")
+    named = [f"{system.name}, {system.hardware}: {system.seconds:.4g} ({system.clock})" for system in timed]
+    seconds = [system.seconds for system in timed]
+    draw_against_year(
+        axes[1], [system.year for system in timed], seconds, named, "seconds published (its clock counts)"
+    )
     save_picture(figure, out)
     plt.close(figure)
 
 
-def draw_against_year(axes, systems: Sequence[System], figures: dict[str, float], label: str) -> None:
-    """A point a system, and its name beside it, moved up or down where names would meet."""
-    years, values = [system.year for system in systems], list(figures.values())
+def draw_against_year(axes, years: list[int], values: list[float], named: list[str], label: str) -> None:
+    """A point a system, and what it is beside it, moved up or down where texts would meet."""
     low, high = min(values) / 2, max(values) * 2
     axes.set(yscale="log", xlim=(2017.5, 2029), ylim=(low, high), xlabel="year", ylabel=label)
     axes.set_xticks([2018, 2020, 2022, 2024, 2026])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.plot(years, values, "o", ms=3, color=INK)
     places = spread(np.log10(values), 0.055 * np.log10(high / low), np.log10(low), np.log10(high))
-    for year, name, value, place in zip(years, figures, values, places, strict=True):
+    for year, text, value, place in zip(years, named, values, places, strict=True):
         line = {"arrowstyle": "-", "lw": 0.4, "color": BEHIND, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
-        text = f"{name}: {value:.4g}"
         axes.annotate(text, (year, value), (year + 0.5, 10**place), va="center", fontsize=6, arrowprops=line)
 
 
