@@ -1,24 +1,28 @@
 #!/usr/bin/env bash
 # What does your GPU box do with this? Facts, tests, bench, runs, profile, NCCL: a log a part.
 #     bash measure_gpu.sh [--data DATA] [--out DIR] [PART...]
+# About nine minutes where kernels are compiled already, at the first time longer: where a call has a limit, give each a few parts.
 # Parts, the most important first: facts tests bench first compare profile nccl; and, worth a call each, campaign (fifty
 # runs), modern (the recipe of today: bench, profile, twenty runs each of it and of its start), lineage (the systems of
 # 2018, a run of each, and the ladder) and teams (ten runs one after the other on one GPU, and two side by side on it).
+# A part of a part has a dot: first.bf16, lineage.fastai. A campaign that was broken off is gone on with.
 # DATA as for train_cifar_parallel.sh. Each part has a time limit and a log in DIR (gpu_measured) of its own, so that one
 # that fails costs the others nothing; DIR/summary.txt says what they found.
 set -u
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"
 . "$top/choose_python.sh"
-data=$top/data out=gpu_measured parts=""
+data=$top/data out=gpu_measured parts="" names="facts tests bench first compare profile nccl campaign modern lineage teams"
 while [ $# -gt 0 ]; do
     case $1 in
         --data | --out)
             [ $# -gt 1 ] || { echo "measure_gpu.sh: $1 needs a value" >&2; exit 2; }
             [ "$1" = --data ] && data=$2 || out=$2
             shift 2 ;;
-        facts | tests | bench | first | compare | profile | nccl | campaign | modern | lineage | teams) parts="$parts $1"; shift ;;
-        *) echo "measure_gpu.sh: $1 is no part: choose from facts tests bench first compare profile nccl campaign modern lineage teams" >&2; exit 2 ;;
+        *)
+            case " $names " in *" ${1%%.*} "*) ;; *) echo "measure_gpu.sh: $1 is no part: choose from $names" >&2; exit 2 ;; esac
+            parts="$parts $1"
+            shift ;;
     esac
 done
 [ -n "$parts" ] || parts="facts tests bench first compare profile nccl"
@@ -33,7 +37,7 @@ train=(bash "$top/train_cifar_parallel.sh" --data "$data" "${small[@]}")
 short=(--data "$data" "${small[@]}" --epochs 3 --ema_ep 0.3)
 cd "$top"
 touch "$out/summary.txt"
-failed=0
+failed=0 made=0
 # CIFAR-10 is fetched here, if it has to be, with all the time that takes.
 "$python" -c 'import sys; from large_batch_cifar_10_fast.images.sources import count_training_images as see; see(sys.argv[1])' \
     "$data" 2>&1 >/dev/null | tail -n 1 >&2
@@ -41,7 +45,8 @@ failed=0
 part() { # NAME SECONDS PATTERN COMMAND...: run within the limit, keep the log, and its last line like PATTERN
     local name=$1 limit=$2 pattern=$3 start=$SECONDS
     shift 3
-    case " $parts " in *" ${name%%.*} "*) ;; *) return ;; esac
+    case " $parts " in *" ${name%%.*} "* | *" $name "*) ;; *) return ;; esac
+    made=$((made + 1))
     sed -i "/^$name /d" "$out/summary.txt"
     timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1
     local status=$?
@@ -50,16 +55,17 @@ part() { # NAME SECONDS PATTERN COMMAND...: run within the limit, keep the log, 
         "$(grep -aE "$pattern" "$out/$name.log" | tail -n 1 | cut -c 1-150)" | tee -a "$out/summary.txt"
 }
 
-part facts 30 '^torch' bash -c 'nvidia-smi; nvidia-smi topo -m; git log -1 --format=%H; exec "$0" -c "
+part facts 120 '^torch' bash -c 'nvidia-smi; nvidia-smi topo -m; git log -1 --format=%H; exec "$0" -c "
 import torch, torchvision
 print(\"torch\", torch.__version__, \"CUDA\", torch.version.cuda, \"cuDNN\", torch.backends.cudnn.version(),
       \"torchvision\", torchvision.__version__, \"GPUs\", torch.cuda.device_count())"' "$python"
-part tests 240 "passed|failed|error" bash run_tests.sh tests/test_gpu.py ${MEASURE_TESTS:-}
-part bench 120 '^step ' "$python" -m large_batch_cifar_10_fast.bench "${small[@]}"
-part first.fp16 90 '^Train acc' "${train[@]}" --precision ${MEASURE_PRECISION:-fp16} --runs 2 --out "$out/fp16"
-part first.bf16 90 '^Train acc' "${train[@]}" --precision bf16 --runs 2 --out "$out/bf16"
-part compare.plain 120 'runs reached' "${train[@]}" --runs 8 --no_compile --out "$out/plain"
-part compare.compiled 120 'runs reached' "${train[@]}" --runs 8 --compile --out "$out/compiled"
+"$python" -c "import xdist" 2>/dev/null && several="-n 4 --dist load" || several="" # most of a test is starting and compiling
+part tests 500 "passed|failed|error" bash run_tests.sh tests/test_gpu.py -v ${MEASURE_TESTS:-$several}
+part bench 180 '^step ' "$python" -m large_batch_cifar_10_fast.bench "${small[@]}"
+part first.fp16 150 '^Train acc' "${train[@]}" --precision ${MEASURE_PRECISION:-fp16} --runs 2 --out "$out/fp16"
+part first.bf16 150 '^Train acc' "${train[@]}" --precision bf16 --runs 2 --out "$out/bf16"
+part compare.plain 240 'runs reached' "${train[@]}" --runs 5 --no_compile --out "$out/plain"
+part compare.compiled 180 'runs reached' "${train[@]}" --runs 5 --compile --out "$out/compiled"
 part compare.said 30 '^Time' bash -c '"$0" -m large_batch_cifar_10_fast.compare "$@"; [ $? -le 1 ]' \
     "$python" "$out/compiled/runs.tsv" "$out/plain/runs.tsv" # 1: worse is an answer, too
 profiled='
@@ -71,26 +77,29 @@ with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
     train.main(*read_request(sys.argv[1:], {}))
 by = "cuda_time_total" if train.torch.cuda.is_available() else "cpu_time_total"
 print(seen.key_averages().table(sort_by=by, row_limit=40))'
-part profile 90 '(CPU|CUDA) time total' "$python" -c "$profiled" "${short[@]}" --out "$out/profile"
+part profile 150 '(CPU|CUDA) time total' "$python" -c "$profiled" "${short[@]}" --out "$out/profile"
 # Two NCCL ranks on one GPU, slow, over sockets, but real: each names a host of its own.
-part nccl 120 '^Train acc' "$python" -m torch.distributed.run --standalone --nproc-per-node 2 --no-python \
+part nccl 240 '^Train acc' "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 --no-python \
     bash -c 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$0" "$@"' "$python" -m large_batch_cifar_10_fast.train \
     "${short[@]}" --out "$out/nccl"
-part campaign 560 'runs reached' "${train[@]}" --runs 50 --out "$out/campaign"
-part modern.bench 120 '^training of a run' "$python" -m large_batch_cifar_10_fast.bench --recipe muon ${MEASURE_MODERN:-}
-part modern.profile 90 '(CPU|CUDA) time total' "$python" -c "$profiled" --recipe muon --data "$data" \
+rows=$(wc -l 2>/dev/null <"$out/campaign/runs.tsv") || rows=0
+[ "$rows" -gt 1 ] && [ "$rows" -le 50 ] && resume=--resume || resume=""
+part campaign 580 'runs reached' "${train[@]}" --runs 50 $resume --out "$out/campaign"
+part modern.bench 240 '^training of a run' "$python" -m large_batch_cifar_10_fast.bench --recipe muon ${MEASURE_MODERN:-}
+part modern.profile 150 '(CPU|CUDA) time total' "$python" -c "$profiled" --recipe muon --data "$data" \
     --out "$out/modern_profile" ${MEASURE_MODERN:-}
 for recipe in muon muon2024; do
-    part modern.$recipe 180 'Lowest accuracy' bash "$top/train_cifar_parallel.sh" --data "$data" --recipe $recipe \
+    part modern.$recipe 240 'Lowest accuracy' bash "$top/train_cifar_parallel.sh" --data "$data" --recipe $recipe \
         --runs 20 --out "$out/$recipe" ${MEASURE_MODERN:-}
 done
-part lineage.ladder 120 '^. .e.' "$python" -m large_batch_cifar_10_fast.bench --ladder ${MEASURE_LINEAGE:-}
+part lineage.ladder 300 '^. .e.' "$python" -m large_batch_cifar_10_fast.bench --ladder ${MEASURE_LINEAGE:-}
 for recipe in basenet page fastai; do
-    part lineage.$recipe 240 '^Train acc' bash "$top/train_cifar_parallel.sh" --data "$data" --recipe $recipe \
+    part lineage.$recipe 400 '^Train acc' bash "$top/train_cifar_parallel.sh" --data "$data" --recipe $recipe \
         --out "$out/$recipe" ${MEASURE_LINEAGE:-}
 done
 one_gpu=(env CUDA_VISIBLE_DEVICES="$(echo "${CUDA_VISIBLE_DEVICES-0}" | cut -d , -f 1)")
 ten=(bash "$top/train_cifar_parallel.sh" --data "$data" --recipe muon --runs 10 ${MEASURE_MODERN:-})
-part teams.alone 120 'runs reached' "${one_gpu[@]}" NPROC=1 "${ten[@]}" --out "$out/alone"
-part teams.sharing 120 'runs reached' "${one_gpu[@]}" TEAMS=2 TEAMS_PER_GPU=2 "${ten[@]}" --out "$out/sharing"
+part teams.alone 180 'runs reached' "${one_gpu[@]}" NPROC=1 "${ten[@]}" --out "$out/alone"
+part teams.sharing 180 'runs reached' "${one_gpu[@]}" TEAMS=2 TEAMS_PER_GPU=2 "${ten[@]}" --out "$out/sharing"
+[ "$made" -gt 0 ] || { echo "measure_gpu.sh: no part is called$parts" >&2; exit 2; }
 exit "$failed"

@@ -33,7 +33,7 @@ from .results.clock import Clock
 from .results.pictures import refuse_picture
 from .results.provenance import peak_memory
 from .settings.settings import Refusal, Settings, has_option, refusals_end
-from .train import Data, Learner, evaluate, make_learner, prepare, take_step
+from .train import Data, Learner, evaluate, make_learner, prepare, take_step, warm_up
 from .training.networks import DTYPES, autocast, enter, reset, training_flop, weight_dtype, work
 from .training.norm import prepare_norms
 from .training.optimizers import follow_schedules, step_all
@@ -158,13 +158,13 @@ def climb(settings: Settings, recipe: Recipe, most: int, rounds: int) -> Seconds
         settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
         learner, noise = make_learner(settings, recipe, world), random_images(50_000, 1)
         shards = prepare(noise, learner, Clock(world.synchronize)).train
+        warm_up(learner, len(noise.train_images), 1)  # the short last batch, too
         optimizers, tally = recipe.optimizers(learner.network, world), Tally(world)
         reset(learner.network, recipe, seed=0)
 
         def train(batch: Batch) -> None:
             take_step(learner, optimizers, [batch], tally)
 
-        train(next(shards.epoch(seed=0, epoch=0))[0])  # kernels are chosen
         most = most or (shards.steps_per_epoch if world.on_gpu else 5)
         ladder, steps = rungs(*noise.train, shards, count_cores()), shards.steps_per_epoch
         return seconds_of_rungs(ladder, train, most, steps, rounds, world)

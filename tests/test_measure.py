@@ -69,6 +69,24 @@ def test_every_part_asks_the_programs_for_what_they_have(tiny_npz, tmp_path):
             assert settings.data == str(tiny_npz) or program == "bench"
 
 
+def test_a_campaign_that_was_broken_off_is_gone_on_with_and_a_part_may_be_of_a_part(tiny_npz, tmp_path):
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    (tmp_path / "campaign").mkdir()
+    for rows in (0, 1, 49, 50):
+        (tmp_path / "campaign" / "runs.tsv").write_text("\n" * (rows + 1))
+        parts = ("--data", tiny_npz, "--out", tmp_path, "campaign", "first.bf16")
+        assert _measure(*parts, CALLS=calls, PYTHON=python).returncode == 0
+        first, campaign = calls.read_text().splitlines()
+        calls.unlink()
+        assert "bf16" in first
+        assert ("--resume" in campaign) == (0 < rows < 50)
+
+    result = _measure("--data", tiny_npz, "--out", tmp_path, "first.fp8")
+    assert (result.returncode, result.stderr) == (2, "measure_gpu.sh: no part is called first.fp8\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"), [(("everything",), "everything is no part"), (("--out",), "a value")]
 )

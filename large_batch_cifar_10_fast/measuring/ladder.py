@@ -87,7 +87,7 @@ def rungs(images: np.ndarray, labels: np.ndarray, shards: Shards, cores: int) ->
             dataset.draw()
         loader = DataLoader(dataset, size, shuffle=True, num_workers=workers, pin_memory=device.type == "cuda")
         for batch, targets in loader:
-            moved = batch.to(device, dtype, non_blocking=True, memory_format=torch.channels_last)
+            moved = batch.to(device, non_blocking=True).to(dtype, memory_format=torch.channels_last)
             yield moved, targets.to(device, non_blocking=True)
 
     by_hand, prepared = ByHand(images, labels), Prepared(images, labels, in_bulk=False)

@@ -1,5 +1,6 @@
 """What launching costs on a GPU: the host's share of a step, and the step without it, as one CUDA graph."""
 
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,8 @@ def measure_launches(step: Callable[[], None], world: World, repeats: int, figur
         start = time.perf_counter()
         step()
         figures.setdefault("launching of a step", []).append(time.perf_counter() - start)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream, seconds = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
+    gc.collect()  # what is left of other steps' gradients may hold on to another stream
     try:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -28,6 +30,8 @@ def measure_launches(step: Callable[[], None], world: World, repeats: int, figur
         with torch.cuda.graph(graph, stream=stream):
             step()
         for _ in range(repeats):
-            timed(world, figures.setdefault("step as one CUDA graph", []), graph.replay)
+            timed(world, seconds, graph.replay)
+        figures["step as one CUDA graph"] = seconds
     except RuntimeError as error:
+        torch.cuda.set_stream(torch.cuda.default_stream())  # a capture that fails leaves its own
         print(f"bench: no CUDA graph of a step: {error}", file=sys.stderr)

@@ -12,6 +12,9 @@ from ..training.networks import work
 from ..training.recipe import Recipe
 from ..training.world import World
 
+# In what torch says, besides its OutOfMemoryError: of a CPU, of cuBLAS, and of cuDNN, which tried all its ways in vain.
+NO_MEMORY = ("allocate memory", "ALLOC_FAILED", "unable to find an engine")
+
 
 def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) -> Settings:
     """Decide what depends on the device: precision, and whether compiling pays. Warns of hours on a CPU."""
@@ -45,7 +48,7 @@ def explaining_memory(settings: Settings, recipe: Recipe, world: World) -> Itera
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in NO_MEMORY):
             raise
         count = len(world.workers)
         images = f"{count} workers x {recipe.batch_size} images in {settings.micro_batches} micro-batches"

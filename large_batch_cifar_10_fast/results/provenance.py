@@ -48,7 +48,7 @@ def device_name(world: World) -> str:
     if not world.on_gpu:
         return f"CPU {kinds}, {teams}{world.world_size} x {torch.get_num_threads()} threads"
     a_gpu = math.ceil(int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / torch.cuda.device_count())
-    shared = f", {a_gpu} teams a GPU" if world.teams > 1 and a_gpu > 1 else ""
+    shared = f", {a_gpu} {'teams' if world.teams > 1 else 'processes'} a GPU" if a_gpu > 1 else ""
     return f"{teams}{world.world_size} x {kinds}{shared}"
 
 

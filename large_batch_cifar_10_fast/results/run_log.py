@@ -113,6 +113,8 @@ class RunLog:
         made, total = len(self.rows) * steps, len(self.settings.planned) * steps
         self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=hidden)
         self.facts |= {"compile": compiled}
+        if self.world.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.world.device)  # of what the compiler tried
         if self.world.is_main:
             self.facts |= driver_and_clocks(self.world)  # now: before the warm-up a GPU is at rest, and its clocks, too
         if not self.world.is_first:

@@ -80,6 +80,8 @@ def gradients(
 def check_agreement(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Raise ArithmeticError for a gradient too far from the expected one, as a share of the latter's length."""
     for name, gradient in expected.items():
+        if not gradient.isfinite().all():
+            raise ArithmeticError(f"the gradient of {name} is not finite uncompiled either")
         off = torch.dist(found[name].double(), gradient.double()) / gradient.double().norm()
         if not off <= TOLERANCE:
             raise ArithmeticError(f"the compiled gradient of {name} is {off:.0%} off")
