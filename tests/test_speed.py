@@ -21,6 +21,7 @@ from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import Learner, make_learner, prepare, take_step
+from large_batch_cifar_10_fast.training.compiling import check_agreement
 from large_batch_cifar_10_fast.training.networks import cast, enter, make_network, reset
 from large_batch_cifar_10_fast.training.norm import prepare_norms
 from large_batch_cifar_10_fast.training.optimizers import follow_schedules
@@ -185,6 +186,21 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
             tally.sums.tolist()
     assert steps == 3
     assert {tensor.device for tensor in (*weights, tally.sums, *data.test)} == {gpu}
+
+
+@pytest.mark.parametrize(
+    ("compiled", "uncompiled", "said"),
+    [
+        ([0.0, 0.0], [3.0, 4.0], "the compiled gradient of w is 100% off"),
+        ([-3.0, -4.0], [3.0, 4.0], "the compiled gradient of w is 200% off"),
+        ([3.0, float("nan")], [3.0, 4.0], "the compiled gradient of w is nan% off"),
+        ([3.0, 4.0], [3.0, float("inf")], "the gradient of w is not finite uncompiled either"),
+    ],
+)
+def test_a_compiled_gradient_that_is_lost_or_wrong_is_told(compiled, uncompiled, said):
+    with pytest.raises(ArithmeticError, match=f"^{said}$"):
+        check_agreement({"w": torch.tensor(compiled)}, {"w": torch.tensor(uncompiled)})
+    check_agreement({"w": torch.tensor([3.0, 3.9])}, {"w": torch.tensor([3.0, 4.0])})
 
 
 def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path):
