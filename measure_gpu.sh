@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What does your GPU box do with this? Facts, tests, bench, runs, profile, NCCL: a log a part.
 #     bash measure_gpu.sh [--data DATA] [--out DIR] [PART...]
-# About nine minutes where kernels are compiled already, at the first time longer: where a call has a limit, give each a few parts.
+# Nine minutes, expected (not measured yet); longer at first, as all is compiled: where a call has a limit, give each a few parts.
 # Parts, the most important first: facts tests bench first compare profile nccl; and, worth a call each, campaign (fifty
 # runs), modern (the recipe of today: bench, profile, twenty runs each of it and of its start), lineage (the systems of
 # 2018, a run of each, and the ladder) and teams (ten runs one after the other on one GPU, and two side by side on it).
@@ -12,7 +12,10 @@ set -u
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"
 . "$top/choose_python.sh"
-data=$top/data out=gpu_measured parts="" names="facts tests bench first compare profile nccl campaign modern lineage teams"
+data=$top/data out=gpu_measured parts="" 
+names="facts tests bench first first.fp16 first.bf16 compare compare.plain compare.compiled compare.said profile nccl campaign
+modern modern.bench modern.profile modern.muon modern.muon2024 lineage lineage.ladder lineage.basenet lineage.page
+lineage.fastai teams teams.alone teams.sharing"
 while [ $# -gt 0 ]; do
     case $1 in
         --data | --out)
@@ -20,7 +23,7 @@ while [ $# -gt 0 ]; do
             [ "$1" = --data ] && data=$2 || out=$2
             shift 2 ;;
         *)
-            case " $names " in *" ${1%%.*} "*) ;; *) echo "measure_gpu.sh: $1 is no part: choose from $names" >&2; exit 2 ;; esac
+            printf '%s\n' $names | grep -qxF -e "$1" || { echo "measure_gpu.sh: $1 is no part: choose from" $names >&2; exit 2; }
             parts="$parts $1"
             shift ;;
     esac
@@ -37,7 +40,7 @@ train=(bash "$top/train_cifar_parallel.sh" --data "$data" "${small[@]}")
 short=(--data "$data" "${small[@]}" --epochs 3 --ema_ep 0.3)
 cd "$top"
 touch "$out/summary.txt"
-failed=0 made=0
+failed=0
 # CIFAR-10 is fetched here, if it has to be, with all the time that takes.
 "$python" -c 'import sys; from large_batch_cifar_10_fast.images.sources import count_training_images as see; see(sys.argv[1])' \
     "$data" 2>&1 >/dev/null | tail -n 1 >&2
@@ -46,7 +49,6 @@ part() { # NAME SECONDS PATTERN COMMAND...: run within the limit, keep the log, 
     local name=$1 limit=$2 pattern=$3 start=$SECONDS
     shift 3
     case " $parts " in *" ${name%%.*} "* | *" $name "*) ;; *) return ;; esac
-    made=$((made + 1))
     sed -i "/^$name /d" "$out/summary.txt"
     timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1
     local status=$?
@@ -82,9 +84,9 @@ part profile 150 '(CPU|CUDA) time total' "$python" -c "$profiled" "${short[@]}" 
 part nccl 240 '^Train acc' "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 --no-python \
     bash -c 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$0" "$@"' "$python" -m large_batch_cifar_10_fast.train \
     "${short[@]}" --out "$out/nccl"
-rows=$(wc -l 2>/dev/null <"$out/campaign/runs.tsv") || rows=0
-[ "$rows" -gt 1 ] && [ "$rows" -le 50 ] && resume=--resume || resume=""
-part campaign 580 'runs reached' "${train[@]}" --runs 50 $resume --out "$out/campaign"
+# Begun anew where there is nothing to go on with, or what is there is complete or of other code: that is refused, with 2.
+going_on='status=2; [ ! -s "$0" ] || { "$@" --resume; status=$?; }; [ $status != 2 ] || exec "$@"; exit $status'
+part campaign 580 'runs reached' bash -c "$going_on" "$out/campaign/runs.tsv" "${train[@]}" --runs 50 --out "$out/campaign"
 part modern.bench 240 '^training of a run' "$python" -m large_batch_cifar_10_fast.bench --recipe muon ${MEASURE_MODERN:-}
 part modern.profile 150 '(CPU|CUDA) time total' "$python" -c "$profiled" --recipe muon --data "$data" \
     --out "$out/modern_profile" ${MEASURE_MODERN:-}
@@ -101,5 +103,4 @@ one_gpu=(env CUDA_VISIBLE_DEVICES="$(echo "${CUDA_VISIBLE_DEVICES-0}" | cut -d ,
 ten=(bash "$top/train_cifar_parallel.sh" --data "$data" --recipe muon --runs 10 ${MEASURE_MODERN:-})
 part teams.alone 180 'runs reached' "${one_gpu[@]}" NPROC=1 "${ten[@]}" --out "$out/alone"
 part teams.sharing 180 'runs reached' "${one_gpu[@]}" TEAMS=2 TEAMS_PER_GPU=2 "${ten[@]}" --out "$out/sharing"
-[ "$made" -gt 0 ] || { echo "measure_gpu.sh: no part is called$parts" >&2; exit 2; }
 exit "$failed"

@@ -1,7 +1,7 @@
 """Where the time goes: the parts of a run, and a step against the baseline's, measured in turn.
 
     python -m large_batch_cifar_10_fast.bench [--json] [--repeats N] [options of train.py]
-    python -m large_batch_cifar_10_fast.bench --ladder [--picture FILE] [--json] [options of train.py]
+    python -m large_batch_cifar_10_fast.bench --ladder [--ladder_steps N] [--repeats N] [--picture FILE] [--json] [...]
 
 The baseline is the same mathematics without any of our speed: contiguous NCHW, eager, the norm as its formula
 stands, the update parameter by parameter, and float32 unless --baseline_precision says otherwise. Without CUDA the

@@ -109,7 +109,7 @@ def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> No
 
 
 def with_other_images(name: str, log: Log) -> str:
-    """Beside curves of CIFAR-10 a result on other images says so, where its log does: a timing_log.tsv names none."""
+    """Beside curves of CIFAR-10 a result on other images says so, where its log does, or the table beside it."""
     images = log.facts.get("images", CIFAR_10)
     return name if images == CIFAR_10 else f"{name}, on {images}"
 

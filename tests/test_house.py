@@ -1,4 +1,4 @@
-"""The house as CONTRIBUTING.md describes it: imports point one way, rooms are small."""
+"""The house: imports point one way, down these levels, and rooms are small."""
 
 import ast
 from pathlib import Path
@@ -14,6 +14,8 @@ def rooms_imported(path: Path) -> set[str]:
     inside = path.relative_to(PACKAGE).parent.parts
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level or not node.module.startswith(PACKAGE.name), f"{path}: from . import, not by name"
         if isinstance(node, ast.ImportFrom) and node.level:
             place = [*inside[: len(inside) + 1 - node.level], *(node.module or "").split(".")]
             found |= {place[0]} if place[0] else {alias.name for alias in node.names}

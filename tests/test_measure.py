@@ -20,6 +20,7 @@ case $* in
     *) exec {sys.executable} "$@" ;;
 esac
 (IFS=$'\\t'; echo "$*" >>"$CALLS")
+case $* in *--resume) exit $REFUSED ;; esac
 """
 
 
@@ -74,21 +75,31 @@ def test_a_campaign_that_was_broken_off_is_gone_on_with_and_a_part_may_be_of_a_p
     python.write_text(STAND_IN)
     python.chmod(0o755)
     (tmp_path / "campaign").mkdir()
-    for rows in (0, 1, 49, 50):
-        (tmp_path / "campaign" / "runs.tsv").write_text("\n" * (rows + 1))
+    asked = {}
+    for table, refused in (("", 0), ("rows", 0), ("rows", 1), ("rows", 2)):
+        (tmp_path / "campaign" / "runs.tsv").write_text(table)
         parts = ("--data", tiny_npz, "--out", tmp_path, "campaign", "first.bf16")
-        assert _measure(*parts, CALLS=calls, PYTHON=python).returncode == 0
-        first, campaign = calls.read_text().splitlines()
+        status = _measure(*parts, CALLS=calls, PYTHON=python, REFUSED=refused).returncode
+        first, *campaign = calls.read_text().splitlines()
         calls.unlink()
         assert "bf16" in first
-        assert ("--resume" in campaign) == (0 < rows < 50)
-
-    result = _measure("--data", tiny_npz, "--out", tmp_path, "first.fp8")
-    assert (result.returncode, result.stderr) == (2, "measure_gpu.sh: no part is called first.fp8\n")
+        asked[table, refused] = [line.endswith("--resume") for line in campaign], status
+    assert asked == {
+        ("", 0): ([False], 0),
+        ("rows", 0): ([True], 0),
+        ("rows", 1): ([True], 1),
+        ("rows", 2): ([True, False], 0),
+    }
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(("everything",), "everything is no part"), (("--out",), "a value")]
+    ("arguments", "message"),
+    [
+        (("everything",), "everything is no part"),
+        (("first.fp8",), "first.fp8 is no part"),
+        (("facts tests",), "facts tests is no part"),
+        (("--out",), "a value"),
+    ],
 )
 def test_bad_arguments_are_refused(arguments, message):
     result = _measure(*arguments)

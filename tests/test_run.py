@@ -167,10 +167,18 @@ def test_python_dash_m_runs_one_process(tiny_npz, tmp_path):
     assert "0 runs reached 0.94 out of 1" in result.stdout
 
 
-def test_memory_running_out_is_explained(capsys):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_running_out_is_explained(error, capsys):
     world = World(0, 1, torch.device("cuda", 0), 8)
     with pytest.raises(SystemExit) as end, refusals_end("train"), explaining_memory(Settings(), Apple2019(), world):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+        raise error
     assert end.value.code == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1

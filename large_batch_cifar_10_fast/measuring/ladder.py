@@ -87,6 +87,7 @@ def rungs(images: np.ndarray, labels: np.ndarray, shards: Shards, cores: int) ->
             dataset.draw()
         loader = DataLoader(dataset, size, shuffle=True, num_workers=workers, pin_memory=device.type == "cuda")
         for batch, targets in loader:
+            # First the pinned bytes as they are: to be cast here they would be copied, and no longer pinned.
             moved = batch.to(device, non_blocking=True).to(dtype, memory_format=torch.channels_last)
             yield moved, targets.to(device, non_blocking=True)
 

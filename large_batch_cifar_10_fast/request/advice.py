@@ -12,8 +12,7 @@ from ..training.networks import work
 from ..training.recipe import Recipe
 from ..training.world import World
 
-# In what torch says, besides its OutOfMemoryError: of a CPU, of cuBLAS, and of cuDNN, which tried all its ways in vain.
-NO_MEMORY = ("allocate memory", "ALLOC_FAILED", "unable to find an engine")
+NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in what torch says of a CPU's, and of a GPU's for cuBLAS and cuDNN
 
 
 def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) -> Settings:

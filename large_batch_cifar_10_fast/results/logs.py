@@ -56,7 +56,8 @@ def read_log(source: str, campaign: str | None = None) -> Log:
 def _with_facts_beside(path: Path, log: Log) -> Log:
     """A timing_log.tsv names no images, device or clock: its run's row does, in the runs.tsv beside it."""
     with contextlib.suppress(OSError, Refusal):
-        for row in read_rows(path.with_name("runs.tsv")):
+        beside = path.with_name("runs.tsv")
+        for row in read_rows(beside, read_bounded(str(beside))):
             if math.isclose(float(row["seconds"]), log.seconds[-1], rel_tol=1e-9):
                 return replace(log, facts=_conditions(row))
     return log

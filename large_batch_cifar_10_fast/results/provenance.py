@@ -77,7 +77,7 @@ def driver_and_clocks(world: World) -> dict[str, str]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes this process has had, of the GPU's memory if it has one."""
+    """The most bytes this process has had; of a GPU's memory, if it has one, since its first run began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

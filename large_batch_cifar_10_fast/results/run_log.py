@@ -112,9 +112,9 @@ class RunLog:
         hidden = None if self.world.is_first else True  # None: where there is no terminal
         made, total = len(self.rows) * steps, len(self.settings.planned) * steps
         self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=hidden)
-        self.facts |= {"compile": compiled}
+        self.facts["compile"] = compiled
         if self.world.on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.world.device)  # of what the compiler tried
+            torch.cuda.reset_peak_memory_stats(self.world.device)  # what was tried before is no run's
         if self.world.is_main:
             self.facts |= driver_and_clocks(self.world)  # now: before the warm-up a GPU is at rest, and its clocks, too
         if not self.world.is_first:

@@ -6,8 +6,10 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from ..settings.ending import LAUNCH
 from ..settings.settings import REFUSED, Refusal, count_from, refusals_end
 
+Answer = TypeVar("Answer")
+
+SLACK = timedelta(seconds=5)  # in which a store tells that a wait took too long
 LISTENING = timedelta(seconds=60)  # in which others, still starting, can hear of a refusal
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 TIMEOUT = 3600  # seconds that processes wait for each other; one epoch on a slow machine may keep the others waiting
@@ -24,9 +29,9 @@ TIMEOUT = 3600  # seconds that processes wait for each other; one epoch on a slo
 def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Where processes leave word for each other, when all have come. Raises TimeoutError, which says who has not."""
     try:
-        store = meeting_point(rank, world_size, timeout)
+        store = answer_of(lambda: meeting_point(rank, world_size, timeout), timeout)
     except RuntimeError as error:
-        if is_late(error):
+        if rank and is_late(error):
             raise TimeoutError("waited for process 0 longer than TIMEOUT") from error
         raise
     store.set(f"here/{rank}", "")
@@ -36,15 +41,39 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 def wait_for(store: dist.Store, words: Mapping[int, str], timeout: timedelta) -> None:
     """Return when each of these processes has left its word. Raises TimeoutError, which says who has not."""
-    try:
-        store.wait([*words.values()], timeout)
-    except RuntimeError as error:
-        if not is_late(error):
-            raise
-        absent = ["0"]  # which keeps the store, where that does not answer either
-        with contextlib.suppress(RuntimeError):
-            absent = [str(other) for other, word in words.items() if not store.check([word])]
-        raise TimeoutError(f"waited for process {' and '.join(absent)} longer than TIMEOUT") from error
+
+    def absent() -> list[int]:
+        try:
+            store.wait([*words.values()], timeout)
+        except RuntimeError as error:
+            if not is_late(error):
+                raise
+            return [other for other, word in words.items() if not store.check([word])]
+        return []
+
+    if late := answer_of(absent, timeout):
+        raise TimeoutError(f"waited for process {' and '.join(map(str, late))} longer than TIMEOUT")
+
+
+def answer_of(ask: Callable[[], Answer], timeout: timedelta) -> Answer:
+    """What a store says, asked in a thread of its own: where its keeper, process 0, is stopped, even a wait with an end
+    has none. Raises TimeoutError then."""
+    answers: list[Answer | Exception] = []
+
+    def hear() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:
+            answers.append(error)
+
+    asking = threading.Thread(target=hear, daemon=True)
+    asking.start()
+    asking.join((timeout + SLACK).total_seconds())
+    if not answers:
+        raise TimeoutError("waited for process 0 longer than TIMEOUT")
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
 
 
 def is_late(error: RuntimeError) -> bool:
@@ -132,8 +161,8 @@ def refuse_with_others() -> None:
     """Raise Refusal if a process of another machine has refused; returns when all have said that they have not."""
     store, rank, world_size = store_of_all(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store.set(f"refusal/{rank}", "")
+    wait_for(store, {other: f"refusal/{other}" for other in range(world_size)}, longest_wait())
     for other in range(world_size):
-        wait_for(store, {other: f"refusal/{other}"}, longest_wait())
         if refusal := store.get(f"refusal/{other}").decode():
             raise Refusal(f"process {other}: {refusal}")
 
