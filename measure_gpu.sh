@@ -12,7 +12,7 @@ set -u
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"
 . "$top/choose_python.sh"
-data=$top/data out=gpu_measured parts="" 
+data=$top/data out=gpu_measured parts=""
 names="facts tests bench first first.fp16 first.bf16 compare compare.plain compare.compiled compare.said profile nccl campaign
 modern modern.bench modern.profile modern.muon modern.muon2024 lineage lineage.ladder lineage.basenet lineage.page
 lineage.fastai teams teams.alone teams.sharing"
