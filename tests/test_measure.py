@@ -24,6 +24,14 @@ case $* in *--resume) exit $REFUSED ;; esac
 """
 
 
+@pytest.fixture
+def stand_in(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    return {"PYTHON": python, "CALLS": tmp_path / "calls"}
+
+
 def _measure(*arguments, **variables) -> subprocess.CompletedProcess:
     command = ["bash", str(REPO / "measure_gpu.sh"), *map(str, arguments)]
     options = {"MEASURE_OPTIONS": " ".join([*TINY, "--epochs", "1"]), "MEASURE_PRECISION": "fp32"}
@@ -47,17 +55,16 @@ def test_each_part_has_a_log_and_a_line_and_one_that_fails_costs_the_others_noth
     assert (tmp_path / "fp16" / "runs.tsv").read_text().count("\n") == 3
 
 
-def test_every_part_asks_the_programs_for_what_they_have(tiny_npz, tmp_path):
-    python, calls, out = (tmp_path / name for name in ("python", "calls", "out"))
-    python.write_text(STAND_IN)
-    python.chmod(0o755)
+def test_every_part_asks_the_programs_for_what_they_have(tiny_npz, tmp_path, stand_in):
+    out = tmp_path / "out"
     out.mkdir()
     of_an_earlier_call = "gone   status   1,    0 s\n"
     (out / "summary.txt").write_text(of_an_earlier_call)
-    result = _measure("--data", tiny_npz, "--out", out, *PARTS, CALLS=calls, PYTHON=python)
+    result = _measure("--data", tiny_npz, "--out", out, *PARTS, **stand_in)
     assert (result.returncode, result.stderr) == (0, "")
     assert list(dict.fromkeys(line.split()[0].split(".")[0] for line in result.stdout.splitlines())) == PARTS
-    asked = [line.replace("large_batch_cifar_10_fast.", "").split("\t") for line in calls.read_text().splitlines()]
+    calls = stand_in["CALLS"].read_text().replace("large_batch_cifar_10_fast.", "")
+    asked = [line.split("\t") for line in calls.splitlines()]
     programs = [program for program, *_ in asked]
     assert programs.count("launch") == 12
     assert {*programs} == {"pytest", "bench", "launch", "compare", "profile", "torch.distributed.run"}
@@ -69,16 +76,14 @@ def test_every_part_asks_the_programs_for_what_they_have(tiny_npz, tmp_path):
             assert settings.data == str(tiny_npz) or program == "bench"
 
 
-def test_a_campaign_that_was_broken_off_is_gone_on_with_and_a_part_may_be_of_a_part(tiny_npz, tmp_path):
-    python, calls = tmp_path / "python", tmp_path / "calls"
-    python.write_text(STAND_IN)
-    python.chmod(0o755)
+def test_a_campaign_that_was_broken_off_is_gone_on_with_and_a_part_may_be_of_a_part(tiny_npz, tmp_path, stand_in):
+    calls = stand_in["CALLS"]
     (tmp_path / "campaign").mkdir()
     asked = {}
     for table, refused in (("", 0), ("rows", 0), ("rows", 1), ("rows", 2)):
         (tmp_path / "campaign" / "runs.tsv").write_text(table)
         parts = ("--data", tiny_npz, "--out", tmp_path, "campaign", "first.bf16")
-        status = _measure(*parts, CALLS=calls, PYTHON=python, REFUSED=refused).returncode
+        status = _measure(*parts, REFUSED=refused, **stand_in).returncode
         first, *campaign = calls.read_text().splitlines()
         calls.unlink()
         assert "bf16" in first

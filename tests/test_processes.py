@@ -176,3 +176,24 @@ def test_runs_that_were_compiled_are_not_mixed_with_runs_that_cannot_be(tiny_npz
         train_here("--resume", "--out", tmp_path)
     assert capsys.readouterr().err.startswith("Warning: not compiled (no compiler): ")
     assert len(pd.read_csv(table, sep="\t")) == 1
+
+
+@pytest.mark.slow
+def test_memory_that_a_step_frees_is_there_for_the_next_without_the_system():
+    """128 MB are 32 thousand pages, which the system would clear one by one, each time anew.
+
+    The heap grows at first, by up to eight blocks, as its beginning is aligned."""
+    program = """
+import resource, torch
+from large_batch_cifar_10_fast.training.world import join_world
+with join_world(1):
+    for _ in range(25):
+        block = torch.ones(32, 1024, 1024)
+        del block
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+    variables = environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, "-c", program], env=variables, cwd=REPO, capture_output=True, text=True)
+    faults = [int(line) for line in ran.stdout.split()]
+    assert len(faults) == 25, ran.stderr
+    assert faults[-1] - faults[12] < 1000

@@ -240,23 +240,3 @@ def test_long_runs_are_compiled_unless_told_otherwise(settings, recipe, expected
     settled = settle(settings, recipe, World(1, 2, torch.device("cpu"), 8), 50_000)
     assert (settled.compile, settled.no_compile) == (expected, not expected)
     assert settled.precision == "fp32"
-
-
-def test_memory_that_a_step_frees_is_there_for_the_next_without_the_system():
-    """128 MB are 32 thousand pages, which the system would clear one by one, each time anew.
-
-    The heap grows at first, by up to eight blocks, as its beginning is aligned."""
-    program = """
-import resource, torch
-from large_batch_cifar_10_fast.training.world import join_world
-with join_world(1):
-    for _ in range(25):
-        block = torch.ones(32, 1024, 1024)
-        del block
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-"""
-    variables = environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, "-c", program], env=variables, cwd=REPO, capture_output=True, text=True)
-    faults = [int(line) for line in ran.stdout.split()]
-    assert len(faults) == 25, ran.stderr
-    assert faults[-1] - faults[12] < 1000

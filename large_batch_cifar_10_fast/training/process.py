@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
@@ -32,7 +32,7 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         store = answer_of(lambda: meeting_point(rank, world_size, timeout), timeout)
     except RuntimeError as error:
         if rank and is_late(error):
-            raise TimeoutError("waited for process 0 longer than TIMEOUT") from error
+            raise waited_for([0]) from error
         raise
     store.set(f"here/{rank}", "")
     wait_for(store, {other: f"here/{other}" for other in range(world_size)}, timeout)
@@ -41,8 +41,15 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 def wait_for(store: dist.Store, words: Mapping[int, str], timeout: timedelta) -> None:
     """Return when each of these processes has left its word. Raises TimeoutError, which says who has not."""
+    if late := silent_of(store, words, timeout):
+        raise waited_for(late)
 
-    def absent() -> list[int]:
+
+def silent_of(store: dist.Store, words: Mapping[int, str], timeout: timedelta) -> list[int]:
+    """Who of these processes has not left its word in this time; returns when all have. Raises TimeoutError where the
+    store itself is silent."""
+
+    def silent() -> list[int]:
         try:
             store.wait([*words.values()], timeout)
         except RuntimeError as error:
@@ -51,8 +58,11 @@ def wait_for(store: dist.Store, words: Mapping[int, str], timeout: timedelta) ->
             return [other for other, word in words.items() if not store.check([word])]
         return []
 
-    if late := answer_of(absent, timeout):
-        raise TimeoutError(f"waited for process {' and '.join(map(str, late))} longer than TIMEOUT")
+    return answer_of(silent, timeout)
+
+
+def waited_for(processes: Iterable[int]) -> TimeoutError:
+    return TimeoutError(f"waited for process {' and '.join(map(str, processes))} longer than TIMEOUT")
 
 
 def answer_of(ask: Callable[[], Answer], timeout: timedelta) -> Answer:
@@ -70,7 +80,7 @@ def answer_of(ask: Callable[[], Answer], timeout: timedelta) -> Answer:
     asking.start()
     asking.join((timeout + SLACK).total_seconds())
     if not answers:
-        raise TimeoutError("waited for process 0 longer than TIMEOUT")
+        raise waited_for([0])
     if isinstance(answers[0], Exception):
         raise answers[0]
     return answers[0]

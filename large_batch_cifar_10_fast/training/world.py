@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,9 @@ from .process import (
     meet,
     refuse_other_teams,
     refuse_with_others,
+    silent_of,
     take_device,
+    waited_for,
 )
 
 Item = TypeVar("Item")
@@ -142,7 +143,7 @@ class World:
             return self.store.get(f"{key}/answer").decode()
         except RuntimeError as error:
             if is_late(error):
-                raise TimeoutError("waited for process 0 longer than TIMEOUT") from error
+                raise waited_for([0]) from error
             raise
 
     def answer_teams(self, subject: str, answer: Callable[[str], str]) -> None:
@@ -164,8 +165,7 @@ class World:
             if signs > before or not self.store.check(finished[:1]):
                 heard = time.monotonic()
             if time.monotonic() - heard > timeout:
-                silent = [str(place) for place, word in enumerate(finished) if not self.store.check([word])]
-                raise TimeoutError(f"waited for process {' and '.join(silent)} longer than TIMEOUT")
+                raise waited_for(place for place, word in enumerate(finished) if not self.store.check([word]))
             time.sleep(0.05)
 
     def say_alive(self) -> None:
@@ -189,24 +189,14 @@ class World:
                 time.sleep(LOST)
             if not is_late(error):
                 raise
-            heard: list[int] = []
-            asking = threading.Thread(target=self._hear, args=(heard,), daemon=True)
-            asking.start()
             place, count = self._places
-            asking.join(GRACE.total_seconds() * (count + 1))
-            team = range(place - self.rank, place - self.rank + self.world_size)
-            silent = [str(other) for other in team if other not in heard]  # other teams have no cause to give up
-            silent = silent or [str(other) for other in range(count) if other not in heard]
-            who = " and ".join(silent) if place in heard else "0"  # which keeps the store
-            raise TimeoutError(f"waited for process {who} longer than TIMEOUT") from error
-
-    def _hear(self, heard: list[int]) -> None:
-        place, count = self._places
-        self.store.set(f"given up/{place}", "")
-        for other in range(count):
+            silent = [0]  # which keeps the store, where that is gone
             with contextlib.suppress(RuntimeError):
-                self.store.wait([f"given up/{other}"], GRACE)
-                heard.append(other)
+                self.store.set(f"given up/{place}", "")
+                silent = silent_of(self.store, {other: f"given up/{other}" for other in range(count)}, GRACE)
+            team = range(place - self.rank, place - self.rank + self.world_size)
+            # Other teams have no cause to give up.
+            raise waited_for([other for other in silent if other in team] or silent) from error
 
 
 def warn(text: str) -> None:
