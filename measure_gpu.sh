@@ -62,7 +62,7 @@ import torch, torchvision
 print(\"torch\", torch.__version__, \"CUDA\", torch.version.cuda, \"cuDNN\", torch.backends.cudnn.version(),
       \"torchvision\", torchvision.__version__, \"GPUs\", torch.cuda.device_count())"' "$python"
 "$python" -c "import xdist" 2>/dev/null && several="-n 4 --dist load" || several="" # most of a test is starting and compiling
-part tests 500 "passed|failed|error" bash run_tests.sh tests/test_gpu.py -v ${MEASURE_TESTS:-$several}
+part tests 500 "passed|failed|error" bash run_tests.sh tests/test_gpu.py -v $several
 part bench 180 '^step ' "$python" -m large_batch_cifar_10_fast.bench "${small[@]}"
 part first.fp16 150 '^Train acc' "${train[@]}" --precision ${MEASURE_PRECISION:-fp16} --runs 2 --out "$out/fp16"
 part first.bf16 150 '^Train acc' "${train[@]}" --precision bf16 --runs 2 --out "$out/bf16"

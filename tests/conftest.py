@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from forked import FORKS, train_forked
 
 from large_batch_cifar_10_fast import train
@@ -88,17 +89,35 @@ def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: 
     )
 
 
-def train_together(processes: int, *arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
-    """So many processes in `cwd` that meet as those of our launcher do, without the ten seconds of a core that each
-    new interpreter takes to import torch: a status that is not 0, if any process has one, and what all of them say."""
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        meeting = {"MASTER_PORT": free.getsockname()[1], "TORCHELASTIC_USE_AGENT_STORE": False}
-    command, world = [str(argument) for argument in arguments], {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        return free.getsockname()[1]
+
+
+def train_together(processes: int, *arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
+    """So many processes in `cwd` that meet as those of our launcher do: a status that is not 0, if any process has
+    one, and what all of them say."""
+    command, meeting = [str(argument) for argument in arguments], {"MASTER_PORT": free_port()}
+    meeting |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "TORCHELASTIC_USE_AGENT_STORE": False}
+    places = [environment(**meeting, **variables, RANK=rank, LOCAL_RANK=rank) for rank in range(processes)]
+    return _train_forked([(command, place, cwd) for place in places])
+
+
+def train_on_machines(*commands: list[str], folders: list[Path]) -> subprocess.CompletedProcess:
+    """A process on each machine, with its command in its folder, which meet at a store like torchrun's."""
+    store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    meeting |= {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    places = [environment(**meeting, RANK=rank, GROUP_RANK=rank) for rank in range(len(commands))]
+    return _train_forked([*zip(commands, places, folders, strict=True)])
+
+
+def _train_forked(processes: list[tuple[list[str], dict[str, str], Path]]) -> subprocess.CompletedProcess:
+    """Without the five seconds of a core that each new interpreter takes to import torch and make an optimizer."""
     deadline, ranks = time.monotonic() + 200, []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for rank in range(processes):
-                place = environment(**meeting, **world, **variables, RANK=rank, LOCAL_RANK=rank)
+            for command, place, cwd in processes:
                 told = (command, place, cwd, Path(folder))
                 ranks.append(FORKS.Process(target=train_forked, args=told, daemon=True))
                 ranks[-1].start()
@@ -110,12 +129,12 @@ def train_together(processes: int, *arguments: object, cwd: Path, **variables: o
             status = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
             files = [sorted(Path(folder).glob(f"{name}_*")) for name in ("stdout", "stderr")]
             output, errors = ("".join(file.read_text() for file in several) for several in files)
-            assert status or not running, f"{len(running)} of {processes} processes hang: {output}{errors}"
+            assert status or not running, f"{len(running)} of {len(ranks)} processes hang: {output}{errors}"
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
-    return subprocess.CompletedProcess(command, status, output, errors)
+    return subprocess.CompletedProcess([command for command, *_ in processes], status, output, errors)
 
 
 def train_here(*arguments: object) -> None:

@@ -1,13 +1,12 @@
 """The heart of the design: the result does not depend on how many processes compute the workers."""
 
 import functools
-import socket
 import subprocess
 
 import pandas as pd
 import pytest
 import torch
-from conftest import LAUNCHER, TINY, environment, train_together, write_npz
+from conftest import LAUNCHER, TINY, environment, free_port, train_on_machines, train_together, write_npz
 
 from large_batch_cifar_10_fast.images.synthetic import draw_shapes
 from large_batch_cifar_10_fast.request.command_line import RECIPES
@@ -77,9 +76,7 @@ def test_weights_have_moved_and_statistics_were_tracked(alone):
 
 def _on_two_machines(folder, commands, **variables):
     """Two launchers that meet on loopback, each in a folder of its own: their statuses, STDOUT and STDERR."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    machines = []
+    port, machines = free_port(), []
     for rank, (name, command) in enumerate(commands.items()):
         (folder / name).mkdir(exist_ok=True)
         more = environment(NPROC=1, NNODES=2, NODE_RANK=rank, RDZV_ENDPOINT=f"127.0.0.1:{port}", **variables)
@@ -93,17 +90,16 @@ def test_two_machines_equal_one_and_go_on_with_what_the_first_has_finished(few_n
     """The several-machine form; the second has no table, and need not know which campaign is gone on with."""
     expected, _ = alone("apple2019")
     command = [*SMALL["apple2019"], "--data", str(few_npz), "--precision", "fp64", "--save", "w.pt"]
-    first, second = _on_two_machines(tmp_path, {"first": command, "second": command})
+    first, second = _on_two_machines(tmp_path, {"first": command, "second": command}, OMP_NUM_THREADS=1)
     assert first[0] == 0, first
     assert "8 workers on 2 processes" in first[1]
     assert second[:2] == (0, "")
     _equal(torch.load(tmp_path / "first" / "w.pt", weights_only=True), expected)
     table = tmp_path / "first" / "runs.tsv"
     pd.read_csv(table, sep="\t", dtype=str, keep_default_na=False).assign(runs="2").to_csv(table, sep="\t", index=False)
-    first, second = _on_two_machines(tmp_path, {"first": ["--resume"], "second": ["--resume"]})
-    assert first[0] == 0, first
-    assert ", 1 of 2 runs made before\n" in first[1]
-    assert second[:2] == (0, "")
+    result = train_on_machines(["--resume"], ["--resume"], folders=[tmp_path / "first", tmp_path / "second"])
+    assert (result.returncode, result.stderr) == (0, "")
+    assert ", 1 of 2 runs made before\n" in result.stdout
     assert pd.read_csv(table, sep="\t")["seed"].tolist() == [0, 1]
     assert not list((tmp_path / "second").iterdir()), "only the first machine writes"
 
@@ -157,7 +153,8 @@ def test_two_machines_of_which_one_goes_on_with_a_campaign_refuse_together(tiny_
 
 def test_two_machines_that_were_asked_for_different_things_train_nothing(tiny_npz, tmp_path):
     command = [*SMALL["apple2019"], "--data", str(tiny_npz)]
-    told = _on_two_machines(tmp_path, {"first": command, "second": [*command, "--seed", "5", "--epochs", "3"]})
+    result = train_on_machines(command, [*command, "--seed", "5", "--epochs", "3"], folders=[tmp_path] * 2)
     message = "process 1 has other epochs (3, not 2), seed (5, not 0) than process 0: give all machines the same"
-    assert told == [(2, "", f"train_cifar_parallel.sh: {message}\n")] * 2
-    assert not list(tmp_path.glob("*/*"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"train_cifar_parallel.sh: {message}\n" * 2
+    assert not list(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """measure_gpu.sh, with the CPU in the GPU's place."""
 
+import re
 import subprocess
 import sys
 
@@ -39,19 +40,17 @@ def _measure(*arguments, **variables) -> subprocess.CompletedProcess:
 
 
 def test_each_part_has_a_log_and_a_line_and_one_that_fails_costs_the_others_nothing(tiny_npz, tmp_path):
-    variables = {"NPROC": 1, "MEASURE_TESTS": "--no-such-option"}
-    result = _measure("--data", tiny_npz, "--out", tmp_path, "first.fp16", "tests", "facts", "profile", **variables)
-    assert result.returncode == 1, "one part fails"
+    parts = ("compare.said", "first.fp16", "profile")
+    result = _measure("--data", tiny_npz, "--out", tmp_path, *parts, NPROC=1)
+    assert result.returncode == 1, "there is nothing to compare"
     assert (tmp_path / "summary.txt").read_text() == result.stdout
     lines = result.stdout.splitlines()
-    names = ["facts", "tests", "first.fp16", "profile"]
-    assert [line.split()[0] for line in lines] == names
-    assert [line.split()[2] for line in lines] == ["0,", "4,", "0,", "0,"]
-    assert sorted(path.stem for path in tmp_path.glob("*.log")) == sorted(names)
-    assert "torch 2." in lines[0]
-    assert "no-such-option" in (tmp_path / "tests.log").read_text()
-    assert "CPU time total" in lines[3]
-    assert "Train acc" in lines[2]
+    assert [line.split()[0] for line in lines] == ["first.fp16", "compare.said", "profile"]
+    assert [line.split()[2] for line in lines] == ["0,", "1,", "0,"]
+    assert sorted(path.stem for path in tmp_path.glob("*.log")) == sorted(parts)
+    assert "Train acc" in lines[0]
+    assert "compiled/runs.tsv: cannot be read" in (tmp_path / "compare.said.log").read_text()
+    assert "CPU time total" in lines[2]
     assert (tmp_path / "fp16" / "runs.tsv").read_text().count("\n") == 3
 
 
@@ -63,6 +62,7 @@ def test_every_part_asks_the_programs_for_what_they_have(tiny_npz, tmp_path, sta
     result = _measure("--data", tiny_npz, "--out", out, *PARTS, **stand_in)
     assert (result.returncode, result.stderr) == (0, "")
     assert list(dict.fromkeys(line.split()[0].split(".")[0] for line in result.stdout.splitlines())) == PARTS
+    assert re.search("^facts .* torch 2[.]", result.stdout, re.MULTILINE)
     calls = stand_in["CALLS"].read_text().replace("large_batch_cifar_10_fast.", "")
     asked = [line.split("\t") for line in calls.splitlines()]
     programs = [program for program, *_ in asked]

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import REPO, TINY, environment, launch, train_here
+from conftest import REPO, TINY, environment, train_here, train_together
 
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.images.sources import load_images
@@ -36,7 +36,7 @@ RUN_LINE = re.compile(
 def campaign(tiny_npz, tmp_path_factory):
     """Three tiny runs on two processes, from a folder that is not the repository's."""
     folder = tmp_path_factory.mktemp("campaign")
-    result = launch("--demo", *TINY, "--data", tiny_npz, "--runs", 3, "--seed", 5, cwd=folder, NPROC=2)
+    result = train_together(2, "--demo", *TINY, "--data", tiny_npz, "--runs", 3, "--seed", 5, cwd=folder)
     assert result.returncode == 0, result.stderr
     return folder, result
 
