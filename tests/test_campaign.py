@@ -3,50 +3,30 @@
 import contextlib
 import os
 import signal
-import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from conftest import LAUNCHER, TINY, children_of, environment, train_together
+from conftest import TINY, children_of, is_alive, train_together
 from disturbances import DIFFERENT
+from ends import ENDS, listening, start, until, workers_of
 
-from large_batch_cifar_10_fast.launch import prepare_launch
+from large_batch_cifar_10_fast.launch import prepare_launch, scratch_folder
 from large_batch_cifar_10_fast.results.journal import Journal
 from large_batch_cifar_10_fast.results.tables import COLUMNS
 from large_batch_cifar_10_fast.settings.settings import Refusal
 
 pytestmark = pytest.mark.slow
 
-RUNS = 6
+RUNS = 10
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 def _arguments(npz, *more):
     return ["--demo", *TINY, "--data", str(npz), *map(str, more)]
-
-
-def _until(folder: Path, rows: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        table = folder / "runs.tsv"
-        if table.exists() and table.read_bytes().count(b"\n") > rows:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"no {rows} rows: {process.stderr.read() if process.poll() is not None else 'too slow'}")
-
-
-def _start(folder: Path, *arguments: str, restarts: int = 0) -> subprocess.Popen:
-    return subprocess.Popen(
-        ["bash", str(LAUNCHER), *arguments],
-        cwd=folder,
-        env=environment(NPROC=2, OMP_NUM_THREADS=1, RESTARTS=restarts),
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -57,24 +37,48 @@ def uninterrupted(tiny_npz, tmp_path_factory):
     return folder, result.stdout
 
 
-def test_killed_resumed_interrupted_resumed_equals_uninterrupted(tiny_npz, tmp_path, uninterrupted):
-    with _start(tmp_path, *_arguments(tiny_npz, "--runs", RUNS)) as process:
-        _until(tmp_path, 2, process)
-        workers = [p for p in children_of(process.pid) if b".train" in Path(f"/proc/{p}/cmdline").read_bytes()]
-        os.kill(workers[-1], signal.SIGKILL)
-        assert process.wait(timeout=10) != 0
-    kept = (tmp_path / "runs.tsv").read_text()
-    with open(tmp_path / "runs.tsv", "a") as table:
-        table.write("20990101T000000-1\t2099")  # the power failed in the middle of a row
-    made = kept.count("\n") - 1
-    assert made < RUNS
-
-    with _start(tmp_path, "--resume") as process:
-        _until(tmp_path, made + 1, process)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=10) != 0
+def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(
+    tiny_npz, tmp_path, uninterrupted, monkeypatch
+):
+    """Each time all processes end within seconds, in one line, and finished rows stay."""
+    table, arguments, kept = tmp_path / "runs.tsv", _arguments(tiny_npz, "--runs", RUNS), ""
+    (temporary := tmp_path / "temporary").mkdir()
+    for end, status, message in ENDS:
+        made = max(0, kept.count("\n") - 1)
+        with start(tmp_path, *arguments, TMPDIR=temporary) as process:
+            until(tmp_path, made + 1, process)
+            children = children_of(process.pid)
+            assert len(workers_of(process)) == 2
+            assert (addresses := listening(children)), "the processes meet somewhere"
+            assert addresses <= LOOPBACK, "and nothing listens beyond this machine"
+            began = time.monotonic()
+            end(process)
+            assert process.wait(timeout=10) == status
+            while any(map(is_alive, children)) and time.monotonic() - began < 10:
+                time.sleep(0.05)
+            assert not any(map(is_alive, children))
+            told = process.stderr.read()
+        assert table.read_text().startswith(kept), "finished rows are not touched"
+        kept, arguments = table.read_text(), ["--resume"]
+        assert kept.count("\n") - 1 < RUNS
+        left = [*temporary.glob("large_batch_*"), *temporary.glob("torchelastic_*")]
+        report = tmp_path / "last_failure.txt"
+        if message:
+            details = f" (details: {report.name})" if status == 1 else ""
+            going_on = f"{kept.count(chr(10)) - 1} of its {RUNS} runs are made, go on with --resume{details}\n"
+            assert (told, left) == (f"train_cifar_parallel.sh: {message}; {going_on}", [])
+            assert report.exists() == (status == 1)
+            report.unlink(missing_ok=True)
+        else:
+            assert (told, len(left)) == ("", 1)
+            monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+            with scratch_folder():
+                assert not left[0].exists(), "the next launch clears it away"
+    with open(table, "a") as unfinished:
+        unfinished.write("20990101T000000-1\t2099")  # the power failed in the middle of a row
     result = train_together(2, "--resume", cwd=tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert (result.returncode, result.stderr.count("\n")) == (0, 1)
+    assert result.stderr.startswith("Warning: the last row of runs.tsv was half-written")
 
     assert (tmp_path / "runs.tsv").read_text().startswith(kept), "finished rows are not touched"
     assert "20990101T000000-1\t2099" in (tmp_path / "runs.tsv.broken").read_text()
@@ -92,10 +96,9 @@ def test_killed_resumed_interrupted_resumed_equals_uninterrupted(tiny_npz, tmp_p
 
 def test_with_restarts_a_campaign_heals_itself_and_equals_an_undisturbed_one(tiny_npz, tmp_path, uninterrupted):
     (tmp_path / "runs.tsv").write_text((uninterrupted[0] / "runs.tsv").read_text())  # another campaign's rows
-    with _start(tmp_path, *_arguments(tiny_npz, "--runs", RUNS), restarts=1) as process:
-        _until(tmp_path, RUNS + 2, process)
-        workers = [p for p in children_of(process.pid) if b".train" in Path(f"/proc/{p}/cmdline").read_bytes()]
-        os.kill(workers[-1], signal.SIGKILL)
+    with start(tmp_path, *_arguments(tiny_npz, "--runs", RUNS), RESTARTS=1) as process:
+        until(tmp_path, RUNS + 2, process)
+        os.kill(workers_of(process)[-1], signal.SIGKILL)
         told, errors = process.communicate(timeout=200)
     assert (process.returncode, errors.count("\n")) == (0, 1), errors
     assert errors.endswith(" was ended by SIGKILL (out of memory?); the processes are started anew\n")
@@ -141,7 +144,7 @@ def test_teams_make_the_same_rows_and_weights_as_one_after_the_other(tiny_npz, t
 
 @pytest.fixture
 def unfinished(uninterrupted, tmp_path):
-    """The first three rows of a campaign of six."""
+    """The first three rows of a campaign."""
     lines = (uninterrupted[0] / "runs.tsv").read_text().splitlines(keepends=True)
     (tmp_path / "runs.tsv").write_text("".join(lines[:4]))
     return tmp_path
@@ -159,7 +162,7 @@ def _refused(folder: Path, monkeypatch, *arguments: str) -> str:
     ("arguments", "message"),
     [
         (["--lr_scaler", "1.25"], "lr_scaler (1.0 then, 1.25 now)"),
-        (["--runs", "12"], "runs (6 then, 12 now)"),
+        (["--runs", "12"], f"runs ({RUNS} then, 12 now)"),
         (["--seed", "3"], "seed (0 then, 3 now)"),
         (["--data", "synthetic"], "digest ("),
         (["--demo"], "batch_size (16 then, 32 now)"),
@@ -204,7 +207,7 @@ def test_resume_refuses_where_there_is_nothing_to_resume(uninterrupted, tmp_path
     out = str(uninterrupted[0])
     assert f"has all its {RUNS} runs" in _refused(tmp_path, monkeypatch, "--resume", "--out", out)
     again = _refused(tmp_path, monkeypatch, "--resume", "--save", "w.pt", "--out", out)
-    assert again.endswith("for its last run's weights train that again: --seed 5 --save")
+    assert again.endswith("for its last run's weights train that again: --seed 9 --save")
 
 
 def test_a_second_campaign_in_the_same_folder_is_refused(unfinished, tiny_npz, monkeypatch):

@@ -1,4 +1,4 @@
-"""The launcher as a user meets it: the demo, signals, dead workers, the wrong interpreter."""
+"""The launcher as a user meets it: the demo, its folders, the wrong interpreter."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import LAUNCHER, REPO, TINY, children_of, environment, is_alive, launch
+from conftest import REPO, environment, is_alive, launch
 
 from large_batch_cifar_10_fast.launch import advice, scratch_folder
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
@@ -30,117 +30,6 @@ def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
     assert result.stdout.startswith("# large_batch_cifar_10_fast ")
     assert result.stdout.endswith("1 runs reached 0.94 out of 1\n")
     assert len(pd.read_csv(tmp_path / "timing_log.tsv", sep="\t")) == DEMO["epochs"]
-
-
-@pytest.fixture
-def campaign_at_run_two(tiny_npz, tmp_path, monkeypatch):
-    """A campaign too long to end by itself, with at least one finished run; its process and its workers'."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    process = subprocess.Popen(
-        [
-            "bash",
-            str(LAUNCHER),
-            "--demo",
-            *TINY,
-            "--runs",
-            "5000",
-            "--no_compile",
-            "--data",
-            str(tiny_npz),
-            "--out",
-            str(tmp_path),
-        ],
-        env=environment(NPROC=2, TMPDIR=temporary),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    runs = tmp_path / "runs.tsv"
-    while not (runs.exists() and runs.read_text().count("\n") > 2) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    children = children_of(process.pid)
-    workers = [pid for pid in children if "large_batch_cifar_10_fast.train" in Path(f"/proc/{pid}/cmdline").read_text()]
-    assert len(workers) == 2
-    yield process, children, workers, tmp_path / "runs.tsv"
-    for pid in (process.pid, *children):
-        if is_alive(pid):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-    process.stderr.close()
-
-
-def _kill_worker(process, workers):
-    """While the launcher is busy, so that it could hear from the other process first."""
-    process.send_signal(signal.SIGSTOP)
-    os.kill(workers[1], signal.SIGKILL)
-    time.sleep(1.5)
-    process.send_signal(signal.SIGCONT)
-
-
-def _terminate(process, workers):
-    process.terminate()
-
-
-def _interrupt(process, workers):
-    os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does: the whole group gets it
-
-
-def _kill_launcher(process, workers):
-    process.kill()
-
-
-def _listening(pids: list[int]) -> set[str]:
-    """On which addresses any of these processes waits to be called, as the kernel writes them."""
-    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    sockets = {os.readlink(link)[8:-1] for link in links if os.readlink(link).startswith("socket:[")}
-    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    entries = [line.split() for table in tables for line in table]
-    return {fields[1].split(":")[0] for fields in entries if fields[3] == "0A" and fields[9] in sockets}
-
-
-ENDS = [
-    (_kill_worker, 1, "process 1 was ended by SIGKILL (out of memory?); "),
-    (_terminate, 128 + signal.SIGTERM, "ended by SIGTERM; "),
-    (_interrupt, 128 + signal.SIGINT, "ended by SIGINT; "),
-    (_kill_launcher, -signal.SIGKILL, None),
-]
-
-
-@pytest.mark.parametrize(("blow", "status", "message"), ENDS)
-def test_all_processes_end_within_seconds_in_one_line_and_finished_rows_stay(
-    campaign_at_run_two, blow, status, message, tmp_path
-):
-    process, children, workers, runs = campaign_at_run_two
-    loopback = {"0100007F", "00000000000000000000000001000000"}
-    assert (addresses := _listening(children)), "the processes meet somewhere"
-    assert addresses <= loopback, "and nothing listens beyond this machine"
-    start = time.monotonic()
-    blow(process, workers)
-    assert process.wait(timeout=10) == status
-    while any(map(is_alive, children)) and time.monotonic() - start < 10:
-        time.sleep(0.05)
-    assert not any(map(is_alive, children))
-    told, made = process.stderr.read(), len(pd.read_csv(runs, sep="\t"))
-    temporary = tmp_path / "temporary"
-    left = [*temporary.glob("large_batch_*"), *temporary.glob("torchelastic_*")]
-    if message is None:
-        assert (told, len(left)) == ("", 1)
-        with scratch_folder():
-            assert not left[0].exists(), "the next launch clears it away"
-    else:
-        details = f" (details: {runs.parent}/last_failure.txt)" if status == 1 else ""
-        going_on = f"{made} of its 5000 runs are made, go on with --resume{details}\n"
-        assert told == f"train_cifar_parallel.sh: {message}{going_on}"
-        assert not left
-        assert (runs.parent / "last_failure.txt").exists() == (status == 1)
-    rows = pd.read_csv(runs, sep="\t")
-    assert len(rows) >= 1
-    assert rows["seconds"].notna().all()
-    assert rows["run"].tolist() == list(range(len(rows)))
 
 
 def test_a_folder_in_use_is_left_to_its_launch(tmp_path, monkeypatch):
