@@ -47,6 +47,10 @@ for name in [*os.environ]:
     if name in VARIABLES or name.startswith(("LARGE_BATCH_", "TORCHELASTIC_")):
         del os.environ[name]
 
+# Where nothing is compiled yet, as in CI, torch would try for 18 seconds which vector instructions there are and import
+# itself in processes that compile side by side. That a compiled network computes the same is tested with neither.
+os.environ |= {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
 # Eight workers of 16 images in two ghost groups, five steps an epoch: every part of the method in about a second.
 TINY = ["--batch_size", "16", "--ghost_batch", "8", "--width", "4", "--epochs", "2", "--ema_ep", "0.4", "--no_warmup"]
 
