@@ -21,10 +21,11 @@ from .results.resuming import finished_rows
 from .results.run_log import RunLog
 from .settings.settings import Settings
 from .training.compiling import compiled
+from .training.meeting import launched_teams, launched_world_size, refusing_together
 from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
 from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules, step_all
-from .training.process import launched_teams, launched_world_size, leaving, refusing_together
+from .training.process import leaving
 from .training.recipe import Recipe, images_of_an_epoch, reduced, stage_of
 from .training.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
@@ -32,9 +33,8 @@ from .training.world import World, join_world
 
 
 def main(settings: Settings, recipe: Recipe) -> None:
-    teams = launched_teams()
-    check_request(settings, recipe, launched_world_size() // teams)
-    with join_world(recipe.workers, teams) as world, explaining_memory(settings, recipe, world):
+    check_request(settings, recipe, launched_world_size() // launched_teams())
+    with join_world(recipe.workers, launched_teams()) as world, explaining_memory(settings, recipe, world):
         train_campaign(settings, recipe, world)
 
 

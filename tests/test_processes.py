@@ -23,8 +23,8 @@ from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.ending import LAUNCH
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings, is_first_machine
-from large_batch_cifar_10_fast.training import process
-from large_batch_cifar_10_fast.training.process import launched_teams, meet
+from large_batch_cifar_10_fast.training import meeting
+from large_batch_cifar_10_fast.training.meeting import launched_teams, meet
 
 ONE_REFUSES = """
 import os, time
@@ -72,7 +72,7 @@ def test_a_process_that_does_not_come_is_named(monkeypatch):
     for rank, absent in ((0, "1 and 2"), (1, "0")):
         with pytest.raises(TimeoutError, match=f"^waited for process {absent} longer than TIMEOUT$"):
             meet(rank, 3, timedelta(seconds=1))
-    monkeypatch.setattr(process, "SLACK", timedelta(seconds=1))
+    monkeypatch.setattr(meeting, "SLACK", timedelta(seconds=1))
     with socket.create_server(("127.0.0.1", 0)) as stopped:  # it takes calls, and never answers
         monkeypatch.setenv("MASTER_PORT", str(stopped.getsockname()[1]))
         with pytest.raises(TimeoutError, match=r"^waited for process 0 longer than TIMEOUT$"):

@@ -4,6 +4,7 @@ import errno
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,8 +24,10 @@ from large_batch_cifar_10_fast.results.provenance import device_name
 from large_batch_cifar_10_fast.results.run_log import RunLog
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+from large_batch_cifar_10_fast.training import meeting
 from large_batch_cifar_10_fast.training import world as worlds
 from large_batch_cifar_10_fast.training.tally import Score
+from large_batch_cifar_10_fast.training.teams import answer_teams, say_alive, say_finished, tell_first
 from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
@@ -59,41 +62,41 @@ def test_the_first_team_does_not_leave_before_the_others_are_done(tiny_npz, tmp_
 def teams():
     """Two of one process each; whatever waits for them ends with the test."""
     store = dist.HashStore()
-    store.set_timeout(worlds.timedelta(seconds=10))
+    store.set_timeout(timedelta(seconds=10))
     yield (teams := [World(0, 1, CPU, 8, team=team, teams=2, store=store) for team in (0, 1)])
     for team in teams:
-        team.say_finished()
+        say_finished(team)
 
 
 def test_the_first_process_answers_the_teams_until_all_have_finished(teams):
     first, second = teams
-    listening = ThreadPoolExecutor(1).submit(first.answer_teams, "row", lambda word: f"{word} it is")
-    assert [second.tell_first("row", word) for word in ("one", "two")] == ["one it is", "two it is"]
-    first.say_finished()
+    listening = ThreadPoolExecutor(1).submit(answer_teams, first, lambda word: f"{word} it is")
+    assert [tell_first(second, word) for word in ("one", "two")] == ["one it is", "two it is"]
+    say_finished(first)
     time.sleep(0.3)
     assert not listening.done()
-    second.say_finished()
+    say_finished(second)
     listening.result(2)
 
 
 def test_of_a_team_that_is_stopped_or_far_away_nothing_may_be_heard_any_more(teams, monkeypatch):
     monkeypatch.setenv("TIMEOUT", "1")
-    listening = ThreadPoolExecutor(1).submit(teams[0].answer_teams, "row", str)
+    listening = ThreadPoolExecutor(1).submit(answer_teams, teams[0], str)
     time.sleep(1.5)
     assert not listening.done(), "its own runs go on"
-    teams[0].say_finished()
+    say_finished(teams[0])
     for _ in range(3):
         time.sleep(0.5)
         assert not listening.done(), "a run of another's goes on"
-        teams[1].say_alive()
+        say_alive(teams[1])
     with pytest.raises(TimeoutError, match="waited for process 1 longer than TIMEOUT"):
         listening.result(5)
 
 
 def test_where_the_first_process_does_not_answer_it_is_named(teams):
-    teams[1].store.set_timeout(worlds.timedelta(seconds=0.2))
+    teams[1].store.set_timeout(timedelta(seconds=0.2))
     with pytest.raises(TimeoutError, match="waited for process 0 longer than TIMEOUT"):
-        teams[1].tell_first("row", "one")
+        tell_first(teams[1], "one")
 
 
 def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what_is_wrong_there(
@@ -189,11 +192,20 @@ def test_a_log_names_every_kind_of_device(teams):
 
 
 def test_of_its_own_team_a_process_names_the_silent_and_not_who_is_training(monkeypatch):
-    monkeypatch.setattr(worlds, "GRACE", worlds.timedelta(seconds=0.2))
+    monkeypatch.setattr(meeting, "GRACE", timedelta(seconds=0.2))
     store = dist.HashStore()
-    world = World(1, 2, CPU, 8, team=1, teams=2, store=store)  # place 3 of 4; 0 and 1 are the other team
-    with pytest.raises(TimeoutError, match="waited for process 2 longer"), world.naming_the_silent():
+
+    def waiting():
+        return meeting.naming_the_silent(store, rank=3, world_size=4, team=range(2, 4))
+
+    with (
+        pytest.raises(TimeoutError, match="waited for process 2 longer"),
+        waiting(),
+    ):
         raise RuntimeError("timed out")
     store.set("given up/2", "")
-    with pytest.raises(TimeoutError, match="waited for process 0 and 1 longer"), world.naming_the_silent():
+    with (
+        pytest.raises(TimeoutError, match="waited for process 0 and 1 longer"),
+        waiting(),
+    ):
         raise RuntimeError("timed out")

@@ -12,7 +12,7 @@ from ..results.provenance import code_digest
 from ..results.resuming import changes, finished_rows, refuse_other
 from ..results.tables import Row, read_rows
 from ..settings.settings import SYNTHETIC, Refusal, Settings, count_from, has_option, is_first_machine, spelled
-from ..training.process import has_other_machines
+from ..training.meeting import has_other_machines
 from ..training.recipe import Recipe
 from ..training.world import World
 

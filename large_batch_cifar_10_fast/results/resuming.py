@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..settings.settings import Refusal, Settings, is_first_machine, restarts
-from ..training.process import has_other_machines, store_of_all
+from ..training.meeting import has_other_machines, store_of_all
 from .provenance import code_digest
 from .tables import Row, read_rows, rows_of_campaign
 

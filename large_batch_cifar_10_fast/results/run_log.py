@@ -20,6 +20,7 @@ from .. import __version__
 from ..settings.settings import SYNTHETIC, Refusal, Settings, most_restarts, restarts
 from ..training.recipe import Recipe
 from ..training.tally import Score
+from ..training.teams import answer_teams, say_alive, say_finished, tell_first
 from ..training.world import World, warn
 from . import lines
 from .clock import PARTS, Clock
@@ -146,7 +147,7 @@ class RunLog:
             self._bar.update()
             if time.monotonic() - self._alive > SIGNS:
                 self._alive = time.monotonic()
-                self.world.say_alive()
+                say_alive(self.world)
 
     def epoch(self, clock: Clock, validation: Score) -> None:
         self.epochs.append((clock.total, validation.accuracy))
@@ -169,13 +170,13 @@ class RunLog:
             self._save(network)
         if self.world.is_first:
             self._enter(row, epochs)
-        elif answer := self.world.tell_first("row", json.dumps([row, epochs])):
+        elif answer := tell_first(self.world, json.dumps([row, epochs])):
             kind, _, problem = answer.partition(": ")
             raise (Refusal if kind == Refusal.__name__ else OSError)(problem)
 
     def _answer_teams(self) -> None:
         try:
-            self.world.answer_teams("row", self._enter_told)
+            answer_teams(self.world, self._enter_told)
         except Exception as problem:
             self._problem = problem
 
@@ -208,7 +209,7 @@ class RunLog:
 
     def summary(self) -> None:
         """The three lines that close the published log, over the whole seconds of each run."""
-        self.world.say_finished()
+        say_finished(self.world)
         if not self.world.is_first:
             return
         if self.world.teams > 1:

@@ -23,7 +23,8 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
     All graphs that training needs are made here. Each is tried on a batch of noise, and its gradients held to
     the uncompiled network's: a compiler may go wrong without a word (docs/performance.md, "A trap").
     """
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would remark on a missing GPU
+    for remarks in ("torch.utils.cpp_extension", "torch._inductor"):  # on a missing GPU, and on what is told below
+        logging.getLogger(remarks).setLevel(logging.CRITICAL + 1)
     workers = len(world.workers) // micro_batches
     batch = noise(recipe.batch_size * workers, 32, weight_dtype(recipe, precision), world)
     recipe.whiten(network, batch[0].permute(0, 2, 3, 1))

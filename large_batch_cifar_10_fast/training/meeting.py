@@ -1,0 +1,173 @@
+"""Where the processes of a launch meet, how long they wait for each other, and who is named that does not come."""
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ..settings.settings import Refusal, count_from
+
+Answer = TypeVar("Answer")
+
+TIMEOUT = 3600  # seconds that processes wait for each other; one epoch on a slow machine may keep the others waiting
+SLACK = timedelta(seconds=5)  # in which a store tells that a wait took too long
+LISTENING = timedelta(seconds=60)  # in which others, still starting, can hear of a refusal
+GRACE = timedelta(seconds=10)  # in which all that still can have given up waiting, too
+LOST = 3  # seconds that a process leaves the launcher to find the one that it lost, and to end it with the others
+
+
+def launched_world_size() -> int:
+    """How many processes this one is part of, from torchrun's environment; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def launched_teams() -> int:
+    """TEAMS; raises Refusal where the processes that there are do not come out even."""
+    teams, processes = count_from(os.environ, "TEAMS", 1), launched_world_size()
+    if processes % teams:
+        raise Refusal(f"TEAMS={teams} cannot be made of {processes} processes: start them by train_cifar_parallel.sh")
+    return teams
+
+
+def has_other_machines() -> bool:
+    """Whether this is a process that torchrun started, and some others are elsewhere."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]
+
+
+def longest_wait() -> timedelta:
+    return timedelta(seconds=count_from(os.environ, "TIMEOUT", TIMEOUT))
+
+
+def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Where processes leave word for each other, when all have come. Raises TimeoutError, which says who has not."""
+    try:
+        store = answer_of(lambda: meeting_point(rank, world_size, timeout), timeout)
+    except RuntimeError as error:
+        if rank and is_late(error):
+            raise waited_for([0]) from error
+        raise
+    store.set(f"here/{rank}", "")
+    wait_for(store, {other: f"here/{other}" for other in range(world_size)}, timeout)
+    return store
+
+
+def wait_for(store: dist.Store, words: Mapping[int, str], timeout: timedelta) -> None:
+    """Return when each of these processes has left its word. Raises TimeoutError, which says who has not."""
+    if late := silent_of(store, words, timeout):
+        raise waited_for(late)
+
+
+def silent_of(store: dist.Store, words: Mapping[int, str], timeout: timedelta) -> list[int]:
+    """Who of these processes has not left its word in this time; returns when all have. Raises TimeoutError where the
+    store itself is silent."""
+
+    def silent() -> list[int]:
+        try:
+            store.wait([*words.values()], timeout)
+        except RuntimeError as error:
+            if not is_late(error):
+                raise
+            return [other for other, word in words.items() if not store.check([word])]
+        return []
+
+    return answer_of(silent, timeout)
+
+
+def waited_for(processes: Iterable[int]) -> TimeoutError:
+    return TimeoutError(f"waited for process {' and '.join(map(str, processes))} longer than TIMEOUT")
+
+
+def answer_of(ask: Callable[[], Answer], timeout: timedelta) -> Answer:
+    """What a store says, asked in a thread of its own: where its keeper, process 0, is stopped, even a wait with an end
+    has none. Raises TimeoutError then."""
+    answers: list[Answer | Exception] = []
+
+    def hear() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:
+            answers.append(error)
+
+    asking = threading.Thread(target=hear, daemon=True)
+    asking.start()
+    asking.join((timeout + SLACK).total_seconds())
+    if not answers:
+        raise waited_for([0])
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
+
+
+def is_late(error: RuntimeError) -> bool:
+    """Whether it is of a wait that took too long."""
+    return re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
+
+
+def meeting_point(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """torchrun's; but on one machine heard on loopback only: PyTorch's own would listen on all interfaces."""
+    if has_other_machines() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        return store
+    host, port = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    listening = None
+    if rank == 0:
+        server = socket.create_server((host, port), backlog=world_size)
+        listening = server.detach()
+    given = {"is_master": rank == 0, "master_listen_fd": listening, "timeout": timeout, "wait_for_workers": False}
+    return dist.TCPStore(host, port, world_size, **given)
+
+
+@contextlib.contextmanager
+def naming_the_silent(store: dist.Store, rank: int, world_size: int, team: range) -> Iterator[None]:
+    """Where a wait for others takes too long, say which of them do not even say that they gave up waiting; and
+    where another is gone, keep quiet until the launcher has seen that: its end is the cause, this one's follows."""
+    try:
+        yield
+    except RuntimeError as error:
+        if re.search("connection|remote process", str(error), re.IGNORECASE):
+            time.sleep(LOST)
+        if not is_late(error):
+            raise
+        silent = [0]  # which keeps the store, where that is gone
+        with contextlib.suppress(RuntimeError):
+            store.set(f"given up/{rank}", "")
+            silent = silent_of(store, {other: f"given up/{other}" for other in range(world_size)}, GRACE)
+        # Other teams have no cause to give up.
+        raise waited_for([other for other in silent if other in team] or silent) from error
+
+
+def store_of_all() -> dist.Store:
+    """torchrun's, where the processes of several machines leave word for each other before they have met."""
+    return dist.PrefixStore("before", next(dist.rendezvous("env://", timeout=longest_wait()))[0])
+
+
+@contextlib.contextmanager
+def refusing_together() -> Iterator[None]:
+    """Where a process of several machines refuses before all have met, tell the others: they would wait for it."""
+    try:
+        yield
+    except Refusal as refusal:
+        if has_other_machines():
+            store, rank = store_of_all(), int(os.environ["RANK"])
+            store.set(f"refusal/{rank}", str(refusal))
+            others = [f"refusal/{other}" for other in range(int(os.environ["WORLD_SIZE"])) if other != rank]
+            with contextlib.suppress(RuntimeError):  # the store may end with this process's launcher
+                store.wait(others, LISTENING)
+        raise
+
+
+def refuse_with_others() -> None:
+    """Raise Refusal if a process of another machine has refused; returns when all have said that they have not."""
+    store, rank, world_size = store_of_all(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store.set(f"refusal/{rank}", "")
+    wait_for(store, {other: f"refusal/{other}" for other in range(world_size)}, longest_wait())
+    for other in range(world_size):
+        if refusal := store.get(f"refusal/{other}").decode():
+            raise Refusal(f"process {other}: {refusal}")
