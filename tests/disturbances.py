@@ -19,6 +19,7 @@ from unittest import mock
 
 import pandas as pd
 from conftest import LAUNCHER, TINY, children_of, environment, is_alive, train_here
+from ends import workers_of
 
 from large_batch_cifar_10_fast.results.clock import PARTS
 from large_batch_cifar_10_fast.results.tables import COLUMNS, read_rows
@@ -146,9 +147,7 @@ def heal_campaign(npz: Path, folder: Path, kills: int, dice: random.Random) -> d
             while process.poll() is None and (place / "runs.tsv").read_bytes().count(b"\n") <= made:
                 time.sleep(0.01)
             time.sleep(dice.uniform(0, 1))
-            workers = [
-                pid for pid in children_of(process.pid) if b".train" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            ]
+            workers = workers_of(process)
             number = dice.choice(SIGNALS)
             os.kill(dice.choice(workers), number)
             struck[number.name] += 1
