@@ -1,19 +1,20 @@
 """Ways in which a launch ends before its campaign does, and what there is to see of it."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import LAUNCHER, children_of, environment
-
-WORKER = b"large_batch_cifar_10_fast.train"
+from conftest import LAUNCHER, children_of, environment, is_alive
 
 
-def start(folder: Path, *arguments: str, **variables: object) -> subprocess.Popen:
-    """A launch of two processes in `folder`."""
-    return subprocess.Popen(
+@contextlib.contextmanager
+def started(folder: Path, *arguments: str, **variables: object) -> Iterator[subprocess.Popen]:
+    """A launch of two processes in `folder`, none of which outlives a test that fails."""
+    with subprocess.Popen(
         ["bash", str(LAUNCHER), *arguments],
         cwd=folder,
         env=environment(NPROC=2, OMP_NUM_THREADS=1, **variables),
@@ -21,7 +22,13 @@ def start(folder: Path, *arguments: str, **variables: object) -> subprocess.Pope
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            for pid in (*children_of(process.pid), process.pid):
+                if is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def until(folder: Path, rows: int, process: subprocess.Popen) -> None:
@@ -36,7 +43,8 @@ def until(folder: Path, rows: int, process: subprocess.Popen) -> None:
 
 
 def workers_of(process: subprocess.Popen) -> list[int]:
-    return [pid for pid in children_of(process.pid) if WORKER in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(process.pid)}
+    return [pid for pid, command in commands.items() if b"large_batch_cifar_10_fast.train" in command]
 
 
 def listening(pids: list[int]) -> set[str]:

@@ -1,4 +1,4 @@
-"""A process that trains together with others, forked from one that has imported all: see conftest.train_together."""
+"""A process that trains together with others, forked from one that has imported all (see conftest)."""
 
 import multiprocessing
 import os

@@ -123,8 +123,8 @@ def test_too_little_memory_is_told_with_what_to_lower(tmp_path):
     )
 
 
-@pytest.mark.parametrize("recipe", ["basenet", "page", "fastai"])
-def test_a_small_lineage_trains_compiled_in_half_precision(recipe, tmp_path):
+@pytest.mark.parametrize("recipe", ["basenet", "page", "fastai", "muon"])
+def test_every_recipe_trains_compiled_in_half_precision(recipe, tmp_path):
     options = ["--width", 8 if recipe == "fastai" else 16, "--epochs", 2, "--data", "synthetic"]
     result = launch("--recipe", recipe, *options, cwd=tmp_path, NPROC=1, **GPU)
     assert result.returncode == 0, result.stderr

@@ -198,14 +198,8 @@ def test_of_its_own_team_a_process_names_the_silent_and_not_who_is_training(monk
     def waiting():
         return meeting.naming_the_silent(store, rank=3, world_size=4, team=range(2, 4))
 
-    with (
-        pytest.raises(TimeoutError, match="waited for process 2 longer"),
-        waiting(),
-    ):
+    with pytest.raises(TimeoutError, match="waited for process 2 longer"), waiting():
         raise RuntimeError("timed out")
     store.set("given up/2", "")
-    with (
-        pytest.raises(TimeoutError, match="waited for process 0 and 1 longer"),
-        waiting(),
-    ):
+    with pytest.raises(TimeoutError, match="waited for process 0 and 1 longer"), waiting():
         raise RuntimeError("timed out")

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 from collections.abc import Callable
 
 import torch
@@ -23,8 +24,9 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
     All graphs that training needs are made here. Each is tried on a batch of noise, and its gradients held to
     the uncompiled network's: a compiler may go wrong without a word (docs/performance.md, "A trap").
     """
-    for remarks in ("torch.utils.cpp_extension", "torch._inductor"):  # on a missing GPU, and on what is told below
-        logging.getLogger(remarks).setLevel(logging.CRITICAL + 1)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would remark on a missing GPU
+    if "TORCH_LOGS" not in os.environ:  # by which a user asks for more than the one line below
+        logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
     workers = len(world.workers) // micro_batches
     batch = noise(recipe.batch_size * workers, 32, weight_dtype(recipe, precision), world)
     recipe.whiten(network, batch[0].permute(0, 2, 3, 1))

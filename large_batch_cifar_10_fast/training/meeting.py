@@ -1,4 +1,4 @@
-"""Where the processes of a launch meet, how long they wait for each other, and who is named that does not come."""
+"""Where the processes of a launch meet, how long they wait for each other, and how one that is silent is named."""
 
 import contextlib
 import os

@@ -156,10 +156,10 @@ def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
     world = World(rank % size, size, device, total_workers, rank // size, teams, store=word)
     if has_other_machines():
         refuse_other_teams(world)
-    meeting = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
+    place = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     # NCCL takes two ranks on one GPU for a mistake; teams that share one are of one process each, and send nothing.
     nccl = device.type == "cuda" and count_from(os.environ, "TEAMS_PER_GPU", 1) == 1
-    dist.init_process_group("nccl" if nccl else "gloo", **meeting, device_id=device if nccl else None)
+    dist.init_process_group("nccl" if nccl else "gloo", **place, device_id=device if nccl else None)
     ranks = [range(first, first + size) for first in range(0, world_size, size)]
     if teams > 1 and size > 1:
         groups = [dist.new_group(team, timeout) for team in ranks]
