@@ -203,3 +203,13 @@ def test_of_its_own_team_a_process_names_the_silent_and_not_who_is_training(monk
     store.set("given up/2", "")
     with pytest.raises(TimeoutError, match="waited for process 0 and 1 longer"), waiting():
         raise RuntimeError("timed out")
+
+
+def test_whoever_has_joined_names_the_silent(monkeypatch):
+    monkeypatch.setattr(meeting, "GRACE", timedelta(seconds=0.2))
+    monkeypatch.setattr(worlds, "meet", lambda *_: dist.HashStore())
+    monkeypatch.setattr(dist, "init_process_group", mock.Mock())
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("GLOO_SOCKET_IFNAME", "lo"), ("NCCL_SOCKET_IFNAME", "lo")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TimeoutError, match="waited for process 1 longer"), worlds.join_world(8):
+        raise RuntimeError("timed out")
