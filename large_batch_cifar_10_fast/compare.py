@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 
@@ -54,12 +55,9 @@ def table(mine: Log, reference: Log) -> list[Row]:
         _row("seconds to 94%, mean", goal, np.mean, resampled_interval, ratio=True),
     ]
     if min(map(len, accuracy)) > 1:
-        rows.insert(5, _row("accuracy standard deviation, points", accuracy, _std, resampled_interval))
+        std = partial(np.std, ddof=1)
+        rows.insert(5, _row("accuracy standard deviation, points", accuracy, std, resampled_interval))
     return rows
-
-
-def _std(values: np.ndarray) -> float:
-    return float(np.std(values, ddof=1))
 
 
 def _row(name: str, pair: list, statistic, interval_of=None, ratio: bool = False, exact=(math.nan, math.nan)) -> Row:
@@ -137,8 +135,7 @@ def _same(a: str, b: str) -> bool:
 
 def status(mine: Log, reference: Log, conclusions: dict[str, Conclusion]) -> int:
     """1 if mine is worse: in accuracy, or in time on hardware that both sides name alike."""
-    device = mine.facts.get("device")
-    comparable = device is not None and device == reference.facts.get("device")
+    comparable = "device" in mine.facts and mine.facts["device"] == reference.facts.get("device")
     slower = comparable and conclusions["time"].verdict == "worse"
     return int(conclusions["accuracy"].verdict == "worse" or slower)
 

@@ -200,11 +200,10 @@ def kept(report: str, settings: Settings, scratch: str) -> str:
 def main() -> None:
     with refusals_end("train_cifar_parallel.sh"):
         settings, processes, variables = prepare_launch(sys.argv[1:], os.environ)
-    os.environ.update(variables)
-    with refusals_end("train_cifar_parallel.sh"), scratch_folder() as scratch:
-        given = [argument.replace("$", "$$") for argument in sys.argv[1:]]  # torchrun takes them for templates
-        arguments = [*torchrun_arguments(os.environ, processes, scratch), *given]
-        with refusals_tell_how_to_go_on(settings):
+        os.environ.update(variables)
+        with scratch_folder() as scratch, refusals_tell_how_to_go_on(settings):
+            given = [argument.replace("$", "$$") for argument in sys.argv[1:]]  # torchrun takes them for templates
+            arguments = [*torchrun_arguments(os.environ, processes, scratch), *given]
             status = run_processes(arguments, settings, scratch)
     sys.exit(status)
 

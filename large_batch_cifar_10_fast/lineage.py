@@ -18,7 +18,7 @@ from .recipes.basenet import Basenet
 from .recipes.fastai import FastAI
 from .recipes.muon import Muon2024, MuonRecipe
 from .recipes.page import Page
-from .results.pictures import BEHIND, INK, WIDTH, refuse_picture, save_picture, spread, start_drawing
+from .results.pictures import BEHIND, INK, WIDTH, new_figure, refuse_picture, save_picture, spread
 from .settings.settings import refusals_end
 from .training.networks import work
 from .training.recipe import Recipe
@@ -115,8 +115,8 @@ def as_table() -> str:
 
 def draw(out: Path) -> None:
     """Work and published seconds against the year, both by factors of ten."""
-    plt = start_drawing()
-    figure, axes = plt.subplots(1, 2, figsize=(2 * WIDTH, 2.6), layout="constrained")
+    figure = new_figure(2 * WIDTH, 2.6)
+    axes = figure.subplots(1, 2)
     work_of_a_run = [pflop(system.recipe) for system in SYSTEMS]
     named = [f"{system.name}: {value:.4g}" for system, value in zip(SYSTEMS, work_of_a_run, strict=True)]
     draw_against_year(axes[0], [system.year for system in SYSTEMS], work_of_a_run, named, "work of a run, PFLOP")
@@ -127,7 +127,6 @@ def draw(out: Path) -> None:
         axes[1], [system.year for system in timed], seconds, named, "seconds published (its clock counts)"
     )
     save_picture(figure, out)
-    plt.close(figure)
 
 
 def draw_against_year(axes, years: list[int], values: list[float], named: list[str], label: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .results.campaign import read_bounded
 from .results.journal import as_line, written_whole
-from .results.tables import COLUMNS, CONDITIONS, Row, read_rows, rows_of_campaign
+from .results.tables import CONDITIONS, HEAD, Row, read_rows, rows_of_campaign
 from .settings.settings import WHOLE, Refusal, refusals_end
 
 ALIKE = ("runs", "recipe", "options", "workers", *CONDITIONS, "digest", "validation_images", "code", "torch")
@@ -54,9 +54,7 @@ def write_new(path: Path, rows: list[Row]) -> None:
             raise Refusal(f"{path} is there already: choose another --out")
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as unfinished:
-            unfinished.write_bytes(
-                b"".join(map(as_line, [COLUMNS, *([row[name] for name in COLUMNS] for row in rows)]))
-            )
+            unfinished.write_bytes(b"".join(map(as_line, [HEAD, *rows])))
     except OSError as error:
         raise Refusal(f"--out {path.parent} cannot be written: {error}") from error
 

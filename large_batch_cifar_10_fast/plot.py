@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from .results.logs import PUBLISHED, Log, read_log
-from .results.pictures import BEHIND, INK, WIDTH, refuse_picture, save_picture, spread, start_drawing
+from .results.pictures import BEHIND, INK, WIDTH, new_figure, refuse_picture, save_picture, spread
 from .results.tables import GOAL
 from .settings.settings import CIFAR_10, refusals_end
 
@@ -32,8 +32,7 @@ ENTRIES = {  # DAWNBench's files, and what to call them in a picture
 
 def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
     """Accuracy against seconds; every line is named at its end, above the picture."""
-    entries = {name: read_log(str(PUBLISHED / "dawnbench" / f"{name}.tsv")) for name in ENTRIES}
-    lines = [(ENTRIES[name], log, False) for name, log in entries.items()]
+    lines = [(label, read_log(str(PUBLISHED / "dawnbench" / f"{name}.tsv")), False) for name, label in ENTRIES.items()]
     lines += [(label, log, True) for label, log in zip(labels, logs, strict=True)]
     ends = []
     for _, log, own in lines:
@@ -57,13 +56,11 @@ def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
     places = spread(np.log10([x for x, _ in ends]), gap, low + gap / 2, high - gap / 2)
     for (label, _, own), (x, y), place in zip(lines, ends, places, strict=True):
         color, weight = (INK, "bold") if own else ("0.35", "normal")
-        above = axes.get_xaxis_transform()
         axes.annotate(
             label,
             xy=(x, np.clip(y, bottom, top)),
-            xycoords="data",
             xytext=(10**place, 1.05),
-            textcoords=above,
+            textcoords=axes.get_xaxis_transform(),
             rotation=90,
             ha="center",
             va="bottom",
@@ -87,13 +84,10 @@ def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: floa
 
 def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> None:
     """Draw and save; the runs of the first log that holds several are set over the reference's."""
-    plt = start_drawing()
     campaign = next((i for i, log in enumerate(logs) if len(log.accuracy) > 1), None)
     rows, height = (1, 3.0) if campaign is None else (3, 4.9)
-    ratios = [2.4, 1, 1][:rows]
-    figure, axes = plt.subplots(
-        rows, 1, figsize=(WIDTH, height), layout="constrained", height_ratios=ratios, squeeze=False
-    )
+    figure = new_figure(WIDTH, height)
+    axes = figure.subplots(rows, 1, height_ratios=[2.4, 1, 1][:rows], squeeze=False)
     draw_curves(axes[0, 0], logs, labels)
     axes[0, 0].xaxis.set_major_formatter("{x:g}")
     if campaign is not None:
@@ -105,7 +99,6 @@ def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> No
         draw_runs(axes[2, 0], sides, names, "seconds", 1)
         axes[2, 0].set_xlabel("seconds", labelpad=1)
     save_picture(figure, out)
-    plt.close(figure)
 
 
 def with_other_images(name: str, log: Log) -> str:

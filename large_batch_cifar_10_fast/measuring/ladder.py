@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..results.pictures import WIDTH, draw_bars, save_picture, start_drawing
+from ..results.pictures import WIDTH, draw_bars, new_figure, save_picture
 from ..training.shards import MEAN, STD, Batch, Shards
 from ..training.world import World
 
@@ -147,9 +147,7 @@ def _spread(values: list[float], places: int) -> str:
 
 def draw_ladder(seconds: Seconds, out: Path) -> None:
     """Seconds of an epoch on each rung, with the training step left out and with it."""
-    plt = start_drawing()
-    figure, axes = plt.subplots(2, 1, figsize=(WIDTH, 2.8), layout="constrained")
-    for axis, column, label in zip(axes, (0, 1), ("handed over", "with the training"), strict=True):
+    figure = new_figure(WIDTH, 2.8)
+    for axis, column, label in zip(figure.subplots(2, 1), (0, 1), ("handed over", "with the training"), strict=True):
         draw_bars(axis, list(seconds), [median(row[column]) for row in seconds.values()], f"an epoch {label}, seconds")
     save_picture(figure, out)
-    plt.close(figure)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..images.sources import Images, count_training_images, load_images
 from ..results.lines import as_pairs, from_pairs
 from ..results.provenance import code_digest
-from ..results.resuming import changes, finished_rows, refuse_other
+from ..results.resuming import finished_rows, refuse_other
 from ..results.tables import Row, read_rows
 from ..settings.settings import SYNTHETIC, Refusal, Settings, count_from, has_option, is_first_machine, spelled
 from ..training.meeting import has_other_machines
@@ -24,18 +24,14 @@ def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
     check_processes(settings, recipe, world_size)
     if is_first_machine(os.environ):
         check_out(settings)
-    if settings.save and count_from(os.environ, "TEAMS", 1) > 1 and _has_several_machines():
+    several_machines = has_other_machines() or count_from(os.environ, "NNODES", 1) > 1  # of a process, or its launcher
+    if settings.save and count_from(os.environ, "TEAMS", 1) > 1 and several_machines:
         raise Refusal("--save: a team on any machine may make the last run; leave it out, or make that run by itself")
     if settings.data != SYNTHETIC and not os.path.abspath(settings.data).isprintable():
         raise Refusal(f"--data {settings.data}: the name of the folder it lies in cannot stand in a table; move it")
     check_images(recipe, count_training_images(settings.data))
     for row in finished_rows(settings)[-1:]:
-        now = {"processes": world_size, "digest": load_images(settings.data).digest}
-        refuse_other(row, changes(row, **now))
-
-
-def _has_several_machines() -> bool:
-    return has_other_machines() or count_from(os.environ, "NNODES", 1) > 1  # a process of torchrun's, or a launcher
+        refuse_other(row, processes=world_size, digest=load_images(settings.data).digest)
 
 
 def check_agreement(settings: Settings, recipe: Recipe, images: Images, finished: list[Row], world: World) -> None:

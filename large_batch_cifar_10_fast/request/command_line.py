@@ -15,7 +15,7 @@ from ..recipes.fastai import FastAI
 from ..recipes.muon import Muon2024, MuonRecipe
 from ..recipes.page import Page
 from ..results.lines import as_pairs, from_pairs
-from ..results.resuming import changes, finished_rows, is_told_later, refuse_other
+from ..results.resuming import finished_rows, is_told_later, refuse_other
 from ..results.tables import CONDITIONS, Row, planned_by
 from ..settings.settings import Refusal, Settings, count_from, has_option, is_first_machine, restarts
 from ..training.recipe import Recipe
@@ -143,13 +143,8 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
     kept = _typed(Settings, row, {name: row[name] for name in ("runs", "share", *CONDITIONS)})
     kept |= {"seed": int(row["seed"]) - int(row["run"]), "no_compile": not kept["compile"]}
     campaign = kept | asdict(recipe)
-    differing = changes({"recipe": kind.name}, recipe=name or kind.name)
-    differing += [
-        f"{key} ({campaign[key]} then, {value} now)"
-        for key, value in asked.items()
-        if key in campaign and value != campaign[key]
-    ]
-    refuse_other(row, differing)
+    now = {key: value for key, value in asked.items() if key in campaign}
+    refuse_other(row | campaign, recipe=name or kind.name, **now)
     return replace(settings, **kept, data=asked.get("data", _images_here(row, settings))), recipe
 
 

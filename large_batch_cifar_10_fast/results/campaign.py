@@ -45,10 +45,6 @@ def bounds(accuracy: np.ndarray, rounding: float) -> tuple[int, int]:
     return int((accuracy - rounding >= GOAL - slack).sum()), int((accuracy + rounding >= GOAL - slack).sum())
 
 
-def numbers(texts: Iterable[str]) -> np.ndarray:
-    return np.array([float(text) for text in texts])
-
-
 def decimals(texts: list[str]) -> int:
     return max(len(text.partition(".")[2]) for text in texts)
 

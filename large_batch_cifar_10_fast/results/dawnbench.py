@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ..settings.settings import CIFAR_10, Refusal
-from .campaign import Log, bounds, decimals, losses, numbers
+from .campaign import Log, bounds, decimals, losses
 from .fields import DURATION, FRACTION, LOSS, PERCENT, TIME, Number
 from .tables import CURVE, GOAL
 
@@ -40,14 +40,13 @@ def _columns(path: Path, text: list[str], kinds: Mapping[str, Number]) -> dict[s
 def read_epochs(path: Path, text: list[str]) -> Log:
     _, hours, percent = CURVE
     columns = _columns(path, text, {hours: TIME, percent: PERCENT})
-    seconds, accuracy = 3600 * numbers(columns[hours]), numbers(columns[percent]) / 100
+    seconds, accuracy = 3600 * np.array(columns[hours], float), np.array(columns[percent], float) / 100
     if not seconds[-1] > 0:
         raise Refusal(f"{path}: hours of the last epoch is {columns[hours][-1]!r}, not a number above 0")
     # Not more digits than float64 holds: some entries print 12.839999999999998 for 12.84.
     places = min(decimals([f"{float(text):.10g}" for text in columns[percent]]), 10)
     rounding = 0.5 * 10.0 ** -(places + 2)
-    at_goal = np.flatnonzero((accuracy >= GOAL - 1e-12) & (seconds > 0))
-    goal = seconds[at_goal[0]] if len(at_goal) else math.nan
+    goal = next(iter(seconds[(accuracy >= GOAL - 1e-12) & (seconds > 0)]), math.nan)
     last = accuracy[-1:]
     untold, reached, curve = np.array([]), bounds(last, rounding), (seconds, accuracy)
     facts = {"epochs": str(len(accuracy))}
@@ -59,7 +58,7 @@ def read_epochs(path: Path, text: list[str]) -> Log:
 def read_published_table(path: Path, text: list[str]) -> Log:
     kinds = {"train_loss": LOSS, "valid_acc": FRACTION, "valid_loss": LOSS, "seconds": DURATION}
     columns = _columns(path, text, kinds)
-    accuracy, seconds = numbers(columns["valid_acc"]), numbers(columns["seconds"])
+    accuracy, seconds = np.array(columns["valid_acc"], float), np.array(columns["seconds"], float)
     rounding = 0.5 * 10.0 ** -decimals(columns["valid_acc"])
     pairs = zip(columns["train_loss"], columns["valid_loss"], strict=True)
     loss = losses({"train_loss": train, "validation_loss": validation} for train, validation in pairs)

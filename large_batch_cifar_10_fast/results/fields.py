@@ -1,5 +1,6 @@
 """The kinds of numbers that tables and logs hold, and the answer to whoever wrote something else."""
 
+import contextlib
 import math
 from dataclasses import dataclass
 
@@ -16,15 +17,11 @@ class Number:
 
     def read(self, text: str, where: str) -> float:
         """Raises Refusal: `where` is 'long', not a number."""
-        try:
+        with contextlib.suppress(ValueError, OverflowError):
             value = float(int(text) if self.whole else text)
-        except (ValueError, OverflowError):
-            known = False
-        else:
-            known = self.least <= value <= self.most or (self.or_nan and math.isnan(value))
-        if not known:
-            raise Refusal(f"{where} is {text[:40]!r}, not {self.words}")
-        return value
+            if self.least <= value <= self.most or (self.or_nan and math.isnan(value)):
+                return value
+        raise Refusal(f"{where} is {text[:40]!r}, not {self.words}")
 
 
 LONGEST = 1e9  # seconds or hours; beyond, sums and ratios could overflow

@@ -5,11 +5,11 @@ import csv
 import fcntl
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..settings.settings import Refusal
-from .tables import COLUMNS, CURVE, Row, read_rows, split_whole
+from .tables import COLUMNS, CURVE, HEAD, Row, read_rows, split_whole
 
 
 class Journal:
@@ -39,7 +39,7 @@ class Journal:
             self._file.truncate(len(whole))
         self._size = len(whole)
         if not whole:
-            self._write(COLUMNS)
+            self._write(HEAD)
         return bool(begun)
 
     def _put_aside(self, content: bytes) -> None:
@@ -55,7 +55,7 @@ class Journal:
         """
         self._rows[str(row["run"])] = row
         if self._is_as_left():
-            self._write([row[name] for name in COLUMNS])
+            self._write(row)
             return True
         with contextlib.suppress(OSError):  # a full disk did not take its last row
             self.close()
@@ -65,38 +65,35 @@ class Journal:
             table = read_rows(self.path, to_append=True)
         except (Refusal, OSError) as problem:
             for run in self._rows.keys() - self._aside:
-                self._put_aside(as_line([self._rows[run][name] for name in COLUMNS]))
+                self._put_aside(as_line(self._rows[run]))
                 self._aside.add(run)
             raise Refusal(f"{problem}; this campaign's rows are in {self.path}.broken") from None
         self.mend()
         there = {other["run"] for other in table if other["campaign"] == row["campaign"]}
         for run, lost in self._rows.items():
             if run not in there:
-                self._write([lost[name] for name in COLUMNS])
+                self._write(lost)
         return False
 
     def _is_as_left(self) -> bool:
-        if self._file.closed:  # as what was put aside left it
-            return False
-        try:
-            now, left = os.stat(self.path), os.fstat(self._file.fileno())
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(now, left) and now.st_size == self._size
+        with contextlib.suppress(ValueError, FileNotFoundError):  # closed, as what was put aside left it, or deleted
+            left, now = os.fstat(self._file.fileno()), os.stat(self.path)
+            return os.path.samestat(now, left) and now.st_size == self._size
+        return False
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, values: list[object]) -> None:
-        self._file.write(as_line(values))
+    def _write(self, row: Mapping[str, object]) -> None:
+        self._file.write(as_line(row))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._size = os.path.getsize(self.path)
 
 
-def as_line(values: list[object]) -> bytes:
+def as_line(row: Mapping[str, object]) -> bytes:
     line = io.StringIO()
-    csv.writer(line, delimiter="\t", lineterminator="\n").writerow(values)
+    csv.writer(line, delimiter="\t", lineterminator="\n").writerow([row[name] for name in COLUMNS])
     return line.getvalue().encode()
 
 
@@ -109,9 +106,8 @@ def write_timing_log(path: Path, epochs: list[tuple[float, float]]) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(path: str | Path) -> Iterator[Path]:
+def written_whole(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to; it takes the place of `path` when all is on the disk."""
-    path = Path(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield unfinished

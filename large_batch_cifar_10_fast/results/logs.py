@@ -15,7 +15,7 @@ import numpy as np
 
 from ..settings.settings import CIFAR_10, REPO, Refusal, Settings
 from . import lines
-from .campaign import Log, bounds, decimals, losses, numbers, read_bounded
+from .campaign import Log, bounds, decimals, losses, read_bounded
 from .dawnbench import read_epochs, read_published_table
 from .fields import COUNT, DURATION, FRACTION
 from .tables import COLUMNS, CONDITIONS, OLDER, reached_goal, read_rows, rows_of_campaign
@@ -71,11 +71,10 @@ def _read_runs(path: Path, content: bytes, campaign: str | None) -> Log:
     if campaign and campaign not in known:
         raise Refusal(f"{path}: no campaign {campaign}, only {', '.join(known)}")
     rows = rows_of_campaign(rows, campaign or "")
-    count, images, seconds = (
-        numbers(row[name] for row in rows) for name in ("validation_count", "validation_images", "seconds")
-    )
+    figures = ("validation_count", "validation_images", "seconds")
+    count, images, seconds = np.array([[row[name] for row in rows] for name in figures], float)
     loss = losses(rows)
-    goal = np.where(np.isfinite(loss), numbers(row["goal_seconds"] or "nan" for row in rows), math.nan)
+    goal = np.where(np.isfinite(loss), np.array([row["goal_seconds"] or "nan" for row in rows], float), math.nan)
     reached, planned = sum(map(reached_goal, rows)), int(rows[-1]["runs"])
     notes = (f"{path} holds {len(rows)} of the campaign's {planned} runs",) if len(rows) < planned else ()
     machines = {name: " and ".join(dict.fromkeys(row[name] for row in rows)) for name in ("device", "processes")}
@@ -102,7 +101,7 @@ def _read_run_log(path: Path, text: list[str]) -> Log:
             FRACTION.read(run["validation_accuracy"], f"{where}: validation acc")
             DURATION.read(run["seconds"], f"{where}: wall time")
             runs.append(run)
-    accuracy, seconds = (numbers(run[name] for run in runs) for name in ("validation_accuracy", "seconds"))
+    accuracy, seconds = np.array([[run[name] for run in runs] for name in ("validation_accuracy", "seconds")], float)
     rounding = 0.5 * 10.0 ** -decimals([run["validation_accuracy"] for run in runs])
     test_images = COUNT.read(facts.get("test", "0"), f"{path}: number of test images")
     if test_images and test_images * 2 * rounding <= 1:  # every count of images prints differently

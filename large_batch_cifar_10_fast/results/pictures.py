@@ -24,17 +24,15 @@ def refuse_picture(option: str, out: Path) -> None:
         raise Refusal(f"{option} {out} is there and is no file: choose another name")
 
 
-def start_drawing():
-    """Matplotlib's pyplot, for files alone; imported here because it takes a second."""
+def new_figure(width: float, height: float):
+    """Matplotlib's Figure, for files alone, of these inches; imported here because it takes a second."""
     # It caches its fonts at import; a home folder that cannot be written must not matter.
     os.environ.setdefault("MPLCONFIGDIR", os.path.join(tempfile.gettempdir(), "matplotlib-cache"))
-    import matplotlib
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update(STYLE | {"axes.spines.right": False, "axes.spines.top": False})
-    return plt
+    rcParams.update(STYLE | {"axes.spines.right": False, "axes.spines.top": False})
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def save_picture(figure, out: Path) -> None:
@@ -64,16 +62,13 @@ def spread(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarra
         moved[:-1] -= push
         moved[1:] += push
         moved = np.clip(moved, low, high)
-    result = np.empty_like(moved)
-    result[order] = moved
-    return result
+    return moved[np.argsort(order)]
 
 
 def draw_bars(axes, names: list[str], values: list[float], label: str) -> None:
     """Horizontal bars from the top down, each with its figure at its end."""
-    axes.barh(names, values, color=BEHIND, height=0.6)
-    for place, value in enumerate(values):
-        axes.text(value, place, f" {value:.3g}" if value < 1000 else f" {value:.0f}", va="center", fontsize=6)
+    bars = axes.barh(names, values, color=BEHIND, height=0.6)
+    axes.bar_label(bars, [f" {value:.3g}" if value < 1000 else f" {value:.0f}" for value in values], fontsize=6)
     axes.set(xlabel=label, xlim=(0, 1.15 * max(values)))
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +30,7 @@ def finished_rows(settings: Settings) -> list[Row]:
     else:
         rows = rows_of(settings.out, campaign_of_this_launch()) if restarts(os.environ) else []
     for row in rows[-1:]:
-        refuse_other(row, changes(row, code=code_digest(), torch=version("torch")))
+        refuse_other(row, code=code_digest(), torch=version("torch"))
     return rows
 
 
@@ -62,12 +63,9 @@ def rows_of(out: str, campaign: str = "") -> list[Row]:
         raise Refusal(f"{path} cannot be read ({error.strerror}): give another --out") from error
 
 
-def changes(row: Row, **now: object) -> list[str]:
-    """What a row tells otherwise than it is now, in words."""
-    return [f"{name} ({row[name]} then, {value} now)" for name, value in now.items() if row[name] != str(value)]
-
-
-def refuse_other(row: Row, differing: list[str]) -> None:
-    """Raise Refusal if anything differs from the campaign that a row belongs to."""
+def refuse_other(row: Mapping[str, object], **now: object) -> None:
+    """Raise Refusal if a campaign's row, of words or of what they mean, tells anything otherwise than it is now."""
+    differing = {name: value for name, value in now.items() if row[name] not in (value, str(value))}
     if differing:
-        raise Refusal(f"--resume: campaign {row['campaign']} had other {', '.join(differing)}: start without --resume")
+        said = ", ".join(f"{name} ({row[name]} then, {value} now)" for name, value in differing.items())
+        raise Refusal(f"--resume: campaign {row['campaign']} had other {said}: start without --resume")

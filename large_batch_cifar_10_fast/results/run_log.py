@@ -34,7 +34,7 @@ from .provenance import (
     software,
     utc_now,
 )
-from .resuming import campaign_of_this_launch, changes, refuse_other
+from .resuming import campaign_of_this_launch, refuse_other
 from .tables import CONDITIONS, GOAL, Row, diverged, reached_goal
 
 Item = TypeVar("Item")
@@ -58,7 +58,7 @@ class RunLog:
         self._problem: Exception | None = None  # with what other teams told
         device = device_name(world)
         if finished:
-            refuse_other(finished[0], changes(finished[0], device=device))
+            refuse_other(finished[0], device=device)
         if world.is_main:
             self._take_down(images, finished, device)
         name = {key: self.facts[key] for key in ("campaign", "started", "data")} if world.is_first else {}
@@ -68,7 +68,8 @@ class RunLog:
 
     def _take_down(self, images: Callable[[], dict], finished: list[Row], device: str) -> None:
         settings, recipe, world = self.settings, self.recipe, self.world
-        self.facts = {"campaign": campaign_of_this_launch(), "started": utc_now()}
+        known = finished[0] if finished else {"campaign": campaign_of_this_launch(), "started": utc_now()}
+        self.facts = {name: known[name] for name in ("campaign", "started")}
         self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
         self.facts |= {
             "runs": settings.runs,
@@ -80,8 +81,6 @@ class RunLog:
         self.facts |= {name: getattr(settings, name) for name in CONDITIONS}
         self.facts["data"] = settings.data if settings.data == SYNTHETIC else os.path.abspath(settings.data)
         self.facts |= {"version": __version__, "commit": commit(), "code": code_digest(), "torch": version("torch")}
-        if finished:
-            self.facts |= {name: finished[0][name] for name in ("campaign", "started")}
         self.restart = restarts(os.environ)
         if not world.is_first:
             return
@@ -108,7 +107,7 @@ class RunLog:
         compiled is told, in rows and log, as not compiled, and --resume goes on with it so. Raises Refusal where the
         runs made before were compiled, and now that failed."""
         for row in [*self.rows.values()][:1]:
-            refuse_other(row, changes(row, compile=compiled))
+            refuse_other(row, compile=compiled)
         steps = self.recipe.epochs * steps_per_epoch
         hidden = None if self.world.is_first else True  # None: where there is no terminal
         made, total = len(self.rows) * steps, len(self.settings.planned) * steps
@@ -225,7 +224,7 @@ class RunLog:
 
     def _save(self, network: nn.Module) -> None:
         """Weights and statistics; read them with torch.load(FILE, weights_only=True)."""
-        with written_whole(self.settings.save) as unfinished:
+        with written_whole(Path(self.settings.save)) as unfinished:
             torch.save({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}, unfinished)
 
     def _print_run(self, row: Row) -> None:

@@ -36,8 +36,7 @@ def welch_interval(a: np.ndarray, b: np.ndarray, confidence: float = 0.95) -> tu
         return difference, difference
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # nearly equal times are no fault
-        low, high = stats.ttest_ind(a, b, equal_var=False).confidence_interval(confidence)
-    return float(low), float(high)
+        return stats.ttest_ind(a, b, equal_var=False).confidence_interval(confidence)
 
 
 def resampled_interval(
@@ -48,7 +47,7 @@ def resampled_interval(
         return None
     values = len(a) + len(b)
     resamples = int(np.clip(DRAWS // values, *RESAMPLES))
-    result = stats.bootstrap(
+    return stats.bootstrap(
         (a, b),
         statistic,
         vectorized=False,
@@ -56,14 +55,12 @@ def resampled_interval(
         batch=int(np.clip(AT_ONCE // values, 1, resamples)),
         method="percentile",
         rng=np.random.default_rng(0),
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    ).confidence_interval
 
 
 def wilson(count: int, total: int) -> tuple[float, float]:
     """95% interval of a share (Wilson's score interval)."""
-    interval = stats.binomtest(count, total).proportion_ci(method="wilson")
-    return float(interval.low), float(interval.high)
+    return stats.binomtest(count, total).proportion_ci(method="wilson")
 
 
 def newcombe(a: int, m: int, b: int, n: int) -> tuple[float, float]:
@@ -83,22 +80,21 @@ def judge_goal(accuracy: np.ndarray, goal: float) -> Conclusion:
 
     Where it is not shown, how many runs like these would show it in 80 of 100 cases.
     """
+    what = f"Mean at or above {goal:g}%"
     if len(accuracy) < 2:
-        return Conclusion("open", f"Mean at or above {goal:g}%: one run does not tell.")
+        return Conclusion("open", f"{what}: one run does not tell.")
     mean, std = accuracy.mean(), accuracy.std(ddof=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # runs that are all alike
         p = float(stats.ttest_1samp(accuracy, goal, alternative="greater").pvalue)
     said = f"mean {mean:.3f}%, std {std:.3f}, {len(accuracy)} runs, one-sided t-test p = {p:.2g}"
     if p < SIGNIFICANCE:
-        return Conclusion("shown", f"Mean at or above {goal:g}%: shown; {said}.")
+        return Conclusion("shown", f"{what}: shown; {said}.")
     if mean <= goal:
-        return Conclusion(
-            "open", f"Mean at or above {goal:g}%: not shown; {said}; no number of such runs would show it."
-        )
+        return Conclusion("open", f"{what}: not shown; {said}; no number of such runs would show it.")
     quantiles = stats.norm.ppf(1 - SIGNIFICANCE) + stats.norm.ppf(0.80)
     runs = max(len(accuracy) + 1, math.ceil((std * quantiles / (mean - goal)) ** 2))
-    return Conclusion("open", f"Mean at or above {goal:g}%: not shown; {said}; it would take about {runs} runs.")
+    return Conclusion("open", f"{what}: not shown; {said}; it would take about {runs} runs.")
 
 
 def judge(

@@ -20,6 +20,7 @@ COLUMNS = [
     *PARTS,
     *["seconds", "last_validation", "goal_epoch", "goal_seconds", "peak_memory"],
 ]
+HEAD = {name: name for name in COLUMNS}
 OLDER = [name for name in COLUMNS if name != "share"]  # of tables written before there were shares
 CURVE = ("epoch", "hours", "top1Accuracy")  # the columns of timing_log.tsv, which are DAWNBench's
 Row = dict[str, str]
