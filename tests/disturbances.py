@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import ends
 import pandas as pd
-from conftest import LAUNCHER, TINY, children_of, environment, is_alive, train_here
-from ends import workers_of
+from conftest import TINY, children_of, is_alive, train_here
 
 from large_batch_cifar_10_fast.results.clock import PARTS
 from large_batch_cifar_10_fast.results.tables import COLUMNS, read_rows
@@ -31,10 +31,8 @@ RUNS, SLOWEST_END, SLOWEST_ROW = 12, 60, 300
 
 
 def start(folder: Path, npz: Path, *more: str, runs: int = RUNS, **given: object) -> subprocess.Popen:
-    command = ["bash", str(LAUNCHER), *(more or ["--demo", *TINY, "--no_compile", "--runs", str(runs), "--data", npz])]
-    variables = environment(NPROC=2, TMPDIR=folder, OMP_NUM_THREADS=1, **given)
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    return subprocess.Popen([*map(str, command)], cwd=folder, env=variables, **pipes)
+    command = more or ["--demo", *TINY, "--no_compile", "--runs", runs, "--data", npz]
+    return ends.start(folder, *command, stdout=subprocess.DEVNULL, TMPDIR=folder, **given)
 
 
 def rows_on_disk(table: Path) -> set[bytes]:
@@ -147,7 +145,7 @@ def heal_campaign(npz: Path, folder: Path, kills: int, dice: random.Random) -> d
             while process.poll() is None and (place / "runs.tsv").read_bytes().count(b"\n") <= made:
                 time.sleep(0.01)
             time.sleep(dice.uniform(0, 1))
-            workers = workers_of(process)
+            workers = ends.workers_of(process)
             number = dice.choice(SIGNALS)
             os.kill(dice.choice(workers), number)
             struck[number.name] += 1
@@ -203,7 +201,7 @@ def full_disk(place: Path, npz: Path, full: contextlib.AbstractContextManager, r
 
 def fill_disks(npz: Path, folder: Path, times: int, dice: random.Random) -> dict[str, object]:
     """Every call for the disk's word fails once, and then files end at random bytes; each campaign is gone on with."""
-    runs, found, ends = 2, Counter(), Counter()
+    runs, found, ended = 2, Counter(), Counter()
     found |= dict.fromkeys(("rows lost or doubled", "campaigns with a changed row", "files left", "no weights"), 0)
     folder.mkdir()
     full_disk(folder, npz, contextlib.nullcontext(), runs)
@@ -218,11 +216,11 @@ def fill_disks(npz: Path, folder: Path, times: int, dice: random.Random) -> dict
     for number, fault in enumerate(faults[:times]):
         place = folder / str(number)
         place.mkdir()
-        ends[full_disk(place, npz, fault, runs)] += 1
+        ended[full_disk(place, npz, fault, runs)] += 1
         rows = pd.read_csv(place / "runs.tsv", sep="\t")
         found["rows lost or doubled"] += sorted(rows["run"]) != list(range(runs))
         found["campaigns with a changed row"] += not rows.sort_values("run", ignore_index=True)[same].equals(expected)
         found["files left"] += len({path.name for path in place.iterdir()} - {*complete, "runs.tsv.broken"})
         found["no weights"] += not (place / "w.pt").exists()
         shutil.rmtree(place)
-    return {"full disks": sum(ends.values()), **found, "by": dict(ends)}
+    return {"full disks": sum(ended.values()), **found, "by": dict(ended)}

@@ -11,18 +11,23 @@ from pathlib import Path
 from conftest import LAUNCHER, children_of, environment, is_alive
 
 
-@contextlib.contextmanager
-def started(folder: Path, *arguments: str, **variables: object) -> Iterator[subprocess.Popen]:
-    """A launch of two processes in `folder`, none of which outlives a test that fails."""
-    with subprocess.Popen(
-        ["bash", str(LAUNCHER), *arguments],
+def start(folder: Path, *arguments: object, stdout: int = subprocess.PIPE, **variables: object) -> subprocess.Popen:
+    """A launch of two processes in `folder`."""
+    return subprocess.Popen(
+        ["bash", str(LAUNCHER), *map(str, arguments)],
         cwd=folder,
         env=environment(NPROC=2, OMP_NUM_THREADS=1, **variables),
         text=True,
         start_new_session=True,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
-    ) as process:
+    )
+
+
+@contextlib.contextmanager
+def started(folder: Path, *arguments: object, **variables: object) -> Iterator[subprocess.Popen]:
+    """The same, of which no process outlives a test that fails."""
+    with start(folder, *arguments, **variables) as process:
         try:
             yield process
         finally:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import REPO, environment
-from test_speed import ALONE, SMALL, fresh_network, gradients_of_a_step, whitened
+from test_compiling import ALONE, SMALL, fresh_network, gradients_of_a_step, whitened
 
 from large_batch_cifar_10_fast import bench
 from large_batch_cifar_10_fast.images.sources import random_images

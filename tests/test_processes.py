@@ -11,7 +11,7 @@ from datetime import timedelta
 import pandas as pd
 import pytest
 import torch
-from conftest import REPO, TINY, environment, train_here
+from conftest import REPO, TINY, environment, free_port, train_here
 
 from large_batch_cifar_10_fast import launch
 from large_batch_cifar_10_fast.launch import refuse_as_processes_did
@@ -66,8 +66,7 @@ def test_what_no_process_finished_writing_is_no_refusal(tmp_path):
 
 
 def test_a_process_that_does_not_come_is_named(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     for rank, absent in ((0, "1 and 2"), (1, "0")):
         with pytest.raises(TimeoutError, match=f"^waited for process {absent} longer than TIMEOUT$"):

@@ -1,14 +1,13 @@
 """Everything that cannot be trained is refused with status 2, in one line, with nothing written."""
 
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import fields
 
 import pytest
 import torch
-from conftest import environment, launch, write_npz
+from conftest import environment, free_port, launch, write_npz
 
 from large_batch_cifar_10_fast.images.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import prepare_launch
@@ -137,8 +136,7 @@ def test_the_launcher_answers_a_refusal_with_one_line_and_status_2(tmp_path):
 
 @pytest.mark.slow
 def test_a_machine_that_never_comes_is_waited_for_no_longer_than_asked(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        alone = {"NNODES": 2, "NODE_RANK": 0, "RDZV_ENDPOINT": f"127.0.0.1:{free.getsockname()[1]}", "TIMEOUT": 1}
+    alone = {"NNODES": 2, "NODE_RANK": 0, "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "TIMEOUT": 1}
     result = launch("--demo", cwd=tmp_path, **alone)
     line = (
         "train_cifar_parallel.sh: the 2 machines, each with a NODE_RANK of its own, did not meet; no run was finished"

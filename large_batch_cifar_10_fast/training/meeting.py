@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TypeVar
 
@@ -54,27 +54,28 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
             raise waited_for([0]) from error
         raise
     store.set(f"here/{rank}", "")
-    wait_for(store, {other: f"here/{other}" for other in range(world_size)}, timeout)
+    wait_for(store, "here", world_size, timeout)
     return store
 
 
-def wait_for(store: dist.Store, words: Mapping[int, str], timeout: timedelta) -> None:
-    """Return when each of these processes has left its word. Raises TimeoutError, which says who has not."""
-    if late := silent_of(store, words, timeout):
+def wait_for(store: dist.Store, subject: str, world_size: int, timeout: timedelta) -> None:
+    """Return when each process has left its word on a subject. Raises TimeoutError, which says who has not."""
+    if late := silent_of(store, subject, world_size, timeout):
         raise waited_for(late)
 
 
-def silent_of(store: dist.Store, words: Mapping[int, str], timeout: timedelta) -> list[int]:
-    """Who of these processes has not left its word in this time; returns when all have. Raises TimeoutError where the
-    store itself is silent."""
+def silent_of(store: dist.Store, subject: str, world_size: int, timeout: timedelta) -> list[int]:
+    """Who of all processes has not left its word on a subject in this time; returns when all have. Raises TimeoutError
+    where the store itself is silent."""
+    words = [f"{subject}/{other}" for other in range(world_size)]
 
     def silent() -> list[int]:
         try:
-            store.wait([*words.values()], timeout)
+            store.wait(words, timeout)
         except RuntimeError as error:
             if not is_late(error):
                 raise
-            return [other for other, word in words.items() if not store.check([word])]
+            return [other for other, word in enumerate(words) if not store.check([word])]
         return []
 
     return answer_of(silent, timeout)
@@ -138,7 +139,7 @@ def naming_the_silent(store: dist.Store, rank: int, world_size: int, team: range
         silent = [0]  # which keeps the store, where that is gone
         with contextlib.suppress(RuntimeError):
             store.set(f"given up/{rank}", "")
-            silent = silent_of(store, {other: f"given up/{other}" for other in range(world_size)}, GRACE)
+            silent = silent_of(store, "given up", world_size, GRACE)
         # Other teams have no cause to give up.
         raise waited_for([other for other in silent if other in team] or silent) from error
 
@@ -167,7 +168,7 @@ def refuse_with_others() -> None:
     """Raise Refusal if a process of another machine has refused; returns when all have said that they have not."""
     store, rank, world_size = store_of_all(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store.set(f"refusal/{rank}", "")
-    wait_for(store, {other: f"refusal/{other}" for other in range(world_size)}, longest_wait())
+    wait_for(store, "refusal", world_size, longest_wait())
     for other in range(world_size):
         if refusal := store.get(f"refusal/{other}").decode():
             raise Refusal(f"process {other}: {refusal}")

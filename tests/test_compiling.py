@@ -1,0 +1,211 @@
+"""Compiling changes nothing but the speed, and failing at it does no harm."""
+
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from functools import partial
+
+import pytest
+import torch
+from conftest import REPO, TINY, environment
+from test_story import Stock
+from torch._inductor import config as inductor
+
+from large_batch_cifar_10_fast.images.sources import random_images
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
+from large_batch_cifar_10_fast.request.advice import settle
+from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.results.tables import read_rows
+from large_batch_cifar_10_fast.settings.settings import Settings
+from large_batch_cifar_10_fast.train import make_learner, prepare, take_step
+from large_batch_cifar_10_fast.training.compiling import check_agreement
+from large_batch_cifar_10_fast.training.networks import cast, enter, make_network, reset
+from large_batch_cifar_10_fast.training.norm import prepare_norms
+from large_batch_cifar_10_fast.training.optimizers import follow_schedules
+from large_batch_cifar_10_fast.training.recipe import stage_of
+from large_batch_cifar_10_fast.training.tally import Tally
+from large_batch_cifar_10_fast.training.world import World
+
+pytestmark = pytest.mark.slow
+
+ALONE = World(0, 1, torch.device("cpu"), 2)
+SMALL = Apple2019(workers=2, batch_size=16, ghost_batch=8, width=4)
+COMPILED = Settings(precision="fp64", compile=True)
+
+
+class Short(Apple2019):
+    """Each kind of block once: a compiler takes seconds for every kernel."""
+
+    def network(self):
+        network = super().network()
+        network.layer2 = network.layer3 = torch.nn.Identity()
+        flat = (torch.nn.MaxPool2d(16), torch.nn.Flatten())
+        network.head = torch.nn.Sequential(*flat, torch.nn.Linear(2 * self.width, 10, bias=False))
+        return network
+
+
+def whitened(network: torch.nn.Module, recipe: Apple2019 = SMALL) -> torch.nn.Module:
+    """Fresh weights of seed 1, and filters that let all colours through."""
+    images = torch.randn(4, 32, 32, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    recipe.whiten(network, images)
+    reset(network, recipe, seed=1)
+    return network
+
+
+def fresh_network(recipe: Apple2019 = SMALL) -> torch.nn.Module:
+    return whitened(cast(make_network(recipe, seed=1), torch.float64, torch.device("cpu")), recipe)
+
+
+def gradients_of_a_step(network: torch.nn.Module, forward) -> dict[str, torch.Tensor]:
+    """Gradients and running statistics after one batch of two workers."""
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(32, 3, 32, 32, generator=generator, dtype=torch.float64)
+    labels = torch.arange(32) % 10
+    prepare_norms(network, 2, tracking=True)
+    SMALL.loss(forward(images.to(memory_format=torch.channels_last)), labels).sum().backward()
+    trained = {n: p.grad for n, p in network.named_parameters() if p.requires_grad}
+    return {**trained, **dict(network.named_buffers())}
+
+
+def test_the_compiled_network_has_the_same_gradients_and_statistics(capsys, monkeypatch):
+    """By scalar instructions: where nothing is compiled yet, as in CI, torch would try for 18 seconds which vector
+    instructions there are. Whoever trains with those has each gradient checked before (compiled)."""
+    monkeypatch.setattr(inductor.cpp, "vec_isa_ok", False)
+    monkeypatch.setattr(inductor, "compile_threads", 1)  # or torch would be imported in processes for a few kernels
+    recipe = Short(**asdict(SMALL))
+    learner = make_learner(COMPILED, recipe, ALONE)
+    assert learner.forward is not learner.network, "no compiler here?"
+    assert capsys.readouterr().err == ""
+    eager, ours = fresh_network(recipe), gradients_of_a_step(whitened(learner.network, recipe), learner.forward)
+    expected = gradients_of_a_step(eager, eager)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Graphs are made and guarded as ever, and run as they are: C++ takes seconds a kernel."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(without_kernels):
+    recipe = MuonRecipe(width=4, batch_size=20, pixels="24,32", epochs=2)
+    alone = replace(ALONE, total_workers=recipe.workers)
+    learner = make_learner(COMPILED, recipe, alone)
+    assert learner.forward is not learner.network, "no compiler here?"
+    data = prepare(random_images(20, 10), learner, Clock(alone.synchronize))
+    reset(learner.network, recipe, seed=0)
+    for epoch in (1, 2):
+        enter(learner.network, stage_of(recipe, epoch))
+        (micro_batches,) = data.train.epoch(0, epoch)
+        assert micro_batches[0][0].shape[-1] == {1: 24, 2: 32}[epoch]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            take_step(learner, recipe.optimizers(learner.network, alone), micro_batches, Tally(alone))
+
+
+def test_a_compiled_network_takes_a_short_last_batch_too(without_kernels):
+    recipe, weights = Stock(batch_size=16), []
+    for settings in (Settings(precision="fp64"), COMPILED):
+        learner = make_learner(settings, recipe, ALONE)
+        data = prepare(random_images(2 * 19, 10), learner, Clock(ALONE.synchronize))
+        reset(learner.network, recipe, seed=0)
+        optimizers = recipe.optimizers(learner.network, learner.world)
+        follow_schedules(optimizers, epoch=1)
+        sizes = []
+        for micro_batches in data.train.epoch(0, 1):
+            sizes.append(len(micro_batches[0][1]))
+            take_step(learner, optimizers, micro_batches, Tally(ALONE))
+        assert sizes == [32, 6]
+        weights.append([*learner.network.parameters(), *learner.network.buffers()])
+    assert learner.forward is not learner.network, "no compiler here?"
+    for eager, compiled in zip(*weights, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-11)
+
+
+def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
+    """As torch 2.11 did, without a word, for a norm whose last operation was a cast that changed nothing."""
+
+    class Forgetful(torch.nn.Module):
+        def __init__(self, network, **_):
+            super().__init__()
+            self.network = network
+
+        def forward(self, images):
+            net = self.network
+            x = net.prep(net.whitening(images)).detach()
+            lost = sum(weight.sum() for weight in net.prep.parameters())
+            return net.head(net.layer3(net.layer2(net.layer1(x)))) / 16 + 0 * lost
+
+    monkeypatch.setattr(torch, "compile", Forgetful)
+    learner = make_learner(COMPILED, SMALL, ALONE)
+    assert learner.forward is learner.network
+    assert "Warning: not compiled (the compiled gradient of prep.0.weight is 100% off)" in capsys.readouterr().err
+    assert all(weight.grad is None for weight in learner.network.parameters())
+
+
+def test_a_compilation_that_was_broken_off_names_the_file_to_delete(monkeypatch, capsys):
+    def refuse(images):
+        raise ImportError("/tmp/cache/main.so: file too short")  # seen after a kill in the middle of linking
+
+    monkeypatch.setattr(torch, "compile", lambda network, **_: refuse)
+    learner = make_learner(COMPILED, SMALL, ALONE)
+    assert learner.forward is learner.network
+    assert "(/tmp/cache/main.so: file too short) (a compilation was broken off: delete this file)" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("compiled", "uncompiled", "said"),
+    [
+        ([0.0, 0.0], [3.0, 4.0], "the compiled gradient of w is 100% off"),
+        ([-3.0, -4.0], [3.0, 4.0], "the compiled gradient of w is 200% off"),
+        ([3.0, float("nan")], [3.0, 4.0], "the compiled gradient of w is nan% off"),
+        ([3.0, 4.0], [3.0, float("inf")], "the gradient of w is not finite uncompiled either"),
+    ],
+)
+def test_a_compiled_gradient_that_is_lost_or_wrong_is_told(compiled, uncompiled, said):
+    with pytest.raises(ArithmeticError, match=f"^{said}$"):
+        check_agreement({"w": torch.tensor(compiled)}, {"w": torch.tensor(uncompiled)})
+    check_agreement({"w": torch.tensor([3.0, 3.9])}, {"w": torch.tensor([3.0, 4.0])})
+
+
+def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "large_batch_cifar_10_fast.train",
+        "--demo",
+        *TINY,
+        "--epochs",
+        "1",
+        "--compile",
+        "--data",
+        str(tiny_npz),
+    ]
+    variables = environment(PYTHONPATH=REPO, CXX="/absent/compiler", TORCHINDUCTOR_CACHE_DIR=tmp_path / "cache")
+    variables["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # so that torch finds it absent as late as it can
+    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.startswith("Warning: not compiled (")
+    assert result.stderr.count("\n") == 1
+    assert "out of 1" in result.stdout
+    told = [line.split(" compile=")[1].split()[0] for line in result.stdout.splitlines() if " compile=" in line]
+    assert told == ["True", "False"], "what was asked for, and what was done"
+    assert read_rows(tmp_path / "runs.tsv")[0]["compile"] == "False"
+
+
+@pytest.mark.parametrize(
+    ("settings", "recipe", "expected"),
+    [
+        (Settings(), Apple2019(), True),  # hours on a CPU
+        (Settings(no_compile=True), Apple2019(), False),
+        (Settings(), Apple2019(width=8, epochs=3, ema_ep=1.0), False),  # over before a compiler is done
+        (Settings(compile=True), Apple2019(width=8, epochs=3, ema_ep=1.0), True),
+    ],
+)
+def test_long_runs_are_compiled_unless_told_otherwise(settings, recipe, expected):
+    settled = settle(settings, recipe, World(1, 2, torch.device("cpu"), 8), 50_000)
+    assert (settled.compile, settled.no_compile) == (expected, not expected)
+    assert settled.precision == "fp32"
