@@ -6,7 +6,7 @@ from torch import nn
 
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.training.augmentation import CropAndAlternate, Shaded, draw_independently, scaled_down
-from large_batch_cifar_10_fast.training.optimizers import PulledToAverage
+from large_batch_cifar_10_fast.training.averaging import PulledToAverage
 from large_batch_cifar_10_fast.training.shards import deal_epoch
 from large_batch_cifar_10_fast.training.views import ONE_VIEW, SIX_VIEWS, AgainWhereUnsure, Averaged
 from large_batch_cifar_10_fast.training.world import World

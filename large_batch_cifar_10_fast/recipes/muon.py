@@ -24,9 +24,10 @@ from ..settings.settings import (
     spelled,
 )
 from ..training.augmentation import CropAndAlternate, Shaded, draw_independently
+from ..training.averaging import PulledToAverage
 from ..training.muon import Muon
 from ..training.norm import GhostBatchNorm
-from ..training.optimizers import PiecewiseLinear, PulledToAverage
+from ..training.optimizers import PiecewiseLinear
 from ..training.recipe import Augmentation, Prediction, Stage, cross_entropy
 from ..training.views import ONE_VIEW, SIX_VIEWS, SIX_WHERE_UNSURE, TWO_VIEWS
 from ..training.whitening import whitening_filters

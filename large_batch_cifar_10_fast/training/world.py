@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..settings.settings import Refusal, count_from
-from .meeting import (
-    has_other_machines,
-    launched_world_size,
-    longest_wait,
-    meet,
-    naming_the_silent,
-    refuse_with_others,
-)
+from .meeting import has_other_machines, launched_world_size, longest_wait, meet, naming_the_silent, refuse_with_others
 from .process import take_device
 
 Item = TypeVar("Item")
