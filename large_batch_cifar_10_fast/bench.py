@@ -99,7 +99,7 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
             torch.cuda.reset_peak_memory_stats(world.device)
         earlier, stage = measure_earlier_stages(learner, data, repeats, figures), recipe.stages[-1]
         enter(learner.network, stage)
-        batches = next(data.train.epoch(seed=0, epoch=stage.first_epoch))
+        batches = next(iter(data.train.epoch(seed=0, epoch=stage.first_epoch)))
         peak = measure_first_steps(learner, batches, repeats, figures)
         network = baseline_network(recipe, baseline_settings.precision, world)
         recipe.whiten(network, data.train.images)
@@ -119,8 +119,8 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
             return None
         step, count = statistics.median(ours["step"]), recipe.batch_size * recipe.workers
         rate, done = matrix_rate(settings.precision, world.device), training_flop(recipe, stage) * count
-        epoch = step * data.train.steps_per_epoch
-        epochs = [earlier.get(stage_of(recipe, number), step) for number in range(1, recipe.epochs + 1)]
+        epoch, epochs = step * data.train.steps_of(1), range(1, recipe.epochs + 1)
+        run = sum(earlier.get(stage_of(recipe, number), step) * data.train.steps_of(number) for number in epochs)
         return {
             "conditions": {
                 "recipe": recipe.name,
@@ -142,7 +142,7 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
             "step": {**summary(ours["step"]), "ratio": ratio(theirs["step"], ours["step"])},
             "images per second": count / step,
             "work of a run, PFLOP": work(recipe, 50_000) / 1e15,
-            "training of a run at this pace, s": sum(epochs) * data.train.steps_per_epoch,
+            "training of a run at this pace, s": run,
             "TFLOP/s": done / step / 1e12,
             "utilization, of the matrix product's rate": done / step / rate / world.world_size,
             "augmentation, share of an epoch": statistics.median(figures["augmentation of an epoch"]) / epoch,
@@ -165,8 +165,8 @@ def climb(settings: Settings, recipe: Recipe, most: int, rounds: int) -> Seconds
         def train(batch: Batch) -> None:
             take_step(learner, optimizers, [batch], tally)
 
-        most = most or (shards.steps_per_epoch if world.on_gpu else 5)
-        ladder, steps = rungs(*noise.train, shards, count_cores()), shards.steps_per_epoch
+        ladder, steps = rungs(*noise.train, shards, count_cores()), shards.steps_of(epoch=1)
+        most = most or (steps if world.on_gpu else 5)
         return seconds_of_rungs(ladder, train, most, steps, rounds, world)
 
 
@@ -186,7 +186,7 @@ def measure_earlier_stages(learner: Learner, data: Data, repeats: int, figures: 
     follow_schedules(optimizers, epoch=1)
     for stage in learner.recipe.stages[:-1]:
         enter(learner.network, stage)
-        batches = next(data.train.epoch(seed=0, epoch=stage.first_epoch))
+        batches = next(iter(data.train.epoch(seed=0, epoch=stage.first_epoch)))
         take_step(learner, optimizers, batches, tally)
         part = figures[f"step from epoch {stage.first_epoch} on"] = []
         for _ in range(repeats):

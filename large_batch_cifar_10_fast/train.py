@@ -26,7 +26,7 @@ from .training.networks import autocast, cast, enter, frozen_weights, make_netwo
 from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules, step_all
 from .training.process import leaving
-from .training.recipe import Recipe, images_of_an_epoch, reduced, stage_of
+from .training.recipe import Recipe, images_to_warm_up, reduced, stage_of
 from .training.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
 from .training.world import World, join_world
@@ -51,7 +51,7 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
 
     clock = Clock(world.synchronize)
     data = prepare(images, learner, clock)
-    log.set_up(clock, data.train.steps_per_epoch, compiled=learner.forward is not learner.network)
+    log.set_up(clock, data.train.steps, compiled=learner.forward is not learner.network)
     for run in world.take_next(log.runs_to_make):
         train_once(run, learner, data, clock.fork(), log)
     log.summary()
@@ -104,15 +104,16 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
     """One run from fresh weights; its seed alone decides them, every shuffle, crop and flip."""
     recipe, world, seed = learner.recipe, learner.world, learner.settings.seed + run
     reset(learner.network, recipe, seed)
-    optimizers, steps = recipe.optimizers(learner.network, world), data.train.steps_per_epoch
+    optimizers, losses = recipe.optimizers(learner.network, world), data.train.unseen()
     for epoch in range(1, recipe.epochs + 1):
         tally = Tally(world)
         with clock.counting("training"):
             enter(learner.network, stage_of(recipe, epoch))
-            batches = log.progress(data.train.epoch(seed, epoch), run, epoch)
-            for step, micro_batches in enumerate(batches, (epoch - 1) * steps + 1):
-                follow_schedules(optimizers, step / steps)
+            batches = data.train.epoch(seed, epoch, losses)
+            for step, micro_batches in enumerate(log.progress(batches, run, epoch), (epoch - 1) * len(batches) + 1):
+                follow_schedules(optimizers, step / len(batches))
                 take_step(learner, optimizers, micro_batches, tally)
+            losses[batches.rows] = torch.cat(tally.losses)
         with clock.counting("validation"):  # a part that is told, but not counted (section 6)
             validation = evaluate(learner, data.test)
         log.epoch(clock, validation)
@@ -150,11 +151,10 @@ def evaluate(learner: Learner, test: Batch) -> Score:
 
 
 def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
-    """Two steps of every stage, of every size there is, and an evaluation on random data of the right shapes, thrown
-    away: the timed runs then find kernels chosen, memory at hand and the processes connected."""
+    """A step or two of every stage, of every size there is, and an evaluation, on random data of the right shapes and
+    thrown away: the timed runs then find kernels chosen, memory at hand and the processes connected."""
     recipe = learner.recipe
-    left = images_of_an_epoch(recipe, train_images) % recipe.batch_size
-    noise = random_images(recipe.workers * (recipe.batch_size + (left or recipe.batch_size)), test_images)
+    noise = random_images(images_to_warm_up(recipe, train_images), test_images)
     data = prepare(noise, learner, Clock(learner.world.synchronize))
     optimizers = recipe.optimizers(learner.network, learner.world)
     for stage in recipe.stages:

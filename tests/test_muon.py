@@ -32,6 +32,8 @@ def test_parameters_and_work_are_the_published_ones():
     assert counter.get_total_flops() + dropped == pytest.approx(0.236e9, rel=2e-3)
     assert work(Muon2024(), 50_000) + 3 * dropped * 50_000 * 8 == pytest.approx(0.278e15, rel=0.01)
     assert work(MuonRecipe(), 50_000) < 0.20e15
+    whole, halved = (MuonRecipe(epochs=2, pixels="32", whitening_epochs=0, kept=kept) for kept in ("1", "1,0.5"))
+    assert work(halved, 50_000) / work(whole, 50_000) == (25 + 12) / 50, "full batches alone"
 
 
 @pytest.mark.parametrize("side", [7, 8, 31])
@@ -46,10 +48,12 @@ def test_what_pooling_drops_is_left_out_and_nothing_of_the_result(side):
 def test_stages_begin_where_the_resolution_changes_or_the_bias_comes_to_rest():
     assert Muon2024().stages == (STARTED, LATER)
     rest = ("whitening.bias",)
-    recipe = MuonRecipe(epochs=4, pixels="24,24,24,28,28,32", whitening_epochs=1)
+    recipe = MuonRecipe(epochs=4, pixels="24,24,24,28,28,32", whitening_epochs=1, kept="1")
     assert recipe.stages == (Stage(1, 24), Stage(2, 24, rest), Stage(3, 28, rest), Stage(4, 32, rest))
     assert [stage_of(recipe, epoch).resolution for epoch in (0, 1, 2, 3, 4, 9)] == [24, 24, 24, 28, 32, 32]
-    assert MuonRecipe(epochs=3, pixels="32", whitening_epochs=0).stages == (Stage(1, 32, rest),)
+    assert MuonRecipe(epochs=3, pixels="32", whitening_epochs=0, kept="1").stages == (Stage(1, 32, rest),)
+    halved = MuonRecipe(epochs=3, pixels="24,32,32", whitening_epochs=0, kept="1,1,0.5").stages
+    assert halved == (Stage(1, 24, rest), Stage(2, 32, rest), Stage(3, 32, rest, 0.5))
 
 
 def test_what_rests_has_no_gradient_until_a_reset_and_filters_stay():
@@ -183,6 +187,9 @@ def test_muon_multiplies_in_the_precision_of_autocast():
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
+        (["--kept", "1,half"], {}, "--kept 1,half is no list of numbers, like 1,1,0.7"),
+        (["--kept", "1,0"], {}, "--kept 1,0: shares must lie above 0, and at most be 1"),
+        (["--kept", "1,nan"], {}, "--kept 1,nan: shares must lie above 0, and at most be 1"),
         (["--pixels", "24x2"], {}, "--pixels 24x2 is no list of whole numbers, like 24,24,28,32"),
         (["--pixels", "24,40"], {}, "--pixels 24,40: sizes must lie in 9 to 32"),
         (["--pixels", "8"], {}, "--pixels 8: sizes must lie in 9 to 32, or three poolings leave nothing"),
@@ -205,9 +212,21 @@ def test_a_step_of_2000_images_is_shared_out_over_the_workers():
 
 @pytest.mark.slow
 def test_a_run_that_is_made_after_a_resume_equals_the_same_run_after_another(tiny_npz, tmp_path, capsys):
-    """Resolution, what rests, averages and the order of flips all begin anew with each run."""
+    """Resolution, what rests, what is kept, averages and the order of flips all begin anew with each run."""
     small = ["--recipe", "muon", "--width", "4", "--batch_size", "100", "--epochs", "2", "--pixels", "24,32"]
-    options = [*small, "--tail_epochs", "0.5", "--runs", "2", "--no_compile", "--no_warmup", "--data", tiny_npz]
+    options = [
+        *small,
+        "--kept",
+        "1,0.5",
+        "--tail_epochs",
+        "0.5",
+        "--runs",
+        "2",
+        "--no_compile",
+        "--no_warmup",
+        "--data",
+        tiny_npz,
+    ]
     train_here(*options, "--out", tmp_path, "--save", tmp_path / "w.pt")
     whole = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
     table = (tmp_path / "runs.tsv").read_text().splitlines(keepends=True)

@@ -24,6 +24,11 @@ CASES = {
     "no number of processes": (DEMO, {"NPROC": "two"}, "NPROC=two is not a number"),
     "no workers": (DEMO, {"WORKERS": 0}, "WORKERS=0 is not a number of 1 to 999999"),
     "step larger than the set": ((*DEMO, "--batch_size", "2048"), {}, "16384 images a step, more than the"),
+    "a share that is no step": (
+        ("--recipe", "muon", "--data", "synthetic", "--batch_size", "100", "--kept", "1,0.01"),
+        {},
+        "epoch 5 keeps 0.01 of 8192 images, less than a step's 100: use a larger share or a smaller batch",
+    ),
     "batch not in groups": (
         ("--batch_size", "40"),
         {},

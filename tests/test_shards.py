@@ -61,11 +61,43 @@ def test_an_epoch_of_fewer_pixels_has_the_batches_of_32_scaled_down():
             assert torch.equal(labels, same_labels)
 
 
+@pytest.mark.parametrize(("processes", "micro_batches"), [(1, 1), (2, 1), (1, 4)])
+def test_what_is_kept_has_the_highest_losses_and_comes_in_the_order_it_was_dealt(processes, micro_batches):
+    recipe = MuonRecipe(epochs=3, batch_size=10, workers=4, kept="1,0.5,1")
+    losses, kept = torch.rand(643, generator=torch.Generator().manual_seed(0)), {}
+    for rank in range(processes):
+        shards = _shards(rank, processes, micro_batches, recipe)
+        there = _number(shards.images.permute(0, 3, 1, 2))  # which images of the data set
+        epoch = shards.epoch(3, 2, losses[there])
+        steps = [[_number(images) for images, _ in step] for step in epoch]
+        assert torch.equal(there[epoch.rows], torch.cat([part for step in steps for part in step]))
+        assert len(epoch) == len(steps) == 8, "80 of the shortest shard's 160 images"
+        for place, worker in enumerate(shards.workers):
+            mine = [torch.cat(step).split(10)[place] for step in steps]
+            kept[worker] = torch.cat(mine).tolist()
+            dealt = there[deal_epoch(shards.rows_of(worker), recipe.augmentation, 3, worker, 2)[0]]
+            least = losses[dealt].sort(descending=True).values[79]
+            assert kept[worker] == [int(image) for image in dealt if losses[image] >= least]
+        assert [shards.steps_of(number) for number in (1, 2, 3)] == [16, 8, 16]
+        assert shards.steps == 40
+    assert set(kept) == set(range(4))
+
+
+def test_what_was_never_seen_is_never_left_out_for_what_was():
+    recipe = MuonRecipe(epochs=2, batch_size=10, workers=4, kept="0.5")
+    shards = _shards(recipe=recipe)
+    losses = shards.unseen()
+    first = shards.epoch(3, 1, losses)
+    losses[first.rows] = 100.0
+    second = shards.epoch(3, 2, losses)
+    assert not set(first.rows.tolist()) & set(second.rows.tolist())
+
+
 def test_an_epoch_never_leaves_the_shards_and_shows_no_image_twice():
     shards = _shards()
     for epoch in (1, 2):
         batches = [batch for [batch] in shards.epoch(seed=0, epoch=epoch)]
-        assert len(batches) == shards.steps_per_epoch == 643 // 8 // 16
+        assert len(batches) == shards.steps_of(epoch) == 643 // 8 // 16
         for images, labels in batches:
             numbers = _number(images)
             assert (numbers % 8).tolist() == [worker for worker in range(8) for _ in range(16)]
@@ -81,7 +113,7 @@ def test_whole_epochs_end_with_a_short_batch_and_show_every_image_once(recipe):
     sizes = [len(labels) // workers for _, labels in batches]
     full, left = divmod(shortest, recipe.batch_size)
     assert sizes == [recipe.batch_size] * full + [left] * (left > 0)
-    assert len(sizes) == _shards(recipe=recipe).steps_per_epoch
+    assert len(sizes) == _shards(recipe=recipe).steps_of(1)
     for images, labels in batches:
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert images.shape == (len(labels), 3, 32, 32)
@@ -104,7 +136,7 @@ def test_epochs_seeds_and_workers_differ():
 def test_a_step_is_dealt_by_its_seed_epoch_and_workers():
     def places(seed, epoch):
         """In their shards, of the images that workers 0 and 1 take first."""
-        [(images, _), *_] = next(_shards().epoch(seed, epoch))
+        [(images, _), *_] = next(iter(_shards().epoch(seed, epoch)))
         return [(_number(worker) // 8).tolist() for worker in images.split(16)[:2]]
 
     first = places(seed=0, epoch=1)

@@ -6,7 +6,7 @@ cross-entropy smoothed and summed; crop, alternating flip; five epochs at 24 pix
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import ClassVar
 
@@ -49,6 +49,9 @@ class MuonRecipe:
     batch_size: int = option(0, f"images a worker takes each step; 0: {STEP_IMAGES} shared out over the workers")
     width: int = option(64, "channels of the first group of convolutions; the others have four times as many")
     pixels: str = option("24,24,24,24,24,32,32,32,32", "sizes of the images, one after the other over the epochs")
+    kept: str = option(
+        "1", "shares of the images, likewise: an epoch trains on those of the highest loss when last seen"
+    )
     filter_rate: float = option(0.24, "Muon's rate at first, of the filters")
     filter_momentum: float = option(0.6, "Muon's momentum")
     rescale_every: int = option(1, "steps after which the filters get their length back")
@@ -82,26 +85,30 @@ class MuonRecipe:
         if not self.batch_size and STEP_IMAGES % self.workers:
             raise Refusal(f"{spelled(self, 'workers')} does not divide {STEP_IMAGES} images: choose --batch_size")
         object.__setattr__(self, "batch_size", self.batch_size or STEP_IMAGES // self.workers)
-        if not all(9 <= pixels <= 32 for pixels in self._sizes()):
+        if not all(9 <= pixels <= 32 for pixels in self._listed("pixels", int)):
             raise Refusal(f"{spelled(self, 'pixels')}: sizes must lie in 9 to 32, or three poolings leave nothing")
+        if not all(0 < share <= 1 for share in self._listed("kept", float)):
+            raise Refusal(f"{spelled(self, 'kept')}: shares must lie above 0, and at most be 1")
 
-    def _sizes(self) -> list[int]:
+    def _listed(self, name: str, kind: type) -> list:
         try:
-            return [int(size) for size in self.pixels.split(",")]
+            return [kind(figure) for figure in getattr(self, name).split(",")]
         except ValueError:
-            raise Refusal(f"{spelled(self, 'pixels')} is no list of whole numbers, like 24,24,28,32") from None
+            what = "whole numbers, like 24,24,28,32" if kind is int else "numbers, like 1,1,0.7"
+            raise Refusal(f"{spelled(self, name)} is no list of {what}") from None
 
-    @property
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """They begin where the resolution changes, and where the whitening's bias comes to rest."""
-        sizes = self._sizes()
+        """They begin where the resolution or the share of images changes, and where the whitening's bias comes to
+        rest."""
+        lists = self._listed("pixels", int), self._listed("kept", float)
 
-        def kind(epoch: int) -> tuple[int, tuple[str, ...]]:
-            size = sizes[math.ceil(epoch * len(sizes) / self.epochs) - 1]
-            return size, ("whitening.bias",) if epoch > self.whitening_epochs else ()
+        def kind(epoch: int) -> tuple[int, tuple[str, ...], float]:
+            size, share = (figures[math.ceil(epoch * len(figures) / self.epochs) - 1] for figures in lists)
+            return size, ("whitening.bias",) if epoch > self.whitening_epochs else (), share
 
         alike = groupby(range(1, self.epochs + 1), kind)
-        return tuple(Stage(next(epochs), *resolution_and_resting) for resolution_and_resting, epochs in alike)
+        return tuple(Stage(next(epochs), *what) for what, epochs in alike)
 
     @property
     def augmentation(self) -> Augmentation:

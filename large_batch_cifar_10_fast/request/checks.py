@@ -13,7 +13,7 @@ from ..results.resuming import finished_rows, refuse_other
 from ..results.tables import Row, read_rows
 from ..settings.settings import SYNTHETIC, Refusal, Settings, count_from, has_option, is_first_machine, spelled
 from ..training.meeting import has_other_machines
-from ..training.recipe import Recipe
+from ..training.recipe import Recipe, images_of_an_epoch
 from ..training.world import World
 
 TABLES = ("runs.tsv", "timing_log.tsv")
@@ -71,13 +71,17 @@ def _workers_of(recipe: Recipe) -> str:
 
 
 def check_images(recipe: Recipe, train_count: int) -> None:
-    """Refuse a training set of which a worker's shard does not fill one batch."""
+    """Refuse a training set of which a worker's shard, or what an epoch keeps of it, does not fill one batch."""
     needed = recipe.workers * recipe.batch_size
     if needed > train_count:
         raise Refusal(
             f"{_workers_of(recipe)} x --batch_size {recipe.batch_size} = {needed} images a step, more than "
             f"the training set's {train_count}: use a smaller batch, fewer workers or more images"
         )
+    for stage in recipe.stages:
+        if not images_of_an_epoch(recipe, train_count, stage.first_epoch):
+            few = f"epoch {stage.first_epoch} keeps {stage.kept:g} of {train_count} images, less than a step's {needed}"
+            raise Refusal(f"{few}: use a larger share or a smaller batch")
 
 
 def check_out(settings: Settings) -> None:

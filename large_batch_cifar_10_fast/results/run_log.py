@@ -102,13 +102,12 @@ class RunLog:
         for line in (lines.WORLD, lines.DATA, lines.RECIPE, lines.SETTINGS, lines.CAMPAIGN):
             self._print(line, **facts)
 
-    def set_up(self, clock: Clock, steps_per_epoch: int, compiled: bool) -> None:
-        """The published lines about what all runs share; from here on the steps go by on a terminal. What could not be
-        compiled is told, in rows and log, as not compiled, and --resume goes on with it so. Raises Refusal where the
-        runs made before were compiled, and now that failed."""
+    def set_up(self, clock: Clock, steps: int, compiled: bool) -> None:
+        """The published lines about what all runs share; from here on the steps, so many a run, go by on a terminal.
+        What could not be compiled is told, in rows and log, as not compiled, and --resume goes on with it so. Raises
+        Refusal where the runs made before were compiled, and now that failed."""
         for row in [*self.rows.values()][:1]:
             refuse_other(row, compile=compiled)
-        steps = self.recipe.epochs * steps_per_epoch
         hidden = None if self.world.is_first else True  # None: where there is no terminal
         made, total = len(self.rows) * steps, len(self.settings.planned) * steps
         self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=hidden)

@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,8 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
     fused = torch.compile(network, dynamic=False)
     kinds = [True] * world.is_main + [False] * (micro_batches > 1 or not world.is_main)  # tracking or not
     try:
-        for stage, tracking in itertools.product(recipe.stages, kinds):
+        graphs = dict.fromkeys(replace(stage, first_epoch=1, kept=1) for stage in recipe.stages)
+        for stage, tracking in itertools.product(graphs, kinds):
             enter(network, stage)
             prepare_norms(network, workers, tracking)
             batch = noise(recipe.batch_size * workers, stage.resolution, weight_dtype(recipe, precision), world)

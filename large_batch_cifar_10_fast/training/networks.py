@@ -69,6 +69,7 @@ def training_flop(recipe: Recipe, stage: Stage) -> int:
 
 def work(recipe: Recipe, total_images: int) -> int:
     """Floating-point operations of a run's forward and backward passes; evaluation is left out."""
-    images = recipe.workers * images_of_an_epoch(recipe, total_images)
     by_stage = {stage: training_flop(recipe, stage) for stage in recipe.stages}
-    return images * sum(by_stage[stage_of(recipe, epoch)] for epoch in range(1, recipe.epochs + 1))
+    epochs = range(1, recipe.epochs + 1)
+    an_image = (images_of_an_epoch(recipe, total_images, epoch) * by_stage[stage_of(recipe, epoch)] for epoch in epochs)
+    return recipe.workers * sum(an_image)

@@ -1,5 +1,6 @@
 """What training asks of a recipe: everything that decides the weights, and nothing about where or how it runs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -31,12 +32,14 @@ class Prediction(Protocol):
 
 @dataclass(frozen=True)
 class Stage:
-    """From its first epoch on, until the next stage: images scaled down to so many pixels a side, and weights that
-    rest, whose names begin with one of these. Each stage is compiled by itself, before the clock starts."""
+    """From its first epoch on, until the next stage: images scaled down to so many pixels a side; weights that rest,
+    whose names begin with one of these; the share of each worker's images that an epoch trains on, those of the
+    highest loss when last seen. Each stage is compiled by itself, before the clock starts."""
 
     first_epoch: int = 1
     resolution: int = 32
     resting: tuple[str, ...] = ()
+    kept: float = 1.0
 
 
 class Recipe(Protocol):
@@ -83,10 +86,18 @@ def reduced(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:
     return total * recipe.loss_scale
 
 
-def images_of_an_epoch(recipe: Recipe, total_images: int) -> int:
-    """How many images of each worker's shard an epoch trains on: the shortest shard's, or their full batches alone."""
-    shard = total_images // recipe.workers
-    return shard if recipe.whole_epochs else shard - shard % recipe.batch_size
+def images_of_an_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
+    """How many images of each worker's shard an epoch trains on: the shortest shard's, those of them that the stage
+    keeps, or the full batches alone."""
+    kept = round(total_images // recipe.workers * stage_of(recipe, epoch).kept)
+    return kept if recipe.whole_epochs else kept - kept % recipe.batch_size
+
+
+def images_to_warm_up(recipe: Recipe, total_images: int) -> int:
+    """How many, of all workers, make a step of every stage and of every size of batch there is; two where all are kept
+    and all batches full."""
+    last = images_of_an_epoch(recipe, total_images, epoch=1) % recipe.batch_size or recipe.batch_size
+    return recipe.workers * (math.ceil(recipe.batch_size / min(stage.kept for stage in recipe.stages)) + last)
 
 
 def stage_of(recipe: Recipe, epoch: int) -> Stage:

@@ -32,41 +32,82 @@ class Shards:
     recipe: Recipe
     micro_batches: int
 
+    def steps_of(self, epoch: int) -> int:
+        """Batches in what is kept of the shortest shard: full ones, and with `whole_epochs` the short one left."""
+        return -(-images_of_an_epoch(self.recipe, self.total_images, epoch) // self.recipe.batch_size)
+
     @property
-    def steps_per_epoch(self) -> int:
-        """Batches in the shortest shard: full ones, and with `whole_epochs` the short one that is left."""
-        return -(-images_of_an_epoch(self.recipe, self.total_images) // self.recipe.batch_size)
+    def steps(self) -> int:
+        """Of a run."""
+        return sum(map(self.steps_of, range(1, self.recipe.epochs + 1)))
+
+    def unseen(self) -> Tensor:
+        """The loss of each image when last seen (float32 [n]), before any was: so none is left out as easy."""
+        return torch.full((len(self.images),), torch.inf, device=self.images.device)
 
     def rows_of(self, worker: int) -> Tensor:
         """Where a worker's shard stands in `images` (int64 [shard size])."""
         first = self.workers.index(worker)
         return torch.arange(first, len(self.images), len(self.workers), device=self.images.device)
 
-    def epoch(self, seed: int, epoch: int) -> Iterator[list[Batch]]:
-        """One epoch of steps, each a list of micro-batches of augmented images and their labels.
-
-        Images come as [B, 3, H, W] of the stage's resolution in channels-last memory, labels as int64 [B]; B is the
-        batch size times the workers in a micro-batch. It holds its workers one after the other, worker 0's images
-        first. A short last batch is as short for every worker.
-        """
-        augment = self.recipe.augmentation
-        resolution = stage_of(self.recipe, epoch).resolution
+    def epoch(self, seed: int, epoch: int, losses: Tensor | None = None) -> "Epoch":
+        """One epoch's steps. `losses` [n] are the images' when last seen; without them those kept are any."""
+        losses = self.unseen() if losses is None else losses
+        augment, stage = self.recipe.augmentation, stage_of(self.recipe, epoch)
+        count = images_of_an_epoch(self.recipe, self.total_images, epoch)
         deals = [deal_epoch(self.rows_of(w), augment, seed, w, epoch) for w in self.workers]
-        rows, *choices = map(self._by_step, zip(*deals, strict=True))
-        for step in zip(rows, *choices, strict=True):
-            yield [
-                (scaled_down(augment(self.images, *chosen), resolution), self.labels[chosen[0]])
-                for chosen in zip(*step, strict=True)
-            ]
+        if stage.kept < 1:
+            deals = [hardest(deal, losses, count) for deal in deals]
+        choices = [self._by_step(torch.stack([part[:count] for part in parts])) for parts in zip(*deals, strict=True)]
+        return Epoch(self, stage.resolution, choices)
 
-    def _by_step(self, deals: tuple[Tensor, ...]) -> list[Tensor]:
-        """What every worker was dealt, [shard size] each, as steps of [micro-batches, workers in one * batch]."""
-        size, used = self.recipe.batch_size, images_of_an_epoch(self.recipe, self.total_images)
-        dealt = torch.stack([deal[:used] for deal in deals])
-        full = used // size * size
+    def _by_step(self, dealt: Tensor) -> list[Tensor]:
+        """What every worker was dealt, [workers, images], as steps of [micro-batches, workers in one * batch]."""
+        size = self.recipe.batch_size
+        full = dealt.shape[1] // size * size
         steps = dealt[:, :full].unflatten(1, (-1, size)).transpose(0, 1).flatten()
         steps = torch.cat([steps, dealt[:, full:].flatten()])
         return [step.view(self.micro_batches, -1) for step in steps.split(len(self.workers) * size)]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The steps of an epoch, each a list of micro-batches of augmented images and their labels, made in its turn.
+
+    Images come as [B, 3, H, W] of the stage's resolution in channels-last memory, labels as int64 [B]; B is the
+    batch size times the workers in a micro-batch. It holds its workers one after the other, worker 0's images
+    first. A short last batch is as short for every worker.
+    """
+
+    shards: Shards
+    resolution: int
+    dealt: list[list[Tensor]]  # rows, and what augmentation chose, of each step [micro-batches, B]
+
+    def __len__(self) -> int:
+        return len(self.dealt[0])
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        images, labels, augment = self.shards.images, self.shards.labels, self.shards.recipe.augmentation
+        for step in zip(*self.dealt, strict=True):
+            yield [
+                (scaled_down(augment(images, *chosen), self.resolution), labels[chosen[0]])
+                for chosen in zip(*step, strict=True)
+            ]
+
+    @property
+    def rows(self) -> Tensor:
+        """Where all its images stand in the shards' (int64), in the order in which they are trained on."""
+        return torch.cat([step.flatten() for step in self.dealt[0]])
+
+
+def hardest(deal: tuple[Tensor, ...], losses: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Of what a worker was dealt, so many images, those of the highest loss, in the order they were dealt.
+
+    What a network already does well teaches it little: in the last epochs a third less work costs nothing that
+    could be measured (docs/modern.md).
+    """
+    kept = losses[deal[0]].topk(count).indices.sort().values
+    return tuple(part[kept] for part in deal)
 
 
 def deal_epoch(rows: Tensor, augmentation: Augmentation, seed: int, worker: int, epoch: int) -> tuple[Tensor, ...]:

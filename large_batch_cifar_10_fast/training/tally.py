@@ -22,16 +22,19 @@ class Score:
 
 
 class Tally:
-    """Images right, images seen, and their losses added up (float64 [3]), on the device until they are read."""
+    """Images right, images seen, and their losses added up (float64 [3]), on the device until they are read; and each
+    batch's losses."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+        self.losses: list[Tensor] = []
 
     @torch.no_grad()
     def count(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         right = (logits.argmax(1) == labels).sum()
         self.sums += torch.stack([right, torch.full_like(right, len(labels)), losses.sum()])
+        self.losses.append(losses.detach().float())
 
     def read(self) -> Score:
         """Of all processes together."""
