@@ -27,7 +27,7 @@ from .measuring.ladder import Seconds, as_table, draw_ladder, rungs, seconds_of_
 from .measuring.launches import measure_launches
 from .measuring.roofline import matrix_rate, seconds_since_start
 from .request.advice import count_cores, settle
-from .request.checks import check_processes
+from .request.checks import check_images, check_processes
 from .request.command_line import read_request
 from .results.clock import Clock
 from .results.pictures import refuse_picture
@@ -88,6 +88,7 @@ def measure_steps(ours: Learner, baseline: Learner, batches: list[Batch], repeat
 def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: int, start_up: float) -> dict | None:
     """All figures; None on all processes but the main one."""
     check_processes(settings, recipe, launched_world_size())
+    check_images(recipe, 50_000)
     with join_world(recipe.workers) as world:
         settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
         baseline_settings = replace(settings, precision=baseline_precision or "fp32", compile=False, micro_batches=1)

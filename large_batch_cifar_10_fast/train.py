@@ -110,8 +110,8 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
         with clock.counting("training"):
             enter(learner.network, stage_of(recipe, epoch))
             batches = data.train.epoch(seed, epoch, losses)
-            for step, micro_batches in enumerate(log.progress(batches, run, epoch), (epoch - 1) * len(batches) + 1):
-                follow_schedules(optimizers, step / len(batches))
+            for step, micro_batches in enumerate(log.progress(batches, run, epoch), 1):
+                follow_schedules(optimizers, epoch - 1 + step / len(batches))
                 take_step(learner, optimizers, micro_batches, tally)
             losses[batches.rows] = torch.cat(tally.losses)
         with clock.counting("validation"):  # a part that is told, but not counted (section 6)
@@ -151,8 +151,8 @@ def evaluate(learner: Learner, test: Batch) -> Score:
 
 
 def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
-    """A step or two of every stage, of every size there is, and an evaluation, on random data of the right shapes and
-    thrown away: the timed runs then find kernels chosen, memory at hand and the processes connected."""
+    """Steps of every stage, of every size there is, and an evaluation, on random data of the right shapes and thrown
+    away: the timed runs then find kernels chosen, memory at hand and the processes connected."""
     recipe = learner.recipe
     noise = random_images(images_to_warm_up(recipe, train_images), test_images)
     data = prepare(noise, learner, Clock(learner.world.synchronize))

@@ -57,6 +57,17 @@ def test_the_bench_tells_all_parts(monkeypatch, capsys):
     assert 0 < told["utilization, of the matrix product's rate"] < 1.5
 
 
+def test_the_bench_counts_the_steps_that_each_epoch_keeps(monkeypatch, capsys):
+    options = ["--recipe", "muon", "--width", "4", "--batch_size", "500", "--views", "one", "--epochs", "2"]
+    options += ["--pixels", "9", "--whitening_epochs", "0", "--kept", "1,0.5"]
+    monkeypatch.setattr(sys, "argv", ["bench", "--json", "--repeats", "1", "--no_compile", *options])
+    monkeypatch.setattr(bench, "random_images", lambda *_: random_images(2000, 100))
+    bench.main()
+    told = json.loads(capsys.readouterr().out)
+    whole, half = told["step from epoch 1 on"]["seconds"], told["step"]["seconds"]
+    assert told["training of a run at this pace, s"] == pytest.approx(4 * whole + 2 * half)
+
+
 def test_the_ratio_is_of_pairs_and_above_one_where_ours_is_faster():
     assert ratio([2.0, 40.0, 3.0], [1.0, 10.0, 1.0]) == 3.0
 

@@ -19,6 +19,7 @@ from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, take_step
+from large_batch_cifar_10_fast.training import compiling
 from large_batch_cifar_10_fast.training.compiling import check_agreement
 from large_batch_cifar_10_fast.training.networks import cast, enter, make_network, reset
 from large_batch_cifar_10_fast.training.norm import prepare_norms
@@ -102,6 +103,14 @@ def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(without_kernel
         assert micro_batches[0][0].shape[-1] == {1: 24, 2: 32}[epoch]
         with torch._dynamo.config.patch(error_on_recompile=True):
             take_step(learner, recipe.optimizers(learner.network, alone), micro_batches, Tally(alone))
+
+
+def test_what_an_epoch_keeps_takes_no_graph_of_its_own(without_kernels, monkeypatch):
+    tried = []
+    monkeypatch.setattr(compiling, "check_agreement", lambda *_: tried.append(1))
+    recipe = MuonRecipe(width=4, batch_size=20, pixels="9", epochs=3, kept="1,0.7,0.5")
+    make_learner(COMPILED, recipe, replace(ALONE, total_workers=recipe.workers))
+    assert len(tried) == 2, "the whitening's bias awake, and at rest"
 
 
 def test_a_compiled_network_takes_a_short_last_batch_too(without_kernels):

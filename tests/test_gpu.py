@@ -15,6 +15,7 @@ EPOCH_WITHOUT_WAITING = """
 import torch
 from large_batch_cifar_10_fast.images.sources import random_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.train import make_learner, prepare, take_step, warm_up
@@ -22,17 +23,20 @@ from large_batch_cifar_10_fast.training.optimizers import follow_schedules
 from large_batch_cifar_10_fast.training.tally import Tally
 from large_batch_cifar_10_fast.training.world import join_world
 
-recipe = Apple2019(width=16, batch_size=64)
-with join_world(recipe.workers) as world:
-    learner = make_learner(Settings(precision="fp16", compile=True), recipe, world)
-    assert learner.forward is not learner.network
-    warm_up(learner, 5000, 100)
-    data = prepare(random_images(5000, 100), learner, Clock(world.synchronize))
-    optimizers, tally = recipe.optimizers(learner.network, world), Tally(world)
-    torch.cuda.set_sync_debug_mode("error")
-    for step, micro_batches in enumerate(data.train.epoch(seed=0, epoch=1), 1):
-        follow_schedules(optimizers, step / 9)
-        take_step(learner, optimizers, micro_batches, tally)
+for recipe in (Apple2019(width=16, batch_size=64), MuonRecipe(width=16, batch_size=64, workers=8, kept="0.9")):
+    with join_world(recipe.workers) as world:
+        learner = make_learner(Settings(precision="fp16", compile=True), recipe, world)
+        assert learner.forward is not learner.network
+        warm_up(learner, 5000, 100)
+        data = prepare(random_images(5000, 100), learner, Clock(world.synchronize))
+        optimizers, tally = recipe.optimizers(learner.network, world), Tally(world)
+        torch.cuda.set_sync_debug_mode("error")
+        batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.unseen()))
+        for step, micro_batches in enumerate(batches, 1):
+            follow_schedules(optimizers, step / len(batches))
+            take_step(learner, optimizers, micro_batches, tally)
+        losses[batches.rows] = torch.cat(tally.losses)
+        torch.cuda.set_sync_debug_mode("default")
 """
 LITTLE_MEMORY = f"""
 import sys, torch

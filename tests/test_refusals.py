@@ -27,7 +27,7 @@ CASES = {
     "a share that is no step": (
         ("--recipe", "muon", "--data", "synthetic", "--batch_size", "100", "--kept", "1,0.01"),
         {},
-        "epoch 5 keeps 0.01 of 8192 images, less than a step's 100: use a larger share or a smaller batch",
+        "epoch 5 keeps 0.01 of 8192 images, less than a step's 100: raise --kept, or use a smaller batch",
     ),
     "batch not in groups": (
         ("--batch_size", "40"),

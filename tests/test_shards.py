@@ -11,6 +11,7 @@ from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.training.augmentation import MOST_OPTIONS, deal_evenly
+from large_batch_cifar_10_fast.training.recipe import images_of_an_epoch, images_to_warm_up
 from large_batch_cifar_10_fast.training.shards import deal_epoch, normalise, upload_shards, upload_test
 from large_batch_cifar_10_fast.training.views import mirrored
 from large_batch_cifar_10_fast.training.world import World
@@ -81,6 +82,30 @@ def test_what_is_kept_has_the_highest_losses_and_comes_in_the_order_it_was_dealt
         assert [shards.steps_of(number) for number in (1, 2, 3)] == [16, 8, 16]
         assert shards.steps == 40
     assert set(kept) == set(range(4))
+
+
+def test_what_is_kept_is_cropped_and_mirrored_as_it_would_have_been_among_all():
+    images, losses = random_pictures(120), torch.rand(120, generator=torch.Generator().manual_seed(0))
+    whole, half = (
+        _shards(recipe=MuonRecipe(epochs=1, batch_size=20, workers=2, kept=kept), images=images).epoch(0, 1, losses)
+        for kept in ("1", "0.7")
+    )
+    made, kept = (torch.cat([batch for [(batch, _)] in epoch]) for epoch in (whole, half))
+    place = {row: i for i, row in enumerate(whole.rows.tolist())}
+    assert len(kept) == 80
+    assert torch.equal(kept, made[[place[row] for row in half.rows.tolist()]])
+
+
+def test_what_is_kept_is_rounded_to_images_and_then_to_full_batches():
+    recipe = MuonRecipe(epochs=2, batch_size=29, kept="1,0.29")
+    assert [images_of_an_epoch(recipe, 100, epoch) for epoch in (1, 2)] == [87, 29], "0.29 of 100 is 28.999..."
+
+
+@pytest.mark.parametrize("kept", ["1", "1,0.3", "0.02,1"])
+def test_a_warm_up_has_a_step_of_every_stage(kept):
+    recipe = MuonRecipe(epochs=2, batch_size=10, workers=2, kept=kept)
+    shards = _shards(recipe=recipe, images=_numbered(images_to_warm_up(recipe, 643)))
+    assert all(shards.steps_of(stage.first_epoch) for stage in recipe.stages)
 
 
 def test_what_was_never_seen_is_never_left_out_for_what_was():

@@ -19,7 +19,7 @@ from large_batch_cifar_10_fast.training.world import World
 
 pytestmark = pytest.mark.slow
 
-MUON = MuonRecipe(width=4, batch_size=20, workers=2, pixels="24,32", tail_epochs=7.95)
+MUON = MuonRecipe(width=4, batch_size=20, workers=2, pixels="24,32", kept="0.5", tail_epochs=7.95)
 RECIPES = [
     Apple2019(workers=2, batch_size=16, ghost_batch=8, width=4),
     Basenet(width=16),
@@ -65,12 +65,16 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
             lambda _: [setattr(weight, "grad", torch.zeros_like(weight)) for weight in weights],
         )
         learner = Learner(network, network, recipe, settings, world)
-        data = prepare(random_images(3 * recipe.workers * recipe.batch_size, 10), learner, Clock(lambda: None))
+        count = round(3 * recipe.workers * recipe.batch_size / recipe.stages[0].kept)
+        data = prepare(random_images(count, 10), learner, Clock(lambda: None))
         optimizers, tally, steps = recipe.optimizers(network, world), Tally(world), 0
-        for micro_batches in data.train.epoch(seed=0, epoch=1):
+        batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.unseen()))
+        for micro_batches in batches:
             take_step(learner, optimizers, micro_batches, tally)
             steps += 1
+        losses[batches.rows] = torch.cat(tally.losses)
         with pytest.raises(DataDependentOutputException):
             tally.sums.tolist()
     assert steps == 3
+    assert not any(losses.requires_grad for losses in tally.losses), "or a step's graph would be kept for an epoch"
     assert {tensor.device for tensor in (*weights, tally.sums, *data.test)} == {gpu}

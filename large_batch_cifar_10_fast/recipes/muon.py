@@ -49,9 +49,7 @@ class MuonRecipe:
     batch_size: int = option(0, f"images a worker takes each step; 0: {STEP_IMAGES} shared out over the workers")
     width: int = option(64, "channels of the first group of convolutions; the others have four times as many")
     pixels: str = option("24,24,24,24,24,32,32,32,32", "sizes of the images, one after the other over the epochs")
-    kept: str = option(
-        "1", "shares of the images, likewise: an epoch trains on those of the highest loss when last seen"
-    )
+    kept: str = option("1", "shares of the images, likewise: an epoch trains on those last seen with the highest loss")
     filter_rate: float = option(0.24, "Muon's rate at first, of the filters")
     filter_momentum: float = option(0.6, "Muon's momentum")
     rescale_every: int = option(1, "steps after which the filters get their length back")

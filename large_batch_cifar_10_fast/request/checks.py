@@ -81,7 +81,7 @@ def check_images(recipe: Recipe, train_count: int) -> None:
     for stage in recipe.stages:
         if not images_of_an_epoch(recipe, train_count, stage.first_epoch):
             few = f"epoch {stage.first_epoch} keeps {stage.kept:g} of {train_count} images, less than a step's {needed}"
-            raise Refusal(f"{few}: use a larger share or a smaller batch")
+            raise Refusal(f"{few}: raise --kept, or use a smaller batch")
 
 
 def check_out(settings: Settings) -> None:

@@ -34,7 +34,7 @@ class Prediction(Protocol):
 class Stage:
     """From its first epoch on, until the next stage: images scaled down to so many pixels a side; weights that rest,
     whose names begin with one of these; the share of each worker's images that an epoch trains on, those of the
-    highest loss when last seen. Each stage is compiled by itself, before the clock starts."""
+    highest loss when last seen. For each resolution, and what rests, all is compiled before the clock starts."""
 
     first_epoch: int = 1
     resolution: int = 32
@@ -87,17 +87,16 @@ def reduced(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:
 
 
 def images_of_an_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
-    """How many images of each worker's shard an epoch trains on: the shortest shard's, those of them that the stage
-    keeps, or the full batches alone."""
+    """How many images of each worker's shard an epoch trains on: as many as the stage keeps of the shortest shard, or
+    the full batches of them alone."""
     kept = round(total_images // recipe.workers * stage_of(recipe, epoch).kept)
     return kept if recipe.whole_epochs else kept - kept % recipe.batch_size
 
 
 def images_to_warm_up(recipe: Recipe, total_images: int) -> int:
-    """How many, of all workers, make a step of every stage and of every size of batch there is; two where all are kept
-    and all batches full."""
+    """How many, of all workers, make a step of every stage, however little it keeps, and of every size of batch."""
     last = images_of_an_epoch(recipe, total_images, epoch=1) % recipe.batch_size or recipe.batch_size
-    return recipe.workers * (math.ceil(recipe.batch_size / min(stage.kept for stage in recipe.stages)) + last)
+    return recipe.workers * (recipe.batch_size * math.ceil(1 / min(stage.kept for stage in recipe.stages)) + last)
 
 
 def stage_of(recipe: Recipe, epoch: int) -> Stage:

@@ -42,7 +42,7 @@ class Shards:
         return sum(map(self.steps_of, range(1, self.recipe.epochs + 1)))
 
     def unseen(self) -> Tensor:
-        """The loss of each image when last seen (float32 [n]), before any was: so none is left out as easy."""
+        """The loss of each image when last seen (float32 [n]), before any was: infinite, so none counts as easy."""
         return torch.full((len(self.images),), torch.inf, device=self.images.device)
 
     def rows_of(self, worker: int) -> Tensor:
@@ -52,11 +52,11 @@ class Shards:
 
     def epoch(self, seed: int, epoch: int, losses: Tensor | None = None) -> "Epoch":
         """One epoch's steps. `losses` [n] are the images' when last seen; without them those kept are any."""
-        losses = self.unseen() if losses is None else losses
         augment, stage = self.recipe.augmentation, stage_of(self.recipe, epoch)
         count = images_of_an_epoch(self.recipe, self.total_images, epoch)
         deals = [deal_epoch(self.rows_of(w), augment, seed, w, epoch) for w in self.workers]
         if stage.kept < 1:
+            losses = self.unseen() if losses is None else losses
             deals = [hardest(deal, losses, count) for deal in deals]
         choices = [self._by_step(torch.stack([part[:count] for part in parts])) for parts in zip(*deals, strict=True)]
         return Epoch(self, stage.resolution, choices)
@@ -101,11 +101,8 @@ class Epoch:
 
 
 def hardest(deal: tuple[Tensor, ...], losses: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Of what a worker was dealt, so many images, those of the highest loss, in the order they were dealt.
-
-    What a network already does well teaches it little: in the last epochs a third less work costs nothing that
-    could be measured (docs/modern.md).
-    """
+    """Of what a worker was dealt, so many images, those of the highest loss, in the order they were dealt: what a
+    network does well already teaches it little (docs/modern.md)."""
     kept = losses[deal[0]].topk(count).indices.sort().values
     return tuple(part[kept] for part in deal)
 

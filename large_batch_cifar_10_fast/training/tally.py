@@ -23,7 +23,7 @@ class Score:
 
 class Tally:
     """Images right, images seen, and their losses added up (float64 [3]), on the device until they are read; and each
-    batch's losses."""
+    micro-batch's losses, float32 [B]."""
 
     def __init__(self, world: World) -> None:
         self.world = world
