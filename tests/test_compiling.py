@@ -91,7 +91,7 @@ def without_kernels(monkeypatch):
 
 
 def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(without_kernels):
-    recipe = MuonRecipe(width=4, batch_size=20, pixels="24,32", epochs=2)
+    recipe = MuonRecipe(width=4, batch_size=20, pixels="24,32", epochs=2, kept="1")
     alone = replace(ALONE, total_workers=recipe.workers)
     learner = make_learner(COMPILED, recipe, alone)
     assert learner.forward is not learner.network, "no compiler here?"

@@ -49,7 +49,10 @@ class MuonRecipe:
     batch_size: int = option(0, f"images a worker takes each step; 0: {STEP_IMAGES} shared out over the workers")
     width: int = option(64, "channels of the first group of convolutions; the others have four times as many")
     pixels: str = option("24,24,24,24,24,32,32,32,32", "sizes of the images, one after the other over the epochs")
-    kept: str = option("1", "shares of the images, likewise: an epoch trains on those last seen with the highest loss")
+    kept: str = option(
+        "1,1,1,1,0.92,0.72,0.56,0.48,0.48",
+        "shares of the images, likewise: an epoch trains on those last seen with the highest loss",
+    )
     filter_rate: float = option(0.24, "Muon's rate at first, of the filters")
     filter_momentum: float = option(0.6, "Muon's momentum")
     rescale_every: int = option(1, "steps after which the filters get their length back")
@@ -160,6 +163,7 @@ class Muon2024(MuonRecipe):
 
     epochs: int = same_option(MuonRecipe, "epochs", 8)
     pixels: str = same_option(MuonRecipe, "pixels", "32")
+    kept: str = same_option(MuonRecipe, "kept", "1")
     whitening_epochs: int = same_option(MuonRecipe, "whitening_epochs", 3)
 
     name: ClassVar = "muon2024"
