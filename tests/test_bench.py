@@ -79,6 +79,7 @@ def test_the_ratio_is_of_pairs_and_above_one_where_ours_is_faster():
         (["--ladder", "--ladder_steps", "1"], "--ladder_steps 1 must be at least 2"),
         (["--ladder", "--picture", "p.jpg"], "--picture p.jpg must end in .png"),
         (["--ladder", "--recipe", "fastai"], "recipe fastai has more: use --recipe page"),
+        (["--recipe", "muon", "--kept", "1,0.01"], "epoch 5 keeps 0.01 of 50000 images"),
     ],
 )
 def test_the_bench_refuses_what_it_cannot_measure(arguments, message, monkeypatch, capsys):
