@@ -50,7 +50,7 @@ class MuonRecipe:
     width: int = option(64, "channels of the first group of convolutions; the others have four times as many")
     pixels: str = option("24,24,24,24,24,32,32,32,32", "sizes of the images, one after the other over the epochs")
     kept: str = option(
-        "1,1,1,1,0.92,0.72,0.56,0.48,0.48",
+        "1,1,1,1,1,1,0.68,0.68,0.68",
         "shares of the images, likewise: an epoch trains on those last seen with the highest loss",
     )
     filter_rate: float = option(0.24, "Muon's rate at first, of the filters")
