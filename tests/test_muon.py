@@ -142,7 +142,8 @@ def test_muon_moves_filters_as_its_formula_says_each_by_itself():
     shapes = [(6, 4, 3, 3), (5, 2, 3, 3), (6, 4, 3, 3)]
     weights = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
     resting = nn.Parameter(torch.ones(2, 2, 3, 3))
-    optimizer = Muon([{"params": [*weights, resting]}], momentum=0.6, rescale_every=2, world=ALONE)
+    asleep = {"params": [nn.Parameter(torch.ones(2, 2, 3, 3))]}  # a group that rests as a whole
+    optimizer = Muon([{"params": [*weights, resting]}, asleep], momentum=0.6, rescale_every=2, world=ALONE)
     optimizer.param_groups[0]["lr"] = 0.24
     expected = [weight.detach().clone() for weight in weights]
     momenta = [torch.zeros_like(weight) for weight in expected]

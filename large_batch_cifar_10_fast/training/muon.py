@@ -39,6 +39,8 @@ class Muon(Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]  # others rest
+            if not weights:
+                continue
             gradients, momenta = [w.grad for w in weights], [self.state[w] for w in weights]
             torch._foreach_mul_(momenta, group["momentum"])
             torch._foreach_add_(momenta, gradients)
