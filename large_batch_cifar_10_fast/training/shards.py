@@ -58,8 +58,8 @@ class Shards:
         if stage.kept < 1:
             losses = self.unseen() if losses is None else losses
             deals = [hardest(deal, losses, count) for deal in deals]
-        choices = [self._by_step(torch.stack([part[:count] for part in parts])) for parts in zip(*deals, strict=True)]
-        return Epoch(self, stage.resolution, choices)
+        dealt = [self._by_step(torch.stack([part[:count] for part in parts])) for parts in zip(*deals, strict=True)]
+        return Epoch(self, stage.resolution, dealt)
 
     def _by_step(self, dealt: Tensor) -> list[Tensor]:
         """What every worker was dealt, [workers, images], as steps of [micro-batches, workers in one * batch]."""
@@ -96,7 +96,7 @@ class Epoch:
 
     @property
     def rows(self) -> Tensor:
-        """Where all its images stand in the shards' (int64), in the order in which they are trained on."""
+        """Where its images stand among the shards' (int64), in the order in which they are trained on."""
         return torch.cat([step.flatten() for step in self.dealt[0]])
 
 
