@@ -1,7 +1,8 @@
 """Muon, 2024 to 2026: the least work to 94%; a small network whose filters move by orthogonal steps (docs/modern.md).
 
 2000 images a step, one worker's or shared out over several; 9 epochs, rates falling from the first step to the last;
-cross-entropy smoothed and summed; crop, alternating flip; five epochs at 24 pixels; six views at test time.
+cross-entropy smoothed and summed; crop, alternating flip; five epochs at 24 pixels, the last three without the
+easiest third of the images; six views at test time.
 """
 
 import math
@@ -70,7 +71,7 @@ class MuonRecipe:
     workers: int = option(1, "replicas, each with its own shard", environment="WORKERS")
 
     name: ClassVar = "muon"
-    whole_epochs: ClassVar = False  # 25 full batches
+    whole_epochs: ClassVar = False  # full batches alone
     reduction: ClassVar = "sum"
     half_weights: ClassVar = False
     loss_scale: ClassVar = 1

@@ -64,7 +64,8 @@ class CropAndFlip:
 class CropAndAlternate(CropAndFlip):
     """Crops as CropAndFlip's; each image is mirrored or not at random in the first epoch, and then every other epoch.
 
-    Two epochs in a row so see every image both ways, which chance would give half of them.
+    Two epochs in a row so see an image both ways, which chance would give half of them. It goes by the epoch's number:
+    what a recipe leaves out of one comes back as it was seen before.
     """
 
     def choose(self, count: int, generator: Generator, of_the_run: Generator, epoch: int) -> tuple[Tensor, Tensor]:

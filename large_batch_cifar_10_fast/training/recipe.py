@@ -53,7 +53,7 @@ class Recipe(Protocol):
     batch_size: int  # images a worker takes each step
     epochs: int
     augmentation: Augmentation
-    whole_epochs: bool  # whether what is left of a shard after its full batches is trained on too, as a short one
+    whole_epochs: bool  # whether what full batches leave of a shard is trained on too, as a short one
     reduction: Literal["sum", "mean"]  # of the loss over a worker's batch; over the workers it is always the mean
     half_weights: bool  # in fp16; else it trains float32 weights and only computes in half
     loss_scale: int  # the loss is multiplied by it, and gradients divided: half precision loses small ones

@@ -108,7 +108,7 @@ def hardest(deal: tuple[Tensor, ...], losses: Tensor, count: int) -> tuple[Tenso
 
 
 def deal_epoch(rows: Tensor, augmentation: Augmentation, seed: int, worker: int, epoch: int) -> tuple[Tensor, ...]:
-    """A worker's epoch: the rows of its shard in random order, and what augmentation chose for each image.
+    """A worker's epoch, of all its images: the rows of its shard in random order, and what augmentation chose for each.
 
     All are [len(rows)]. The random numbers belong to the worker, not to the process, so the outcome is the
     same wherever the worker lives. Epochs count from 1; what 0 would have is the run's.
