@@ -20,18 +20,8 @@ SMALL = {  # each recipe of several workers, small enough for a test
     "apple2019": ["--demo", *TINY, "--batch_size", "8", "--ghost_batch", "4"],
     "fastai": ["--width", "3", "--batch_size", "10", "--epochs", "1", "--no_warmup"],
     "muon": [
-        "--kept",
-        "1,0.5",
-        "--width",
-        "4",
-        "--batch_size",
-        "12",
-        "--epochs",
-        "2",
-        "--pixels",
-        "24,32",
-        "--views",
-        "unsure",
+        *["--width", "4", "--batch_size", "12", "--epochs", "2"],
+        *["--pixels", "24,32", "--kept", "1,0.5", "--views", "unsure"],
     ],
 }
 WORKERS = {"muon": 4}  # of a recipe whose own number is one

@@ -112,9 +112,8 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
                 if worker:
                     reference.load_state_dict(kept, strict=False)  # worker 0's statistics alone
                 gradients = {name: gradients[name] + weight.grad for name, weight in theirs.items()}
-            now = (
-                epoch - 1 + step / len(batches) - 12 / 50_000
-            )  # epochs; of the true data set the first step would end here
+            # In epochs; of the true data set the first step would end at 0.
+            now = epoch - 1 + step / len(batches) - 12 / 50_000
             left, left_early = 1 - now / epochs, 1 - now
             with torch.no_grad():
                 for name, w in theirs.items():

@@ -36,8 +36,9 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
     fused = torch.compile(network, dynamic=False)
     kinds = [True] * world.is_main + [False] * (micro_batches > 1 or not world.is_main)  # tracking or not
     try:
-        graphs = dict.fromkeys(replace(stage, first_epoch=1, kept=1) for stage in recipe.stages)
-        for stage, tracking in itertools.product(graphs, kinds):
+        # How many images an epoch keeps, and when, changes no graph.
+        distinct = dict.fromkeys(replace(stage, first_epoch=1, kept=1) for stage in recipe.stages)
+        for stage, tracking in itertools.product(distinct, kinds):
             enter(network, stage)
             prepare_norms(network, workers, tracking)
             batch = noise(recipe.batch_size * workers, stage.resolution, weight_dtype(recipe, precision), world)

@@ -34,7 +34,7 @@ class Prediction(Protocol):
 class Stage:
     """From its first epoch on, until the next stage: images scaled down to so many pixels a side; weights that rest,
     whose names begin with one of these; the share of each worker's images that an epoch trains on, those of the
-    highest loss when last seen. For each resolution, and what rests, all is compiled before the clock starts."""
+    highest loss when last seen. Each pair of resolution and resting weights is compiled before the clock starts."""
 
     first_epoch: int = 1
     resolution: int = 32
