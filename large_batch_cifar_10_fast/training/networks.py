@@ -71,5 +71,5 @@ def work(recipe: Recipe, total_images: int) -> int:
     """Floating-point operations of a run's forward and backward passes; evaluation is left out."""
     by_stage = {stage: training_flop(recipe, stage) for stage in recipe.stages}
     epochs = range(1, recipe.epochs + 1)
-    an_image = (images_of_an_epoch(recipe, total_images, epoch) * by_stage[stage_of(recipe, epoch)] for epoch in epochs)
-    return recipe.workers * sum(an_image)
+    a_worker = sum(images_of_an_epoch(recipe, total_images, e) * by_stage[stage_of(recipe, e)] for e in epochs)
+    return recipe.workers * a_worker
