@@ -34,7 +34,7 @@ from .results.pictures import refuse_picture
 from .results.provenance import peak_memory
 from .settings.settings import Refusal, Settings, has_option, refusals_end
 from .train import Data, Learner, evaluate, make_learner, prepare, take_step, warm_up
-from .training.meeting import launched_world_size
+from .training.meeting import join_world, launched_world_size
 from .training.networks import DTYPES, autocast, enter, reset, training_flop, weight_dtype, work
 from .training.norm import prepare_norms
 from .training.optimizers import follow_schedules, step_all
@@ -42,7 +42,6 @@ from .training.recipe import Recipe, Stage, reduced, stage_of
 from .training.shards import Batch
 from .training.tally import Tally
 from .training.views import MOST_AT_ONCE
-from .training.world import join_world
 
 
 def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batch, figures: Figures) -> None:

@@ -26,11 +26,10 @@ from .results.clock import Clock
 from .results.provenance import code_digest, commit, utc_now
 from .settings.settings import Refusal, Settings, refusals_end
 from .train import evaluate, make_learner
-from .training.meeting import launched_world_size
+from .training.meeting import join_world, launched_world_size
 from .training.networks import weight_dtype
 from .training.recipe import Recipe
 from .training.shards import normalise, upload_test
-from .training.world import join_world
 
 
 def load_weights(network: nn.Module, path: Path) -> None:

@@ -21,7 +21,7 @@ from .results.resuming import finished_rows
 from .results.run_log import RunLog
 from .settings.settings import Settings
 from .training.compiling import compiled
-from .training.meeting import launched_teams, launched_world_size, refusing_together
+from .training.meeting import join_world, launched_teams, launched_world_size, refusing_together
 from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
 from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules, step_all
@@ -29,7 +29,7 @@ from .training.process import leaving
 from .training.recipe import Recipe, images_to_warm_up, reduced, stage_of
 from .training.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
-from .training.world import World, join_world
+from .training.world import World
 
 
 def main(settings: Settings, recipe: Recipe) -> None:

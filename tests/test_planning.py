@@ -7,7 +7,7 @@ from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.request.planning import plan_processes, torchrun_arguments
 from large_batch_cifar_10_fast.settings.settings import Refusal
-from large_batch_cifar_10_fast.training import world
+from large_batch_cifar_10_fast.training import meeting
 
 
 def test_no_more_processes_than_gpus():
@@ -66,7 +66,7 @@ def test_teams_that_share_gpus_take_turns_and_join_where_nccl_would_refuse(teams
     joined = {}
     for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(world, "meet", lambda *_: torch.distributed.HashStore())
+    monkeypatch.setattr(meeting, "meet", lambda *_: torch.distributed.HashStore())
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda kind, **how: joined.update(kind=kind, **how))
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # and put back
@@ -74,7 +74,7 @@ def test_teams_that_share_gpus_take_turns_and_join_where_nccl_would_refuse(teams
     variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with world.join_world(1, teams=4) as joining:
+    with meeting.join_world(1, teams=4) as joining:
         assert (joining.device, joining.team, joining.world_size) == (torch.device("cuda:1"), 3, 1)
     assert joined["kind"] == backend
     assert joined["device_id"] == (joining.device if backend == "nccl" else None)

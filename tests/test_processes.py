@@ -184,7 +184,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next_without_the_system():
     The heap grows at first, by up to eight blocks, as its beginning is aligned."""
     program = """
 import resource, torch
-from large_batch_cifar_10_fast.training.world import join_world
+from large_batch_cifar_10_fast.training.meeting import join_world
 with join_world(1):
     for _ in range(25):
         block = torch.ones(32, 1024, 1024)

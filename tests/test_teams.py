@@ -25,7 +25,6 @@ from large_batch_cifar_10_fast.results.run_log import RunLog
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 from large_batch_cifar_10_fast.training import meeting
-from large_batch_cifar_10_fast.training import world as worlds
 from large_batch_cifar_10_fast.training.tally import Score
 from large_batch_cifar_10_fast.training.teams import answer_teams, say_alive, say_finished, tell_first
 from large_batch_cifar_10_fast.training.world import World
@@ -175,11 +174,11 @@ def test_machines_that_were_told_of_other_teams_refuse_before_they_form_any(monk
     store = dist.HashStore()
     dist.PrefixStore("large_batch", store).set("teams/1", "2")
     for name, value in (("has_other_machines", True), ("refuse_with_others", None), ("meet", store)):
-        monkeypatch.setattr(worlds, name, lambda *_, value=value: value)
+        monkeypatch.setattr(meeting, name, lambda *_, value=value: value)
     monkeypatch.setattr(dist, "init_process_group", mock.Mock(side_effect=ZeroDivisionError("they agree")))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    joining = {teams: worlds.join_world(8, teams) for teams in (1, 2)}
+    joining = {teams: meeting.join_world(8, teams) for teams in (1, 2)}
     with pytest.raises(Refusal, match="process 1 has TEAMS=2, process 0 TEAMS=1: give all machines the same"):
         joining[1].__enter__()
     with pytest.raises(ZeroDivisionError, match="they agree"):
@@ -207,9 +206,9 @@ def test_of_its_own_team_a_process_names_the_silent_and_not_who_is_training(monk
 
 def test_whoever_has_joined_names_the_silent(monkeypatch):
     monkeypatch.setattr(meeting, "GRACE", timedelta(seconds=0.2))
-    monkeypatch.setattr(worlds, "meet", lambda *_: dist.HashStore())
+    monkeypatch.setattr(meeting, "meet", lambda *_: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", mock.Mock())
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("GLOO_SOCKET_IFNAME", "lo"), ("NCCL_SOCKET_IFNAME", "lo")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(TimeoutError, match="waited for process 1 longer"), worlds.join_world(8):
+    with pytest.raises(TimeoutError, match="waited for process 1 longer"), meeting.join_world(8):
         raise RuntimeError("timed out")

@@ -1,4 +1,4 @@
-"""Where the processes of a launch meet, how long they wait for each other, and how one that is silent is named."""
+"""How the processes of a launch come together and leave, how long they wait, and how one that is silent is named."""
 
 import contextlib
 import os
@@ -7,12 +7,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from ..settings.settings import Refusal, count_from
+from .process import take_device
+from .world import World
 
 Answer = TypeVar("Answer")
 
@@ -172,3 +175,43 @@ def refuse_with_others() -> None:
     for other in range(world_size):
         if refusal := store.get(f"refusal/{other}").decode():
             raise Refusal(f"process {other}: {refusal}")
+
+
+@contextlib.contextmanager
+def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
+    """Take this process's place in the world, and leave it in order."""
+    rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
+    device = take_device()
+    if world_size == 1:
+        yield World(rank, world_size, device, total_workers)
+        return
+    timeout = longest_wait()
+    if has_other_machines():
+        refuse_with_others()
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    store, size = meet(rank, world_size, timeout), world_size // teams
+    word = dist.PrefixStore("large_batch", store)
+    world = World(rank % size, size, device, total_workers, rank // size, teams, store=word)
+    if has_other_machines():
+        refuse_other_teams(world)
+    place = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
+    # NCCL takes two ranks on one GPU for a mistake; teams that share one are of one process each, and send nothing.
+    nccl = device.type == "cuda" and count_from(os.environ, "TEAMS_PER_GPU", 1) == 1
+    dist.init_process_group("nccl" if nccl else "gloo", **place, device_id=device if nccl else None)
+    ranks = [range(first, first + size) for first in range(0, world_size, size)]
+    if teams > 1 and size > 1:
+        groups = [dist.new_group(team, timeout) for team in ranks]
+        world = replace(world, group=groups[world.team])
+    with naming_the_silent(word, rank, world_size, ranks[world.team]):
+        yield world
+    dist.destroy_process_group()
+
+
+def refuse_other_teams(world: World) -> None:
+    """Processes that were told of other TEAMS would wait for each other for ever; seen before any group is formed."""
+    first, *others = world.all_gather_words("teams", str(world.teams))
+    for place, theirs in enumerate(others, 1):
+        if theirs != first:
+            raise Refusal(f"process {place} has TEAMS={theirs}, process 0 TEAMS={first}: give all machines the same")
