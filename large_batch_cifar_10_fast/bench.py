@@ -120,7 +120,7 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
         step, count = statistics.median(ours["step"]), recipe.batch_size * recipe.workers
         rate, done = matrix_rate(settings.precision, world.device), training_flop(recipe, stage) * count
         epoch, epochs = step * data.train.steps_of(1), range(1, recipe.epochs + 1)
-        run = sum(earlier.get(stage_of(recipe, number), step) * data.train.steps_of(number) for number in epochs)
+        run = sum(earlier.get(stage_of(recipe, number).step, step) * data.train.steps_of(number) for number in epochs)
         return {
             "conditions": {
                 "recipe": recipe.name,
@@ -180,18 +180,21 @@ def measure_set_up(noise: Images, learner: Learner, repeats: int, figures: Figur
 
 
 def measure_earlier_stages(learner: Learner, data: Data, repeats: int, figures: Figures) -> dict[Stage, float]:
-    """Median seconds of a step in each stage before the last, which is measured at length."""
+    """Median seconds of a step of each kind but the last stage's, which is measured at length."""
     world, medians = learner.world, {}
     optimizers, tally = learner.recipe.optimizers(learner.network, world), Tally(world)
     follow_schedules(optimizers, epoch=1)
-    for stage in learner.recipe.stages[:-1]:
+    *earlier, last = learner.recipe.stages
+    for stage in earlier:
+        if stage.step in (*medians, last.step):
+            continue
         enter(learner.network, stage)
         batches = next(iter(data.train.epoch(seed=0, epoch=stage.first_epoch)))
         take_step(learner, optimizers, batches, tally)
         part = figures[f"step from epoch {stage.first_epoch} on"] = []
         for _ in range(repeats):
             timed(world, part, lambda b=batches: take_step(learner, optimizers, b, tally))
-        medians[stage] = statistics.median(part)
+        medians[stage.step] = statistics.median(part)
     return medians
 
 

@@ -4,7 +4,6 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +31,15 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
     batch = noise(recipe.batch_size * workers, 32, weight_dtype(recipe, precision), world)
     recipe.whiten(network, batch[0].permute(0, 2, 3, 1))
     reset(network, recipe, seed=0)
-    torch._dynamo.config.recompile_limit = 64  # graphs, two a stage at most; from its 8 on it would not compile
+    torch._dynamo.config.recompile_limit = 64  # graphs, two a kind of step at most; from its 8 on it would not compile
     fused = torch.compile(network, dynamic=False)
     kinds = [True] * world.is_main + [False] * (micro_batches > 1 or not world.is_main)  # tracking or not
     try:
-        # How many images an epoch keeps, and when, changes no graph.
-        distinct = dict.fromkeys(replace(stage, first_epoch=1, kept=1) for stage in recipe.stages)
-        for stage, tracking in itertools.product(distinct, kinds):
-            enter(network, stage)
+        steps = dict.fromkeys(stage.step for stage in recipe.stages)
+        for step, tracking in itertools.product(steps, kinds):
+            enter(network, step)
             prepare_norms(network, workers, tracking)
-            batch = noise(recipe.batch_size * workers, stage.resolution, weight_dtype(recipe, precision), world)
+            batch = noise(recipe.batch_size * workers, step.resolution, weight_dtype(recipe, precision), world)
             expected = gradients(network, network, recipe, batch, precision)
             check_agreement(gradients(network, fused, recipe, batch, precision), expected)
     except torch.OutOfMemoryError:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -34,12 +34,17 @@ class Prediction(Protocol):
 class Stage:
     """From its first epoch on, until the next stage: images scaled down to so many pixels a side; weights that rest,
     whose names begin with one of these; the share of each worker's images that an epoch trains on, those of the
-    highest loss when last seen. Each pair of resolution and resting weights is compiled before the clock starts."""
+    highest loss when last seen."""
 
     first_epoch: int = 1
     resolution: int = 32
     resting: tuple[str, ...] = ()
     kept: float = 1.0
+
+    @property
+    def step(self) -> "Stage":
+        """What a step does, however many there are, and when: each is compiled before the clock starts."""
+        return replace(self, first_epoch=1, kept=1.0)
 
 
 class Recipe(Protocol):
