@@ -16,6 +16,7 @@ from ..settings.settings import Refusal, option, refuse_out_of_reason, refuse_un
 from ..training.augmentation import CropAndFlip, deal_evenly
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import NesterovSGD, PiecewiseLinear
+from ..training.pooling import HalvingPool
 from ..training.recipe import Stage, cross_entropy
 from ..training.views import TWO_VIEWS
 from ..training.whitening import whitening_filters
@@ -141,7 +142,7 @@ class Residual(nn.Module):
 
 def halving(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
     """Convolution, pooling, norm: pooling comes before the norm, which then has a quarter to do."""
-    return nn.Sequential(convolution(channels_in, channels_out), nn.MaxPool2d(2), *normed(channels_out, norm))
+    return nn.Sequential(convolution(channels_in, channels_out), HalvingPool(), *normed(channels_out, norm))
 
 
 def convolution(channels_in: int, channels_out: int, size: int = 3) -> nn.Conv2d:

@@ -39,12 +39,13 @@ class GhostBatchNorm(nn.Module):
             scale, shift = self._scale_and_shift(self.running_mean.mean(0), self.running_var.mean(0))
             return torch.addcmul(shift.view(-1, 1, 1), x.to(shift.dtype), scale.view(-1, 1, 1)).to(x.dtype)
         ghost_batch = min(self.ghost_batch, len(x) // self.workers)
-        groups = x.unflatten(0, (-1, ghost_batch)).to(self.bias.dtype)
-        variance, mean = torch.var_mean(groups, dim=(1, 3, 4), correction=0)  # [groups, C]
+        # Channels last, as they lie in memory: what a compiler keeps has the order of its dimensions.
+        groups = x.permute(0, 2, 3, 1).unflatten(0, (-1, ghost_batch)).to(self.bias.dtype)
+        variance, mean = torch.var_mean(groups, dim=(1, 2, 3), correction=0)  # [groups, C]
         if self.tracking:
             self._track(mean, variance, ghost_batch * x.shape[2] * x.shape[3])
-        scale, shift = (y[:, None, :, None, None] for y in self._scale_and_shift(mean, variance))
-        return torch.addcmul(shift, groups, scale).flatten(0, 1).to(x.dtype)
+        scale, shift = (y[:, None, None, None] for y in self._scale_and_shift(mean, variance))
+        return torch.addcmul(shift, groups, scale).to(x.dtype).flatten(0, 1).permute(0, 3, 1, 2)
 
     def _scale_and_shift(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """The norm is x * scale + shift: a single pass over x, [C] or [groups, C] like the statistics."""
