@@ -58,15 +58,15 @@ def test_the_bench_tells_all_parts(monkeypatch, capsys):
 
 
 def test_the_bench_counts_the_steps_that_each_epoch_keeps(monkeypatch, capsys):
-    options = ["--recipe", "muon", "--width", "4", "--batch_size", "500", "--views", "one", "--epochs", "3"]
-    options += ["--pixels", "9,12,12", "--whitening_epochs", "0", "--kept", "1,1,0.5"]
+    options = ["--recipe", "muon", "--width", "4", "--batch_size", "500", "--views", "one", "--epochs", "4"]
+    options += ["--pixels", "9,9,12,12", "--whitening_epochs", "0", "--kept", "1,0.5,1,0.5"]
     monkeypatch.setattr(sys, "argv", ["bench", "--json", "--repeats", "1", "--no_compile", *options])
     monkeypatch.setattr(bench, "random_images", lambda *_: random_images(2000, 100))
     bench.main()
     told = json.loads(capsys.readouterr().out)
     assert [name for name in told if "step from" in name] == ["step from epoch 1 on"], "a kind of step once"
     small, large = told["step from epoch 1 on"]["seconds"], told["step"]["seconds"]
-    assert told["training of a run at this pace, s"] == pytest.approx(4 * small + (4 + 2) * large)
+    assert told["training of a run at this pace, s"] == pytest.approx((4 + 2) * small + (4 + 2) * large)
 
 
 def test_the_ratio_is_of_pairs_and_above_one_where_ours_is_faster():

@@ -1,5 +1,7 @@
 """Compiling changes nothing but the speed, and failing at it does no harm."""
 
+import math
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -10,6 +12,8 @@ import torch
 from conftest import REPO, TINY, environment
 from test_story import Stock
 from torch._inductor import config as inductor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import run_and_get_code
 
 from large_batch_cifar_10_fast.images.sources import random_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -103,6 +107,33 @@ def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(without_kernel
         assert micro_batches[0][0].shape[-1] == {1: 24, 2: 32}[epoch]
         with torch._dynamo.config.patch(error_on_recompile=True):
             take_step(learner, recipe.optimizers(learner.network, alone), micro_batches, Tally(alone))
+
+
+def test_compiled_for_a_cpu_nothing_is_stored_but_channels_last(monkeypatch):
+    """Anything else would be copied there and back. C++ is written, not compiled: what it would compute is missing."""
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
+    monkeypatch.setattr(inductor.cpp, "vec_isa_ok", False)
+    network = make_network(MuonRecipe(width=9, batch_size=20), seed=0).to(memory_format=torch.channels_last)
+    prepare_norms(network, 1, tracking=True)
+    x = torch.randn(20, 24, 31, 31).to(memory_format=torch.channels_last)
+    groups = torch.compile(torch.nn.Sequential(network.first, network.groups), dynamic=False)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            groups(x).sum().backward()
+
+    _, codes = run_and_get_code(step)
+    assert len(codes) == 2, "forward and backward"
+    buffers = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\), \(([\d, ]+)\), (\S+)\)", "".join(codes))
+    larger = 0
+    for *layout, kind in buffers:
+        sides, steps = ([int(figure) for figure in figures.rstrip(", ").split(", ")] for figures in layout)
+        if math.prod(sides) > 36 * 36 * 9:  # than all weights
+            larger += 1
+            assert sides[steps.index(1)] in (9, 24, 36), f"channels are not the innermost of {sides}, {steps}"
+            assert kind != "torch.int64"
+    assert larger > 15
+    assert "constant_pad_nd" not in "".join(codes), "what is padded would be computed under a mask"
 
 
 def test_what_an_epoch_keeps_takes_no_graph_of_its_own(without_kernels, monkeypatch):

@@ -1,23 +1,27 @@
-"""Pooling that a CPU's compiler makes fast (docs/performance.md)."""
+"""Pooling that a compiler for CPUs makes fast (docs/performance.md)."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def compiled_for_cpu(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
 class HalvingPool(nn.Module):
-    """nn.MaxPool2d(2) of [B, C, H, W], H and W even. On a GPU, and uncompiled, it is that."""
+    """nn.MaxPool2d(2), from [B, C, H, W] to [B, C, H // 2, W // 2]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and x.device.type == "cpu":
+        if compiled_for_cpu(x) and x.shape[2] % 2 == x.shape[3] % 2 == 0:
             return LargestOfFour.apply(x)
         return F.max_pool2d(x, 2)
 
 
 class LargestOfFour(torch.autograd.Function):
-    """Compiled for a CPU, PyTorch's own hands each gradient to its place by a number of 8 bytes, one by one, between
-    two copies of everything: a sixth of a step of muon. Here a byte says which of the four was largest, the first of
-    equals, and each of the four looks whether it was."""
+    """The same, of even sides. Compiled for a CPU, PyTorch's own sends each gradient to its place by a number of 8
+    bytes, one by one, between two copies of everything. Here a byte says which of the four was largest, the first of
+    equals, and each of the four asks whether it was."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -29,12 +33,12 @@ class LargestOfFour(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
-        # Channels last, as they lie in memory: what a compiler keeps has the order of its dimensions.
+        # Channels last, as in memory: a compiler for CPUs stores what it keeps in the order of its dimensions.
         places, gradients = (
             x.permute(0, 2, 3, 1).repeat_interleave(2, 1).repeat_interleave(2, 2)
             for x in (ctx.saved_tensors[0], gradient)
         )
         row, column = (torch.arange(side, device=places.device) % 2 for side in places.shape[1:3])
-        # In float, which vectors of a CPU compare, unlike whole numbers of 8 bytes.
+        # In float32, which a CPU compares in vectors; integers of 8 bytes would go one by one.
         own = (2 * row[:, None, None] + column[:, None]).float()
         return torch.where(places.float() == own, gradients, 0).permute(0, 3, 1, 2)

@@ -43,7 +43,8 @@ class Stage:
 
     @property
     def step(self) -> "Stage":
-        """What a step does, however many there are, and when: each is compiled before the clock starts."""
+        """This stage but for when it begins and how much it keeps: where it is equal, steps do the same, and one graph,
+        compiled before the clock starts, does for them."""
         return replace(self, first_epoch=1, kept=1.0)
 
 
