@@ -2,7 +2,7 @@
 
 2000 images a step, one worker's or shared out over several; 9 epochs, rates falling from the first step to the last;
 cross-entropy smoothed and summed; crop, alternating flip; five epochs at 24 pixels, four at 32; the last three without
-the easiest third of the images, the two before them without an eighth; six views at test time.
+the easiest third of the images; six views at test time.
 """
 
 import math
@@ -52,7 +52,7 @@ class MuonRecipe:
     width: int = option(64, "channels of the first group of convolutions; the others have four times as many")
     pixels: str = option("24,24,24,24,24,32,32,32,32", "sizes of the images, one after the other over the epochs")
     kept: str = option(
-        "1,1,1,1,0.88,0.88,0.68,0.68,0.68",
+        "1,1,1,1,1,1,0.68,0.68,0.68",
         "shares of the images, likewise: an epoch trains on those last seen with the highest loss",
     )
     filter_rate: float = option(0.24, "Muon's rate at first, of the filters")
