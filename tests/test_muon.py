@@ -36,8 +36,10 @@ def test_parameters_and_work_are_the_published_ones():
     assert work(halved, 50_000) / work(whole, 50_000) == (25 + 12) / 50, "full batches alone"
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("side", [7, 8, 31])
-def test_what_pooling_drops_is_left_out_and_nothing_of_the_result(side):
+def test_what_pooling_drops_is_left_out_and_nothing_of_the_result(side, compiled, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
     ours = ConvolutionToPool(3, 4, 3, padding=1, bias=False).double()
     x = torch.randn(2, 3, side, side, dtype=torch.float64)
     whole = nn.functional.conv2d(x, ours.weight, padding=1)

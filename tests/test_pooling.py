@@ -22,7 +22,7 @@ def test_the_largest_of_four_and_its_gradient_are_pytorchs_also_where_some_are_e
 
 def test_it_is_taken_where_a_network_is_compiled_for_a_cpu_and_sides_are_even(monkeypatch):
     def way(side, device):
-        return HalvingPool()(torch.empty(2, 3, side, side, device=device, requires_grad=True)).grad_fn.name()
+        return type(HalvingPool()(torch.empty(2, 3, side, side, device=device, requires_grad=True)).grad_fn).__name__
 
     assert "MaxPool2D" in way(4, "cpu")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

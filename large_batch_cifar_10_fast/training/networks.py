@@ -69,7 +69,9 @@ def training_flop(recipe: Recipe, stage: Stage) -> int:
 
 def work(recipe: Recipe, total_images: int) -> int:
     """Floating-point operations of a run's forward and backward passes; evaluation is left out."""
-    an_image = {step: training_flop(recipe, step) for step in {stage.step for stage in recipe.stages}}
+    flop_of_an_image = {step: training_flop(recipe, step) for step in {stage.step for stage in recipe.stages}}
     epochs = range(1, recipe.epochs + 1)
-    a_worker = sum(images_of_an_epoch(recipe, total_images, e) * an_image[stage_of(recipe, e).step] for e in epochs)
+    a_worker = sum(
+        images_of_an_epoch(recipe, total_images, e) * flop_of_an_image[stage_of(recipe, e).step] for e in epochs
+    )
     return recipe.workers * a_worker

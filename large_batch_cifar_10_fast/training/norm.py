@@ -39,8 +39,8 @@ class GhostBatchNorm(nn.Module):
             scale, shift = self._scale_and_shift(self.running_mean.mean(0), self.running_var.mean(0))
             return torch.addcmul(shift.view(-1, 1, 1), x.to(shift.dtype), scale.view(-1, 1, 1)).to(x.dtype)
         ghost_batch = min(self.ghost_batch, len(x) // self.workers)
-        # [groups, ghost_batch, H, W, C], as in memory: a compiler for CPUs stores what it keeps in the order of its
-        # dimensions, and would transpose it.
+        # [groups, ghost_batch, H, W, C], as in memory: a compiler for CPUs stores what it keeps in the order of the
+        # dimensions, and would transpose [..., C, H, W] there and back.
         groups = x.permute(0, 2, 3, 1).unflatten(0, (-1, ghost_batch)).to(self.bias.dtype)
         variance, mean = torch.var_mean(groups, dim=(1, 2, 3), correction=0)  # [groups, C]
         if self.tracking:
