@@ -71,11 +71,10 @@ def gradients_of_a_step(network: torch.nn.Module, forward) -> dict[str, torch.Te
     return {**trained, **dict(network.named_buffers())}
 
 
-def test_the_compiled_network_has_the_same_gradients_and_statistics(capsys, monkeypatch):
+@inductor.patch({"cpp.vec_isa_ok": False, "compile_threads": 1})  # or torch would be imported in more processes
+def test_the_compiled_network_has_the_same_gradients_and_statistics(capsys):
     """By scalar instructions: where nothing is compiled yet, as in CI, torch would try for 18 seconds which vector
     instructions there are. Whoever trains with those has each gradient checked before (compiled)."""
-    monkeypatch.setattr(inductor.cpp, "vec_isa_ok", False)
-    monkeypatch.setattr(inductor, "compile_threads", 1)  # or torch would be imported in processes for a few kernels
     recipe = Short(**asdict(SMALL))
     learner = make_learner(COMPILED, recipe, ALONE)
     assert learner.forward is not learner.network, "no compiler here?"
@@ -108,13 +107,13 @@ def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(without_kernel
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="convolutions here know no bfloat16")
+@inductor.patch({"cpp.vec_isa_ok": False})
 def test_compiled_for_a_cpu_nothing_is_stored_but_channels_last(monkeypatch):
     """Anything else would be copied there and back. C++ is written, not compiled: what it would compute is missing."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
-    monkeypatch.setattr(inductor.cpp, "vec_isa_ok", False)
     network = make_network(MuonRecipe(width=9, batch_size=20), seed=0).to(memory_format=torch.channels_last)
     prepare_norms(network, 1, tracking=True)
     x = torch.randn(20, 24, 31, 31).to(memory_format=torch.channels_last)
