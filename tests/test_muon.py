@@ -216,22 +216,9 @@ def test_a_step_of_2000_images_is_shared_out_over_the_workers():
 @pytest.mark.slow
 def test_a_run_that_is_made_after_a_resume_equals_the_same_run_after_another(tiny_npz, tmp_path, capsys):
     """Resolution, what rests, what is kept, averages and the order of flips all begin anew with each run."""
-    small = [
-        "--recipe",
-        "muon",
-        "--width",
-        "4",
-        "--batch_size",
-        "100",
-        "--epochs",
-        "2",
-        "--runs",
-        "2",
-        "--data",
-        tiny_npz,
-    ]
-    stages = ["--pixels", "24,32", "--kept", "1,0.5", "--tail_epochs", "0.5"]
-    options = [*small, *stages, "--no_compile", "--no_warmup"]
+    options = ["--recipe", "muon", "--width", "4", "--batch_size", "100", "--epochs", "2", "--runs", "2"]
+    options += ["--pixels", "24,32", "--kept", "1,0.5", "--tail_epochs", "0.5"]
+    options += ["--data", tiny_npz, "--no_compile", "--no_warmup"]
     train_here(*options, "--out", tmp_path, "--save", tmp_path / "w.pt")
     whole = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
     table = (tmp_path / "runs.tsv").read_text().splitlines(keepends=True)
