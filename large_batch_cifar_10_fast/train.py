@@ -151,13 +151,13 @@ def evaluate(learner: Learner, test: Batch) -> Score:
 
 
 def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
-    """Steps of every stage, of every size there is, and an evaluation, on random data of the right shapes and thrown
+    """Steps of every kind, of every size there is, and an evaluation, on random data of the right shapes and thrown
     away: the timed runs then find kernels chosen, memory at hand and the processes connected."""
     recipe = learner.recipe
     noise = random_images(images_to_warm_up(recipe, train_images), test_images)
     data = prepare(noise, learner, Clock(learner.world.synchronize))
     optimizers = recipe.optimizers(learner.network, learner.world)
-    for stage in recipe.stages:
+    for stage in {stage.step: stage for stage in recipe.stages}.values():
         enter(learner.network, stage)
         for micro_batches in data.train.epoch(seed=0, epoch=stage.first_epoch):
             take_step(learner, optimizers, micro_batches, Tally(learner.world))

@@ -8,10 +8,12 @@ from disturbances import DIFFERENT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.recipes.muon import ConvolutionToPool, Muon2024, MuonRecipe
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.tables import COLUMNS
-from large_batch_cifar_10_fast.settings.settings import Refusal
+from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+from large_batch_cifar_10_fast.train import make_learner, warm_up
 from large_batch_cifar_10_fast.training.muon import Muon, orthogonal, orthogonal_all
 from large_batch_cifar_10_fast.training.networks import enter, frozen_weights, make_network, reset, work
 from large_batch_cifar_10_fast.training.optimizers import follow_schedules
@@ -206,6 +208,20 @@ def test_muon_multiplies_in_the_precision_of_autocast():
 def test_what_the_recipe_cannot_do_is_refused(arguments, variables, message):
     with pytest.raises(Refusal, match=message):
         read_request(["--recipe", "muon", *arguments], variables)
+
+
+def test_the_warm_up_takes_each_kind_of_step_once(monkeypatch):
+    """Of three stages at 16 pixels two take the same steps, and so do both at 20."""
+    recipe = MuonRecipe(epochs=5, width=2, batch_size=10, pixels="16,16,16,20,20", kept="1,1,0.6,1,0.6")
+    taken = []
+
+    def take_step(learner, optimizers, micro_batches, tally):
+        [(images, _)] = micro_batches
+        taken.append((images.shape[-1], learner.network.whitening.bias.requires_grad))
+
+    monkeypatch.setattr(train, "take_step", take_step)
+    warm_up(make_learner(Settings(precision="fp32"), recipe, ALONE), 100, 1)
+    assert taken == [(16, True), (16, True), (16, True), (16, False), (20, False)]
 
 
 def test_a_step_of_2000_images_is_shared_out_over_the_workers():
