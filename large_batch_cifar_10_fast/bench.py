@@ -119,8 +119,9 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
             return None
         step, count = statistics.median(ours["step"]), recipe.batch_size * recipe.workers
         rate, done = matrix_rate(settings.precision, world.device), training_flop(recipe, stage) * count
-        epoch, epochs = step * data.train.steps_of(1), range(1, recipe.epochs + 1)
-        run = sum(earlier.get(stage_of(recipe, number).step, step) * data.train.steps_of(number) for number in epochs)
+        epochs = [
+            earlier.get(stage_of(recipe, n).step, step) * data.train.steps_of(n) for n in range(1, recipe.epochs + 1)
+        ]
         return {
             "conditions": {
                 "recipe": recipe.name,
@@ -142,10 +143,10 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
             "step": {**summary(ours["step"]), "ratio": ratio(theirs["step"], ours["step"])},
             "images per second": count / step,
             "work of a run, PFLOP": work(recipe, 50_000) / 1e15,
-            "training of a run at this pace, s": run,
+            "training of a run at this pace, s": sum(epochs),
             "TFLOP/s": done / step / 1e12,
             "utilization, of the matrix product's rate": done / step / rate / world.world_size,
-            "augmentation, share of an epoch": statistics.median(figures["augmentation of an epoch"]) / epoch,
+            "augmentation, share of an epoch": statistics.median(figures["augmentation of an epoch"]) / epochs[0],
             "peak memory per process, GiB": peak / 2**30,
         }
 
@@ -154,6 +155,8 @@ def climb(settings: Settings, recipe: Recipe, most: int, rounds: int) -> Seconds
     """The ladder's seconds, in so many rounds, of at most so many training steps a rung."""
     if recipe.workers > 1 or launched_world_size() > 1:
         raise Refusal(f"--ladder is of one worker on one process, recipe {recipe.name} has more: use --recipe page")
+    check_processes(settings, recipe, 1)
+    check_images(recipe, 50_000)
     with join_world(recipe.workers) as world:
         settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
         learner, noise = make_learner(settings, recipe, world), random_images(50_000, 1)
@@ -247,8 +250,8 @@ def main() -> None:
                 draw_ladder(seconds, Path(options.picture))
             print(json.dumps(seconds, indent=2) if options.json else as_table(seconds))
             return
-        if has_option(recipe, "workers") and "WORKERS" not in os.environ and not torch.cuda.is_available():
-            recipe = replace(recipe, workers=launched_world_size())
+        if has_option(recipe, "workers") and not os.environ.get("WORKERS") and not torch.cuda.is_available():
+            settings, recipe = read_request(others, {**os.environ, "WORKERS": str(launched_world_size())})
         figures = bench(settings, recipe, options.baseline_precision, repeats, start_up)
     if figures:
         print(json.dumps(figures, indent=2) if options.json else as_text(figures))

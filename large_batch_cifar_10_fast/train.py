@@ -51,7 +51,7 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
 
     clock = Clock(world.synchronize)
     data = prepare(images, learner, clock)
-    log.set_up(clock, data.train.steps, compiled=learner.forward is not learner.network)
+    log.set_up(clock, len(images.train_images), compiled=learner.forward is not learner.network)
     for run in world.take_next(log.runs_to_make):
         train_once(run, learner, data, clock.fork(), log)
     log.summary()
@@ -95,7 +95,7 @@ def prepare(images: Images, learner: Learner, clock: Clock) -> Data:
         test_images = normalise(test_images, dtype)
     with clock.counting("whitening"):
         if world.is_main:
-            learner.recipe.whiten(learner.network, train.images[train.rows_of(0)])
+            learner.recipe.whiten(learner.network, train.images[:: len(world.workers)])  # worker 0's
         world.broadcast(*frozen_weights(learner.network).values())
     return Data(train, (test_images, test_labels))
 
@@ -115,7 +115,7 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
                 take_step(learner, optimizers, micro_batches, tally)
             losses[batches.rows] = torch.cat(tally.losses)
         with clock.counting("validation"):  # a part that is told, but not counted (section 6)
-            validation = evaluate(learner, data.test)
+            validation = evaluate(learner, data.test, at_end=epoch == recipe.epochs)
         log.epoch(clock, validation)
     log.run(run, clock, tally.read(), validation, learner.network)
 
@@ -137,14 +137,14 @@ def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list
 
 
 @torch.no_grad()
-def evaluate(learner: Learner, test: Batch) -> Score:
+def evaluate(learner: Learner, test: Batch, at_end: bool = True) -> Score:
     """All test images once, shared by the processes, each in the recipe's views of it."""
     network, recipe, world = learner.network, learner.recipe, learner.world
     network.eval()
     world.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
     (images, labels), tally = test, Tally(world)
     with autocast(recipe, learner.settings.precision, world.device):
-        logits = recipe.predict(network, images, world)
+        logits = (recipe.predict if at_end else recipe.predict_early)(network, images, world)
     tally.count(logits, labels, recipe.loss(logits, labels))
     network.train()
     return tally.read()

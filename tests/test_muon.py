@@ -1,5 +1,7 @@
 """The Muon recipe: its sizes, its stages, its optimiser against the formula, and what it refuses."""
 
+from dataclasses import asdict
+
 import pandas as pd
 import pytest
 import torch
@@ -23,6 +25,39 @@ from large_batch_cifar_10_fast.training.world import World
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, 1)
 STARTED, LATER = Stage(1, 32), Stage(4, 32, ("whitening.bias",))
+
+
+def test_every_figure_of_2024s_is_what_its_authors_state():
+    """However our own may change: the recipe takes from it what it does not state itself."""
+    assert asdict(Muon2024()) == {
+        "epochs": 8,
+        "batch_size": 2000,
+        "width": 64,
+        "pixels": "32",
+        "kept": "1",
+        "workers": 1,
+        "views": "six",
+        "filter_rate": 0.24,
+        "filter_momentum": 0.6,
+        "rescale_every": 1,
+        "whitening_epochs": 3,
+        "tail_epochs": 0.0,
+        "bias_rate": 0.053,
+        "head_rate": 0.67,
+        "momentum": 0.85,
+        "label_smoothing": 0.2,
+        "norm_momentum": 0.4,
+        "brightness": 0.0,
+        "contrast": 0.0,
+        "activation": "gelu",
+    }
+
+
+def test_the_activation_is_the_one_asked_for():
+    for activation, kind in (("gelu", nn.GELU), ("silu", nn.SiLU)):
+        modules = [*MuonRecipe(width=2, activation=activation).network().modules()]
+        assert sum(isinstance(module, kind) for module in modules) == 7
+        assert sum(isinstance(module, nn.GELU | nn.SiLU) for module in modules) == 7
 
 
 def test_parameters_and_work_are_the_published_ones():
@@ -91,6 +126,15 @@ def test_whitening_sees_every_patch_and_its_negative():
     assert outputs.shape == (50, 24, 31, 31)
     torch.testing.assert_close(outputs[:, 12:], -outputs[:, :12])
     assert outputs.square().mean((0, 2, 3)).sub(1).abs().max() < 0.01, "of variance 1, uncorrelated noise that it is"
+
+
+def test_whitening_learns_from_5000_images_and_no_faint_pattern_is_blown_up():
+    recipe, images = Muon2024(width=8), torch.randn(5001, 32, 32, 3) * 1e-3
+    images[5000] += 1e3
+    recipe.whiten(network := recipe.network(), images)
+    torch.testing.assert_close(
+        network.whitening.weight[:12].flatten(1).norm(dim=1), torch.full((12,), 5e-4**-0.5), rtol=1e-2, atol=0
+    )
 
 
 def test_filters_begin_as_the_identity_and_the_head_with_deviation_one():
@@ -202,6 +246,10 @@ def test_muon_multiplies_in_the_precision_of_autocast():
         (["--label_smoothing", "1.5"], {}, "--label_smoothing 1.5 must lie in 0 to 1: it is a share"),
         (["--head_rate", "0"], {}, "--head_rate 0.0 must be greater than 0"),
         ([], {"WORKERS": "3"}, "WORKERS=3 does not divide 2000 images: choose --batch_size"),
+        (["--pixels", "24, 32"], {}, "--pixels 24, 32 is no list of whole numbers"),
+        (["--kept", "1\n,1"], {}, "--kept 1.n,1 is no list of numbers"),
+        (["--momentum", "0"], {}, "--momentum 0.0 must be greater than 0"),
+        (["--batch_size", "1"], {}, "leaves a norm without a variance: use a larger --batch_size"),
         (["--views", "three"], {}, "invalid choice: 'three'"),
     ],
 )

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from conftest import train_here
 from torch import nn
 
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.training.augmentation import CropAndAlternate, Shaded, draw_independently, scaled_down
 from large_batch_cifar_10_fast.training.averaging import PulledToAverage
 from large_batch_cifar_10_fast.training.shards import deal_epoch
-from large_batch_cifar_10_fast.training.views import ONE_VIEW, SIX_VIEWS, AgainWhereUnsure, Averaged
+from large_batch_cifar_10_fast.training.views import ONE_VIEW, SIX_VIEWS, TWO_VIEWS, AgainWhereUnsure, Averaged
 from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
@@ -52,6 +53,7 @@ def test_flips_alternate_from_epoch_to_epoch_and_differ_from_run_to_run():
         assert crops.max() == 24
         return mirrored[order.argsort()]
 
+    assert MuonRecipe().augmentation == augmentation
     first = flips(1, 0, 1)
     assert 60 < first.sum() < 140
     assert torch.equal(flips(1, 0, 2), 1 - first)
@@ -61,7 +63,8 @@ def test_flips_alternate_from_epoch_to_epoch_and_differ_from_run_to_run():
 
 
 def test_shades_change_contrast_and_brightness_of_each_image():
-    augmentation = Shaded(CropAndAlternate(2, draw_independently), brightness=0.14, contrast=0.13)
+    augmentation = MuonRecipe(brightness=0.14, contrast=0.13).augmentation
+    assert augmentation == Shaded(CropAndAlternate(2, draw_independently), brightness=0.14, contrast=0.13)
     images, generator = torch.randn(400, 32, 32, 3), torch.Generator()
     _, flips, factors, offsets = augmentation.choose(400, generator, torch.Generator(), 1)
     assert 0.87 <= factors.min() < 0.88 < 1.12 < factors.max() <= 1.13
@@ -97,6 +100,35 @@ def test_six_views_are_weighted_and_shifted_by_a_pixel():
         (6, 5, 4, 5): [6, 2, 6, 10],
     }
     assert logits.item() == (0 + 3) / 4 + (5 + 6 + 5 + 6) / 8
+
+
+def test_views_of_half_precision_are_averaged_in_float32():
+    def network(batch):
+        return (1 + batch[:, 0, 0, :1] / 128).to(torch.bfloat16)
+
+    image = torch.tensor([0.0, 1]).view(1, 1, 2, 1)
+    assert TWO_VIEWS(network, image, ALONE).item() == 1 + 1 / 256, "which bfloat16 would round to 1"
+
+
+def test_each_option_of_views_is_what_it_says():
+    predictions = {views: MuonRecipe(views=views).predict for views in ("one", "two", "six", "unsure")}
+    unsure = AgainWhereUnsure(ONE_VIEW, SIX_VIEWS, share=1 / 4)
+    assert predictions == {"one": ONE_VIEW, "two": TWO_VIEWS, "six": SIX_VIEWS, "unsure": unsure}
+
+
+@pytest.mark.parametrize(("epochs", "seen"), [(1, ["all"]), (3, ["one", "one", "all"])])
+def test_all_views_are_taken_after_the_last_epoch_alone(epochs, seen, tiny_npz, tmp_path, monkeypatch):
+    """Five more of each image after every epoch would take a CPU minutes of a run."""
+    taken = []
+
+    def looking(name):
+        return staticmethod(lambda *arguments: taken.append(name) or ONE_VIEW(*arguments))
+
+    monkeypatch.setattr(MuonRecipe, "predict", looking("all"))
+    monkeypatch.setattr(MuonRecipe, "predict_early", looking("one"))
+    options = ["--recipe", "muon", "--width", 2, "--batch_size", 200, "--epochs", epochs, "--pixels", "9"]
+    train_here(*options, "--no_warmup", "--precision", "fp32", "--data", tiny_npz, "--out", tmp_path)
+    assert taken == seen
 
 
 def test_a_second_look_at_the_unsure_quarter_of_all_processes_images():

@@ -156,10 +156,22 @@ def test_shares_of_other_images_code_or_settings_are_refused(tables, tmp_path, c
 
 def test_whether_to_compile_is_decided_for_all_shares_alike(monkeypatch):
     """A share that alone would not take ten minutes."""
-    monkeypatch.setattr(request_advice, "hours_on_cpu", lambda runs, recipe, images: runs * 0.1)
+    monkeypatch.setattr(request_advice, "hours_on_cpu", lambda recipe, images: 0.1)
     world = World(0, 1, torch.device("cpu"), 8)
     settled = [request_advice.settle(Settings(runs=3, share=share), Apple2019(), world, 50_000) for share in SHARES]
     assert [settings.compile for settings in settled] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("hours", "bf16", "asked", "precision"),
+    [(0.2, True, "", "bf16"), (0.2, True, "fp32", "fp32"), (0.2, False, "", "fp32"), (0.1, True, "", "fp32")],
+)
+def test_half_precision_is_for_long_runs_on_a_cpu_that_has_it(hours, bf16, asked, precision, monkeypatch):
+    """However many runs there are: the seed alone is to decide a run."""
+    monkeypatch.setattr(request_advice, "hours_on_cpu", lambda recipe, images: hours)
+    monkeypatch.setattr(request_advice, "computes_bf16", lambda: bf16)
+    world = World(0, 1, torch.device("cpu"), 8)
+    assert request_advice.settle(Settings(runs=9, precision=asked), Apple2019(), world, 50_000).precision == precision
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ class Stock:
     loss_scale: ClassVar = 8
     stages: ClassVar = (Stage(),)
     predict: ClassVar = ONE_VIEW
+    predict_early: ClassVar = ONE_VIEW
 
     def network(self) -> nn.Module:
         norm = GhostBatchNorm(6, ghost_batch=self.batch_size)

@@ -58,6 +58,7 @@ class Apple2019:
     loss_scale: ClassVar = 1
     stages: ClassVar = (Stage(),)
     predict: ClassVar = TWO_VIEWS
+    predict_early: ClassVar = TWO_VIEWS
 
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "epochs", "width", "batch_size", "workers", "lr_scaler")

@@ -46,6 +46,7 @@ class Basenet:
     loss_scale: ClassVar = 1
     stages: ClassVar = (Stage(),)
     predict: ClassVar = ONE_VIEW
+    predict_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "batch_size")

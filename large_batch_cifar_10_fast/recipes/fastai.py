@@ -60,6 +60,7 @@ class FastAI:
     loss_scale: ClassVar = 512
     stages: ClassVar = (Stage(),)
     predict: ClassVar = ONE_VIEW
+    predict_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
         entry = ENTRIES[self.entry]

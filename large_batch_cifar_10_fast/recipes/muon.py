@@ -6,6 +6,7 @@ the easiest third of the images; six views at test time.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -68,7 +69,9 @@ class MuonRecipe:
     contrast: float = option(0.0, "most that an image's contrast changes by, as a share")
     activation: str = option("gelu", "what follows a norm", choices=tuple(ACTIVATIONS))
     norm_momentum: float = option(0.4, "weight of a new batch in the running statistics")
-    views: str = option("six", "of a test image; unsure: six of the unsure quarter", choices=tuple(VIEWS))
+    views: str = option(
+        "six", "of a test image, after the last epoch; unsure: six of the unsure quarter", choices=tuple(VIEWS)
+    )
     workers: int = option(1, "replicas, each with its own shard", environment="WORKERS")
 
     name: ClassVar = "muon"
@@ -76,10 +79,11 @@ class MuonRecipe:
     reduction: ClassVar = "sum"
     half_weights: ClassVar = False
     loss_scale: ClassVar = 1
+    predict_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "epochs", "width", "workers", "rescale_every")
-        refuse_unless_positive(self, "filter_rate", "bias_rate", "head_rate")
+        refuse_unless_positive(self, "filter_rate", "bias_rate", "head_rate", "momentum")
         refuse_out_of_reason(self, "batch_size", "brightness", "contrast")
         for name in ("filter_momentum", "momentum", "label_smoothing", "norm_momentum"):
             refuse_outside(self, name, 0, 1, "it is a share")
@@ -88,6 +92,8 @@ class MuonRecipe:
         if not self.batch_size and STEP_IMAGES % self.workers:
             raise Refusal(f"{spelled(self, 'workers')} does not divide {STEP_IMAGES} images: choose --batch_size")
         object.__setattr__(self, "batch_size", self.batch_size or STEP_IMAGES // self.workers)
+        if self.batch_size == 1:
+            raise Refusal("a worker's batch of one image leaves a norm without a variance: use a larger --batch_size")
         if not all(9 <= pixels <= 32 for pixels in self._listed("pixels", int)):
             raise Refusal(f"{spelled(self, 'pixels')}: sizes must lie in 9 to 32, or three poolings leave nothing")
         if not all(0 < share <= 1 for share in self._listed("kept", float)):
@@ -95,7 +101,9 @@ class MuonRecipe:
 
     def _listed(self, name: str, kind: type) -> list:
         try:
-            return [kind(figure) for figure in getattr(self, name).split(",")]
+            if re.search(r"\s", text := getattr(self, name)):  # at which a line of options ends
+                raise ValueError
+            return [kind(figure) for figure in text.split(",")]
         except ValueError:
             what = "whole numbers, like 24,24,28,32" if kind is int else "numbers, like 1,1,0.7"
             raise Refusal(f"{spelled(self, name)} is no list of {what}") from None

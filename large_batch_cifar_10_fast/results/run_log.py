@@ -6,7 +6,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..settings.settings import SYNTHETIC, Refusal, Settings, most_restarts, restarts
+from ..training.networks import work, work_of_epoch
 from ..training.recipe import Recipe
 from ..training.tally import Score
 from ..training.teams import answer_teams, say_alive, say_finished, tell_first
@@ -25,15 +26,7 @@ from ..training.world import World, warn
 from . import lines
 from .clock import PARTS, Clock
 from .journal import Journal, write_timing_log, written_whole
-from .provenance import (
-    code_digest,
-    commit,
-    device_name,
-    driver_and_clocks,
-    peak_memory,
-    software,
-    utc_now,
-)
+from .provenance import code_digest, commit, device_name, driver_and_clocks, peak_memory, software, utc_now
 from .resuming import campaign_of_this_launch, refuse_other
 from .tables import CONDITIONS, GOAL, Row, diverged, reached_goal
 
@@ -71,12 +64,7 @@ class RunLog:
         known = finished[0] if finished else {"campaign": campaign_of_this_launch(), "started": utc_now()}
         self.facts = {name: known[name] for name in ("campaign", "started")}
         self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
-        self.facts |= {
-            "runs": settings.runs,
-            "share": settings.share,
-            "processes": world.world_size,
-            "device": device,
-        }
+        self.facts |= {"runs": settings.runs, "share": settings.share, "processes": world.world_size, "device": device}
         self.facts |= images()
         self.facts |= {name: getattr(settings, name) for name in CONDITIONS}
         self.facts["data"] = settings.data if settings.data == SYNTHETIC else os.path.abspath(settings.data)
@@ -102,15 +90,18 @@ class RunLog:
         for line in (lines.WORLD, lines.DATA, lines.RECIPE, lines.SETTINGS, lines.CAMPAIGN):
             self._print(line, **facts)
 
-    def set_up(self, clock: Clock, steps: int, compiled: bool) -> None:
-        """The published lines about what all runs share; from here on the steps, so many a run, go by on a terminal.
+    def set_up(self, clock: Clock, train_images: int, compiled: bool) -> None:
+        """The published lines about what all runs share; from here on a run's work, in FLOP, goes by on a terminal.
         What could not be compiled is told, in rows and log, as not compiled, and --resume goes on with it so. Raises
         Refusal where the runs made before were compiled, and now that failed."""
         for row in [*self.rows.values()][:1]:
             refuse_other(row, compile=compiled)
         hidden = None if self.world.is_first else True  # None: where there is no terminal
-        made, total = len(self.rows) * steps, len(self.settings.planned) * steps
-        self._bar = tqdm(total=total, initial=made, unit="step", file=sys.stderr, disable=hidden)
+        self._train_images, a_run = train_images, work(self.recipe, train_images)
+        parts = {"total": a_run * len(self.settings.planned), "initial": a_run * len(self.rows)}
+        # Time left goes by work, as steps of different stages take different times, and by the mean of all so far.
+        how = {"unit": "FLOP", "unit_scale": True, "smoothing": 0}
+        self._bar = tqdm(**parts, **how, file=sys.stderr, disable=hidden)
         self.facts["compile"] = compiled
         if self.world.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.world.device)  # what was tried before is no run's
@@ -135,14 +126,15 @@ class RunLog:
         for run in sorted(self.rows):
             self._print_run(self.rows[run])
 
-    def progress(self, steps: Iterable[Item], run: int, epoch: int) -> Iterator[Item]:
+    def progress(self, steps: Collection[Item], run: int, epoch: int) -> Iterator[Item]:
         """The same steps, shown going by."""
         rows = [*self.rows.values()]
         reached = f"{sum(map(reached_goal, rows))} of {len(rows)} runs over 94%"
         self._bar.set_description(f"run {run + 1} epoch {epoch}, {reached}", refresh=False)
+        flop = work_of_epoch(self.recipe, self._train_images, epoch) / len(steps)
         for step in steps:
             yield step
-            self._bar.update()
+            self._bar.update(flop)
             if time.monotonic() - self._alive > SIGNS:
                 self._alive = time.monotonic()
                 say_alive(self.world)
@@ -189,19 +181,14 @@ class RunLog:
         return ""
 
     def _enter(self, row: dict[str, object], epochs: list[tuple[float, float]]) -> None:
-        """A run into the table, and then into the log; of the first its epochs, and the parts of its time."""
-        is_first = row["run"] == self.settings.planned[0]
+        """A run into the table, and then into the log; of the first its epochs."""
         with self._entering:
-            if is_first:
+            if row["run"] == self.settings.planned[0]:
                 write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
             if not self._journal.append(row):
                 warn(f"somebody changed {self._journal.path} in the meantime: it has this campaign's rows again")
             self.rows[row["run"]] = row
             self._print_run(row)
-            if is_first:
-                self._print(lines.TIMES, **row)
-                with_validation = row["seconds"] + row["last_validation"]
-                self._print(lines.ASIDE, **row, with_validation=with_validation, gib=row["peak_memory"] / 2**30)
             if diverged(row):
                 warn(f"run {row['run']} (seed {row['seed']}) diverged: its loss is not finite")
 
@@ -227,8 +214,14 @@ class RunLog:
             torch.save({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}, unfinished)
 
     def _print_run(self, row: Row) -> None:
-        figures = ("train_accuracy", "train_loss", "validation_accuracy", "validation_loss", "seconds")
-        self._print(lines.RUN, **{name: float(row[name]) for name in figures})
+        """Its line; after the first run's the parts of its time, and the time by the other clock, with validation."""
+        names = ("train_accuracy", "train_loss", "validation_accuracy", "validation_loss", "seconds")
+        figures = {name: float(row[name]) for name in (*names, *PARTS, "last_validation", "peak_memory")}
+        self._print(lines.RUN, **figures)
+        if int(row["run"]) == self.settings.planned[0]:
+            self._print(lines.TIMES, **figures)
+            with_validation = figures["seconds"] + figures["last_validation"]
+            self._print(lines.ASIDE, **figures, with_validation=with_validation, gib=figures["peak_memory"] / 2**30)
 
     def _print(self, line: lines.Line, **values: object) -> None:
         with tqdm.external_write_mode():

@@ -118,7 +118,11 @@ class Settings:
     seed: int = option(0, "seed of the first run")
     data: str = option(str(DATA), "folder with CIFAR-10 (fetched if missing), FILE.npz, or synthetic")
     out: str = option(".", "folder for timing_log.tsv and runs.tsv")
-    precision: str = option("", "fp16 with CUDA, else fp32, unless given", choices=("fp16", "bf16", "fp32", "fp64"))
+    precision: str = option(
+        "",
+        "fp16 with CUDA; bf16 on a CPU that has it, for runs from ten minutes up; else fp32",
+        choices=("fp16", "bf16", "fp32", "fp64"),
+    )
     micro_batches: int = option(
         1, "forward and backward passes a step is split into: more need less memory", also="passes"
     )

@@ -1,5 +1,7 @@
 """What holds for the network of every recipe: precision, and fresh weights from a seed."""
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -58,6 +60,7 @@ def enter(network: nn.Module, stage: Stage) -> None:
             weight.requires_grad_(False)
 
 
+@cache
 def training_flop(recipe: Recipe, stage: Stage) -> int:
     """Floating-point operations of an image's forward and backward pass in a stage, by torch's counter."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -67,11 +70,12 @@ def training_flop(recipe: Recipe, stage: Stage) -> int:
     return counter.get_total_flops()
 
 
+def work_of_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
+    """Floating-point operations of its forward and backward passes; evaluation is left out."""
+    images = recipe.workers * images_of_an_epoch(recipe, total_images, epoch)
+    return images * training_flop(recipe, stage_of(recipe, epoch).step)
+
+
 def work(recipe: Recipe, total_images: int) -> int:
-    """Floating-point operations of a run's forward and backward passes; evaluation is left out."""
-    flop_of_an_image = {step: training_flop(recipe, step) for step in {stage.step for stage in recipe.stages}}
-    epochs = range(1, recipe.epochs + 1)
-    a_worker = sum(
-        images_of_an_epoch(recipe, total_images, e) * flop_of_an_image[stage_of(recipe, e).step] for e in epochs
-    )
-    return recipe.workers * a_worker
+    """The same of a run."""
+    return sum(work_of_epoch(recipe, total_images, epoch) for epoch in range(1, recipe.epochs + 1))

@@ -64,7 +64,8 @@ class Recipe(Protocol):
     half_weights: bool  # in fp16; else it trains float32 weights and only computes in half
     loss_scale: int  # the loss is multiplied by it, and gradients divided: half precision loses small ones
     stages: Sequence[Stage]  # by their first epochs, of which the first is 1
-    predict: Prediction
+    predict: Prediction  # after the last epoch, and of saved weights
+    predict_early: Prediction  # after the epochs before
 
     def network(self) -> nn.Module:
         """Images [B, 3, 32, 32] to logits [B, 10], initialised; its norms are GhostBatchNorm."""
@@ -110,7 +111,11 @@ def stage_of(recipe: Recipe, epoch: int) -> Stage:
     return [stage for stage in recipe.stages if stage.first_epoch <= max(epoch, 1)][-1]
 
 
+def widened(logits: Tensor) -> Tensor:
+    """In float32 at least: sums of half-precision logits would tie."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Losses [B], in float32 at least."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    return F.cross_entropy(widened(logits), labels, reduction="none", label_smoothing=label_smoothing)

@@ -36,11 +36,6 @@ class Shards:
         """Batches in what is kept of the shortest shard: full ones, and with `whole_epochs` the short one left."""
         return -(-images_of_an_epoch(self.recipe, self.total_images, epoch) // self.recipe.batch_size)
 
-    @property
-    def steps(self) -> int:
-        """Of a run."""
-        return sum(map(self.steps_of, range(1, self.recipe.epochs + 1)))
-
     def unseen(self) -> Tensor:
         """The loss of each image when last seen (float32 [n]), before any was: infinite, so none counts as easy."""
         return torch.full((len(self.images),), torch.inf, device=self.images.device)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .recipe import widened
 from .world import World
 
 View = Callable[[Tensor], Tensor]  # of images [B, 3, H, W]
@@ -21,7 +22,9 @@ class Averaged:
 
     def __call__(self, network: nn.Module, images: Tensor, world: World) -> Tensor:
         chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(MOST_AT_ONCE))
-        return torch.cat([sum(weight * network(v(chunk)) for v, weight in self.views.items()) for chunk in chunks])
+        return torch.cat(
+            [sum(weight * widened(network(v(chunk))) for v, weight in self.views.items()) for chunk in chunks]
+        )
 
 
 @dataclass(frozen=True)
