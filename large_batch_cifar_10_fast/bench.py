@@ -119,9 +119,8 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
             return None
         step, count = statistics.median(ours["step"]), recipe.batch_size * recipe.workers
         rate, done = matrix_rate(settings.precision, world.device), training_flop(recipe, stage) * count
-        epochs = [
-            earlier.get(stage_of(recipe, n).step, step) * data.train.steps_of(n) for n in range(1, recipe.epochs + 1)
-        ]
+        steps = {**earlier, stage.kind: step}
+        epochs = [steps[stage_of(recipe, n).kind] * data.train.steps_of(n) for n in range(1, recipe.epochs + 1)]
         return {
             "conditions": {
                 "recipe": recipe.name,
@@ -189,7 +188,7 @@ def measure_earlier_stages(learner: Learner, data: Data, repeats: int, figures: 
     follow_schedules(optimizers, epoch=1)
     *earlier, last = learner.recipe.stages
     for stage in earlier:
-        if stage.step in (*medians, last.step):
+        if stage.kind in (*medians, last.kind):
             continue
         enter(learner.network, stage)
         batches = next(iter(data.train.epoch(seed=0, epoch=stage.first_epoch)))
@@ -197,7 +196,7 @@ def measure_earlier_stages(learner: Learner, data: Data, repeats: int, figures: 
         part = figures[f"step from epoch {stage.first_epoch} on"] = []
         for _ in range(repeats):
             timed(world, part, lambda b=batches: take_step(learner, optimizers, b, tally))
-        medians[stage.step] = statistics.median(part)
+        medians[stage.kind] = statistics.median(part)
     return medians
 
 
@@ -226,7 +225,7 @@ def main() -> None:
     text = "measured repetitions of a step, or of the ladder (default 5, of the ladder 1)"
     parser.add_argument("--repeats", type=int, help=text)
     text = "precision of the baseline (default fp32)"
-    parser.add_argument("--baseline_precision", "--plain_precision", choices=list(DTYPES), default="", help=text)
+    parser.add_argument("--baseline_precision", choices=list(DTYPES), default="", help=text)
     text = "instead: an epoch of images handed over, in each way that Page's first article tried (docs/lineage.md)"
     parser.add_argument("--ladder", action="store_true", help=text)
     parser.add_argument("--picture", default="", help="file for a picture of the ladder: .png, .svg or .pdf")

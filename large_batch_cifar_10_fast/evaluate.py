@@ -41,7 +41,9 @@ def load_weights(network: nn.Module, path: Path) -> None:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
         raise Refusal(f"{path} cannot be read: {type(error).__name__}") from error
-    if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
+    ):
         raise Refusal(f"{path} holds no weights by name")
     expected = network.state_dict()
     for name in expected.keys() & weights.keys():

@@ -73,16 +73,7 @@ SYSTEMS = (
         "8 V100",
         "upload and training alone",
     ),
-    System(
-        "muon2024",
-        Muon2024(),
-        2024,
-        "6 convolutions, whitened",
-        "0.24 → 0 (8)",
-        2.59,
-        "1 A100",
-        "validation, too",
-    ),
+    System("muon2024", Muon2024(), 2024, "6 convolutions, whitened", "0.24 → 0 (8)", 2.59, "1 A100", "validation, too"),
     System("muon", MuonRecipe(), 2026, "the same", "0.24 → 0 (9)", None, "-", "-"),
 )
 HEAD = ("recipe", "network", "parameters", "G multiply-adds, forward", "workers x batch", "epochs", "rate (at epoch)")

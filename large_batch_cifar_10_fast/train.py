@@ -39,7 +39,7 @@ def main(settings: Settings, recipe: Recipe) -> None:
 
 
 def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
-    """All runs of a launch: what they share is made once, and only the first part of it is not timed."""
+    """All runs of a launch: what they share is made once, and not timed where it comes before the clock."""
     images = load_images(settings.data)
     settings = settle(settings, recipe, world, len(images.train_images))
     finished = finished_rows(settings)
@@ -157,7 +157,7 @@ def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
     noise = random_images(images_to_warm_up(recipe, train_images), test_images)
     data = prepare(noise, learner, Clock(learner.world.synchronize))
     optimizers = recipe.optimizers(learner.network, learner.world)
-    for stage in {stage.step: stage for stage in recipe.stages}.values():
+    for stage in {stage.kind: stage for stage in recipe.stages}.values():
         enter(learner.network, stage)
         for micro_batches in data.train.epoch(seed=0, epoch=stage.first_epoch):
             take_step(learner, optimizers, micro_batches, Tally(learner.world))

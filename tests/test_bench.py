@@ -13,6 +13,8 @@ from large_batch_cifar_10_fast import bench
 from large_batch_cifar_10_fast.images.sources import random_images
 from large_batch_cifar_10_fast.measuring.baseline import baseline_network, baseline_optimizers
 from large_batch_cifar_10_fast.measuring.figures import ratio
+from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.training.networks import work
 from large_batch_cifar_10_fast.training.optimizers import follow_schedules
 
 pytestmark = pytest.mark.slow
@@ -67,6 +69,23 @@ def test_the_bench_counts_the_steps_that_each_epoch_keeps(monkeypatch, capsys):
     assert [name for name in told if "step from" in name] == ["step from epoch 1 on"], "a kind of step once"
     small, large = told["step from epoch 1 on"]["seconds"], told["step"]["seconds"]
     assert told["training of a run at this pace, s"] == pytest.approx((4 + 2) * small + (4 + 2) * large)
+    share = told["augmentation of an epoch"]["seconds"] / (4 * small)  # both of the first epoch
+    assert told["augmentation, share of an epoch"] == pytest.approx(share)
+    assert told["work of a run, PFLOP"] == work(read_request(options, {})[1], 50_000) / 1e15
+
+
+@pytest.mark.parametrize("variables", [{}, {"WORKERS": ""}])
+def test_without_a_gpu_the_bench_takes_a_worker_a_process_of_the_recipes_step(variables, monkeypatch):
+    measured = []
+    monkeypatch.setattr(sys, "argv", ["bench", "--recipe", "muon"])
+    monkeypatch.setattr(bench, "launched_world_size", lambda: 2)
+    monkeypatch.setattr(bench, "bench", lambda settings, recipe, *_: measured.append(recipe))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("WORKERS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    bench.main()
+    assert [(recipe.workers, recipe.batch_size) for recipe in measured] == [(2, 1000)]
 
 
 def test_the_ratio_is_of_pairs_and_above_one_where_ours_is_faster():
@@ -79,6 +98,8 @@ def test_the_ratio_is_of_pairs_and_above_one_where_ours_is_faster():
         (["--picture", "p.png"], "belong to --ladder"),
         (["--ladder", "--ladder_steps", "1"], "--ladder_steps 1 must be at least 2"),
         (["--ladder", "--picture", "p.jpg"], "--picture p.jpg must end in .png"),
+        (["--ladder", "--micro_batches", "2"], "--micro_batches 2 does not divide the 1 workers of a process"),
+        (["--ladder", "--batch_size", "50001"], "= 50001 images a step, more than the training set's 50000"),
         (["--ladder", "--recipe", "fastai"], "recipe fastai has more: use --recipe page"),
         (["--recipe", "muon", "--kept", "1,0.01"], "epoch 5 keeps 0.01 of 50000 images"),
     ],

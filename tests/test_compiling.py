@@ -22,7 +22,7 @@ from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, take_step
 from large_batch_cifar_10_fast.training import compiling
-from large_batch_cifar_10_fast.training.compiling import check_agreement
+from large_batch_cifar_10_fast.training.compiling import check_gradients
 from large_batch_cifar_10_fast.training.networks import cast, enter, make_network, reset
 from large_batch_cifar_10_fast.training.norm import prepare_norms
 from large_batch_cifar_10_fast.training.optimizers import follow_schedules
@@ -138,7 +138,7 @@ def test_compiled_for_a_cpu_nothing_is_stored_but_channels_last(monkeypatch):
 
 def test_what_an_epoch_keeps_takes_no_graph_of_its_own(without_kernels, monkeypatch):
     tried = []
-    monkeypatch.setattr(compiling, "check_agreement", lambda *_: tried.append(1))
+    monkeypatch.setattr(compiling, "check_gradients", lambda *_: tried.append(1))
     recipe = MuonRecipe(width=4, batch_size=20, pixels="9", epochs=3, kept="1,0.7,0.5")
     make_learner(COMPILED, recipe, replace(ALONE, total_workers=recipe.workers))
     assert len(tried) == 2, "the whitening's bias awake, and at rest"
@@ -207,8 +207,8 @@ def test_a_compilation_that_was_broken_off_names_the_file_to_delete(monkeypatch,
 )
 def test_a_compiled_gradient_that_is_lost_or_wrong_is_told(compiled, uncompiled, said):
     with pytest.raises(ArithmeticError, match=f"^{said}$"):
-        check_agreement({"w": torch.tensor(compiled)}, {"w": torch.tensor(uncompiled)})
-    check_agreement({"w": torch.tensor([3.0, 3.9])}, {"w": torch.tensor([3.0, 4.0])})
+        check_gradients({"w": torch.tensor(compiled)}, {"w": torch.tensor(uncompiled)})
+    check_gradients({"w": torch.tensor([3.0, 3.9])}, {"w": torch.tensor([3.0, 4.0])})
 
 
 def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path):
@@ -248,4 +248,3 @@ def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path
 def test_long_runs_are_compiled_unless_told_otherwise(settings, recipe, expected):
     settled = settle(settings, recipe, World(1, 2, torch.device("cpu"), 8), 50_000)
     assert (settled.compile, settled.no_compile) == (expected, not expected)
-    assert settled.precision == "fp32"

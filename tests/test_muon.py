@@ -1,25 +1,26 @@
-"""The Muon recipe: its sizes, its stages, its optimiser against the formula, and what it refuses."""
+"""The Muon recipe: its sizes, its stages, its work, and what it refuses."""
 
 from dataclasses import asdict
 
 import pandas as pd
 import pytest
 import torch
-from conftest import train_here
+from conftest import Recorder, train_here
 from disturbances import DIFFERENT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import train
+from large_batch_cifar_10_fast.images.sources import random_images
 from large_batch_cifar_10_fast.recipes.muon import ConvolutionToPool, Muon2024, MuonRecipe
 from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.tables import COLUMNS
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
-from large_batch_cifar_10_fast.train import make_learner, warm_up
-from large_batch_cifar_10_fast.training.muon import Muon, orthogonal, orthogonal_all
+from large_batch_cifar_10_fast.train import make_learner, prepare, train_once, warm_up
 from large_batch_cifar_10_fast.training.networks import enter, frozen_weights, make_network, reset, work
-from large_batch_cifar_10_fast.training.optimizers import follow_schedules
 from large_batch_cifar_10_fast.training.recipe import Stage, stage_of
+from large_batch_cifar_10_fast.training.tally import Score
 from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
@@ -73,6 +74,18 @@ def test_parameters_and_work_are_the_published_ones():
     assert work(halved, 50_000) / work(whole, 50_000) == (25 + 12) / 50, "full batches alone"
 
 
+def test_work_is_what_torch_counts_over_a_run_that_is_made(monkeypatch):
+    recipe = MuonRecipe(width=4, batch_size=100, epochs=4, pixels="9,9,12,12", kept="1,1,1,0.5")
+    learner = make_learner(Settings(precision="fp32"), recipe, ALONE)
+    data = prepare(random_images(643, 10), learner, Clock(ALONE.synchronize))
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Score(0, 1, 0.0))
+    with FlopCounterMode(display=False) as counter:
+        train_once(0, learner, data, Clock(ALONE.synchronize), Recorder())
+    counted = {str(name): flop for name, flop in counter.get_flop_counts()["Global"].items()}
+    assert counted.pop("aten.bmm") > 0, "Muon's products are no images'"
+    assert sum(counted.values()) == work(recipe, 643)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("side", [7, 8, 31])
 def test_what_pooling_drops_is_left_out_and_nothing_of_the_result(side, compiled, monkeypatch):
@@ -89,7 +102,7 @@ def test_stages_begin_where_the_resolution_changes_or_the_bias_comes_to_rest():
     rest = ("whitening.bias",)
     recipe = MuonRecipe(epochs=4, pixels="24,24,24,28,28,32", whitening_epochs=1, kept="1")
     assert recipe.stages == (Stage(1, 24), Stage(2, 24, rest), Stage(3, 28, rest), Stage(4, 32, rest))
-    assert [stage_of(recipe, epoch).resolution for epoch in (0, 1, 2, 3, 4, 9)] == [24, 24, 24, 28, 32, 32]
+    assert [stage_of(recipe, epoch).resolution for epoch in (1, 2, 3, 4, 9)] == [24, 24, 28, 32, 32]
     assert MuonRecipe(epochs=3, pixels="32", whitening_epochs=0, kept="1").stages == (Stage(1, 32, rest),)
     halved = MuonRecipe(epochs=3, pixels="24,32,32", whitening_epochs=0, kept="1,1,0.5").stages
     assert halved == (Stage(1, 24, rest), Stage(2, 32, rest), Stage(3, 32, rest, 0.5))
@@ -143,94 +156,6 @@ def test_filters_begin_as_the_identity_and_the_head_with_deviation_one():
     torch.testing.assert_close(network.groups[0][0](x)[:, :24], x)
     assert network.groups[0][0](x).shape[1] == 64
     assert network.linear.weight.std().item() == pytest.approx(1)
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (8, 20), (3, 8, 20), (20, 8)])
-def test_orthogonal_keeps_directions_and_levels_their_sizes(shape):
-    random = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    u, s, v = torch.linalg.svd(random, full_matrices=False)
-    # Well-conditioned, which a random square one is not.
-    s = torch.linspace(3, 1, s.shape[-1], dtype=torch.float64).expand_as(s)
-    matrix = u * s[..., None, :] @ v
-    made = orthogonal(matrix)
-    levelled = u.mT @ made @ v.mT
-    sizes = levelled.diagonal(dim1=-2, dim2=-1)
-    torch.testing.assert_close(levelled, torch.diag_embed(sizes), rtol=0, atol=1e-9)
-    expected = s / s.square().sum(-1, keepdim=True).sqrt()
-    for _ in range(3):
-        expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
-    torch.testing.assert_close(sizes, expected)
-    assert 0.5 < sizes.min() < sizes.max() < 1.3
-    torch.testing.assert_close(orthogonal(1000 * matrix), made)
-
-
-def test_over_its_200_steps_rates_fall_from_the_published_ones_to_zero():
-    network = Muon2024().network()
-    optimizers = Muon2024().optimizers(network, ALONE)
-    rates = {
-        id(weight): group for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]
-    }
-    filters, bias = network.groups[2][4].weight, network.groups[2][5].bias
-    watched = [rates[id(weight)] for weight in (filters, bias, network.whitening.bias, network.linear.weight)]
-    assert len(rates) == len(list(network.parameters())) - 1, "all but the whitening's filters"
-    for step, expected in {
-        1: (0.24, 0.053, 0.053, 0.67),
-        26: (0.21, 0.046375, 0.053 * 2 / 3, 0.58625),
-        76: (0.15, 0.033125, 0, 0.41875),  # the first of the fourth epoch, from which on it rests
-        101: (0.12, 0.0265, 0, 0.335),
-        200: (0.0012, 0.000265, 0, 0.00335),
-        201: (0, 0, 0, 0),
-    }.items():
-        follow_schedules(optimizers, step / 25)
-        assert [group["lr"] for group in watched] == pytest.approx(expected, abs=1e-12), step
-
-
-def test_muon_moves_filters_as_its_formula_says_each_by_itself():
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(6, 4, 3, 3), (5, 2, 3, 3), (6, 4, 3, 3)]
-    weights = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
-    resting = nn.Parameter(torch.ones(2, 2, 3, 3))
-    asleep = {"params": [nn.Parameter(torch.ones(2, 2, 3, 3))]}  # a group that rests as a whole
-    optimizer = Muon([{"params": [*weights, resting]}, asleep], momentum=0.6, rescale_every=2, world=ALONE)
-    optimizer.param_groups[0]["lr"] = 0.24
-    expected = [weight.detach().clone() for weight in weights]
-    momenta = [torch.zeros_like(weight) for weight in expected]
-    for step in range(3):
-        for i, weight in enumerate(weights):
-            weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-            momenta[i] = 0.6 * momenta[i] + weight.grad
-            direction = (weight.grad + 0.6 * momenta[i]).reshape(len(weight), -1)
-            x = direction / direction.square().sum().sqrt()
-            for _ in range(3):
-                a = x @ x.T
-                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-            if step in (0, 2):
-                expected[i] = expected[i] * len(weight) ** 0.5 / expected[i].square().sum().sqrt()
-            expected[i] = expected[i] - 0.24 * x.view(weight.shape)
-        optimizer.step()
-        for weight, value in zip(weights, expected, strict=True):
-            torch.testing.assert_close(weight.detach(), value, rtol=1e-6, atol=1e-6)
-    assert resting.eq(1).all()
-
-
-def test_each_process_makes_its_own_share_of_the_matrices_orthogonal(monkeypatch):
-    monkeypatch.setattr(World, "all_reduce", lambda self, tensor: tensor)
-    shapes = [(6, 4, 3, 3), (5, 2, 3, 3), (6, 4, 3, 3), (7, 7, 3, 3)]
-    directions = [torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) for shape in shapes]
-    shares = [orthogonal_all(directions, World(rank, 3, CPU, 3)) for rank in range(3)]
-    makers = [[bool(share[i].any()) for share in shares] for i in range(4)]
-    assert [sum(made) for made in makers] == [1, 1, 1, 1], "each matrix by one process"
-    assert makers[3] == [True, False, False], "the largest first"
-    for direction, *made in zip(directions, *shares, strict=True):
-        torch.testing.assert_close(sum(made).flatten(1), orthogonal(direction.flatten(1)))
-
-
-def test_muon_multiplies_in_the_precision_of_autocast():
-    matrix = torch.randn(8, 20)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = orthogonal(matrix)
-    assert half.dtype == torch.float32
-    assert 1e-4 < (half - orthogonal(matrix)).abs().max() < 0.05
 
 
 @pytest.mark.parametrize(

@@ -131,10 +131,12 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
             padded = F.pad(images, (1, 1, 1, 1), "reflect")
             shifted = [padded[:, :, :32, :32], padded[:, :, 2:, 2:]]
             reference.eval()
-            logits = sum(
-                (reference(view) + reference(view.flip(3))) * weight
-                for view, weight in zip([images, *shifted], [0.25, 0.125, 0.125], strict=True)
-            )
+            logits = reference(images)
+            if epoch == epochs:  # six views, and before then one
+                logits = sum(
+                    (reference(view) + reference(view.flip(3))) * weight
+                    for view, weight in zip([images, *shifted], [0.25, 0.125, 0.125], strict=True)
+                )
         assert log.validations[epoch - 1].correct == (logits.argmax(1) == data.test[1]).sum()
         expected = F.cross_entropy(logits, data.test[1], label_smoothing=0.2).item()
         assert log.validations[epoch - 1].loss == pytest.approx(expected, rel=1e-9)

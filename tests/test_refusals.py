@@ -55,7 +55,6 @@ CASES = {
         {"NPROC": 2},
         "--micro_batches 3 does not divide the 4 workers",
     ),
-    "the same by its old name": ((*DEMO, "--passes", "3"), {"NPROC": 2}, "--micro_batches 3 does not divide"),
     "a missing file": ((*DEMO, "--data", "absent.npz"), {}, "absent.npz: no such file"),
     "an address as folder": (
         (*DEMO, "--data", "http://host/x"),
@@ -68,6 +67,7 @@ CASES = {
     "weights nowhere": ((*DEMO, "--save", "no/such/w.pt"), {}, "--save no/such/w.pt cannot be written: "),
     "weights over a table": ((*DEMO, "--save", "./runs.tsv"), {}, "--save runs.tsv is the name of a table"),
     "weights over a device": ((*DEMO, "--save", "/dev/null"), {}, "--save /dev/null is there and holds no weights"),
+    "weights of too long a name": ((*DEMO, "--save", "x" * 250), {}, "is too long a name: choose a shorter one"),
     "a name too long": ((*DEMO, "--out", "x" * 300), {}, "--out or --save cannot be written: "),
     "a name of two lines": ((*DEMO, "--data", "a\nb"), {}, "--data 'a\\nb' cannot stand in a table"),
     "a name that is no text": ((*DEMO, "--out", "a\udcff"), {}, "--out 'a\\udcff' cannot stand in a table"),

@@ -116,7 +116,7 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
     clock.last["validation"] = 1.0
 
     def make(run, log=logs[1]):
-        for epoch in range(run + 1):
+        for epoch in range(1, run + 2):
             assert [*log.progress("a step", run, epoch)] == [*"a step"]
             log.epoch(clock, Score(95, 100, 1.0))
         log.run(run, clock, Score(1, 3, 1 / 3), Score(95, 100, math.nan if run == 2 else 1.0), network=None)

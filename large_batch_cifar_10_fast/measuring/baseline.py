@@ -32,7 +32,7 @@ def baseline_network(recipe: Recipe, precision: str, world: World) -> nn.Module:
 
 
 def baseline_optimizers(recipe: Recipe, network: nn.Module, world: World) -> list[torch.optim.Optimizer]:
-    """The recipe's own, ours in a slow form; torch's are their own baseline."""
+    """The recipe's own: NesterovSGD in a slow form, torch's and Muon as they are."""
     made = recipe.optimizers(network, world)
     return [BaselineNesterov(o.param_groups) if isinstance(o, NesterovSGD) else o for o in made]
 

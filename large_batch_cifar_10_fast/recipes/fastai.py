@@ -43,7 +43,7 @@ MOMENTA = (0.95, 0.85, 0.95, 0.95)
 
 @dataclass(frozen=True)
 class FastAI:
-    """Of two entries the eight-GPU one; 0 stands for an entry's own figure."""
+    """The eight-GPU entry, or with --entry one_gpu the other; 0 stands for the entry's own figure."""
 
     entry: str = option("eight_gpus", "which of the two entries", choices=tuple(ENTRIES))
     epochs: int = option(0, "epochs of a run: the first so many of the schedule, which is not stretched; 0: 40, or 30")

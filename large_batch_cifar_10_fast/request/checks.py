@@ -17,6 +17,7 @@ from ..training.recipe import Recipe, images_of_an_epoch
 from ..training.world import World
 
 TABLES = ("runs.tsv", "timing_log.tsv")
+LONGEST_NAME = 240  # bytes: files have 255, and while they are written a few more than their names
 
 
 def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
@@ -39,11 +40,8 @@ def check_agreement(settings: Settings, recipe: Recipe, images: Images, finished
     if world.store is None:
         return
     mine = {"recipe": recipe.name, **asdict(recipe), **asdict(settings), "images": images.digest}
-    mine |= {
-        "code": code_digest(),
-        "torch": version("torch"),
-        "finished_runs": ",".join(row["run"] for row in finished),
-    }
+    mine |= {"code": code_digest(), "torch": version("torch")}
+    mine["finished_runs"] = ",".join(row["run"] for row in finished)
     for name in ("data", "out", "save"):  # the same images may lie elsewhere; only the first machine writes
         del mine[name]
     first, *others = map(from_pairs, world.all_gather_words("request", as_pairs(mine)))
@@ -92,8 +90,8 @@ def check_out(settings: Settings) -> None:
         _refuse_unless_writable("--out", out, existing)
         for name in TABLES:
             path = out / name
-            if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-                raise Refusal(f"{path} cannot be written: move it or choose another --out")
+            if path.exists() and not (path.is_file() and os.access(path, os.R_OK | os.W_OK)):
+                raise Refusal(f"{path} cannot be read and written: move it or choose another --out")
         if settings.save:
             _check_save(Path(settings.save), out)
     except OSError as error:  # a name that is too long, say
@@ -110,6 +108,8 @@ def _refuse_unless_writable(option: str, path: Path, folder: Path) -> None:
 def _check_save(save: Path, out: Path) -> None:
     """Weights are written when all runs are made: what they may not replace, and where they cannot go, is seen now."""
     _refuse_unless_writable("--save", save, save.absolute().parent)
+    if len(os.fsencode(save.name)) > LONGEST_NAME:
+        raise Refusal(f"--save {save} is too long a name: choose a shorter one")
     if save.is_dir():
         raise Refusal(f"--save {save} is a folder: name a file")
     if save.resolve() in [(out / name).resolve() for name in TABLES]:

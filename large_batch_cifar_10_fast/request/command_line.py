@@ -110,15 +110,14 @@ def _parser(kind: type) -> _Parser:
 
 
 def _add_option(group, entry, kind: type) -> None:
-    names = [f"--{name}" for name in (entry.name, entry.metadata.get("also")) if name]
     text = entry.metadata["help"].replace("%", "%%")
     if kind is bool:
-        group.add_argument(*names, action="store_true", help=text)
+        group.add_argument(f"--{entry.name}", action="store_true", help=text)
         return
     choices = entry.metadata.get("choices")
     shown = f"{text} (default {'none' if entry.default == '' else entry.default})"
     metavar = None if choices else kind.__name__.upper()
-    group.add_argument(*names, type=kind, choices=choices, help=shown, metavar=metavar)
+    group.add_argument(f"--{entry.name}", type=kind, choices=choices, help=shown, metavar=metavar)
 
 
 def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) -> tuple[Settings, Recipe]:

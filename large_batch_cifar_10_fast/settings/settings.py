@@ -123,9 +123,7 @@ class Settings:
         "fp16 with CUDA; bf16 on a CPU that has it, for runs from ten minutes up; else fp32",
         choices=("fp16", "bf16", "fp32", "fp64"),
     )
-    micro_batches: int = option(
-        1, "forward and backward passes a step is split into: more need less memory", also="passes"
-    )
+    micro_batches: int = option(1, "forward and backward passes a step is split into: more need less memory")
     compile: bool = option(False, "compile the training step (default with CUDA; on a CPU from ten minutes up)")
     no_compile: bool = option(False, "do not compile")
     no_warmup: bool = option(False, "skip the untimed warm-up, so that the first run pays for it")

@@ -65,7 +65,7 @@ class CropAndAlternate(CropAndFlip):
     """Crops as CropAndFlip's; each image is mirrored or not at random in the first epoch, and then every other epoch.
 
     Two epochs in a row so see an image both ways, which chance would give half of them. It goes by the epoch's number:
-    what a recipe leaves out of one comes back as it was seen before.
+    what a recipe leaves out of one epoch comes back as it was seen in the last.
     """
 
     def choose(self, count: int, generator: Generator, of_the_run: Generator, epoch: int) -> tuple[Tensor, Tensor]:

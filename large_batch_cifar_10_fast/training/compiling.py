@@ -13,16 +13,18 @@ from .norm import prepare_norms
 from .recipe import Recipe
 from .world import World
 
-# Of a gradient's length. Rounding in another order was seen to reach 0.44 in a bias of bf16, 0.09 in fp16 and 0.003
-# in fp32; a gradient that is lost, doubled or of the wrong sign is off by 1 and more.
+# How far off a compiled gradient may be, as a share of its length. Rounding in another order was seen to reach 0.44 in
+# a bias of bf16, 0.09 in fp16 and 0.003 in fp32; a gradient that is lost, doubled or of the wrong sign is off by 1 and
+# more.
 TOLERANCE = 0.7
 
 
 def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: int, world: World) -> nn.Module:
     """The network in few passes over memory; or as it is, with a warning, where any process cannot compile it.
 
-    All graphs that training needs are made here. Each is tried on a batch of noise, and its gradients held to
-    the uncompiled network's: a compiler may go wrong without a word (docs/performance.md, "A trap").
+    All graphs that training needs are made here, but for a short last batch's. Each is tried on a batch of noise, and
+    its gradients held to the uncompiled network's: a compiler may go wrong without a word (docs/performance.md, "A
+    trap").
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would remark on a missing GPU
     if "TORCH_LOGS" not in os.environ:  # by which a user asks for more than the one line below
@@ -33,15 +35,15 @@ def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: 
     reset(network, recipe, seed=0)
     torch._dynamo.config.recompile_limit = 64  # graphs, two a kind of step at most; from its 8 on it would not compile
     fused = torch.compile(network, dynamic=False)
-    kinds = [True] * world.is_main + [False] * (micro_batches > 1 or not world.is_main)  # tracking or not
+    trackings = [True] * world.is_main + [False] * (micro_batches > 1 or not world.is_main)
     try:
-        steps = dict.fromkeys(stage.step for stage in recipe.stages)
-        for step, tracking in itertools.product(steps, kinds):
-            enter(network, step)
+        kinds = dict.fromkeys(stage.kind for stage in recipe.stages)
+        for kind, tracking in itertools.product(kinds, trackings):
+            enter(network, kind)
             prepare_norms(network, workers, tracking)
-            batch = noise(recipe.batch_size * workers, step.resolution, weight_dtype(recipe, precision), world)
+            batch = noise(recipe.batch_size * workers, kind.resolution, weight_dtype(recipe, precision), world)
             expected = gradients(network, network, recipe, batch, precision)
-            check_agreement(gradients(network, fused, recipe, batch, precision), expected)
+            check_gradients(gradients(network, fused, recipe, batch, precision), expected)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler may say: training goes on without it
@@ -81,7 +83,7 @@ def gradients(
     return {name: weight.grad for name, weight in network.named_parameters() if weight.requires_grad}
 
 
-def check_agreement(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def check_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Raise ArithmeticError for a gradient too far from the expected one, as a share of the latter's length."""
     for name, gradient in expected.items():
         if not gradient.isfinite().all():

@@ -73,7 +73,7 @@ def training_flop(recipe: Recipe, stage: Stage) -> int:
 def work_of_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
     """Floating-point operations of its forward and backward passes; evaluation is left out."""
     images = recipe.workers * images_of_an_epoch(recipe, total_images, epoch)
-    return images * training_flop(recipe, stage_of(recipe, epoch).step)
+    return images * training_flop(recipe, stage_of(recipe, epoch).kind)
 
 
 def work(recipe: Recipe, total_images: int) -> int:

@@ -60,11 +60,8 @@ class NesterovSGD(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            grad, rates = (
-                [w.grad for w in group["params"]],
-                [group[name] for name in ("lr", "weight_decay", "momentum")],
-            )
-            nesterov_update(group["params"], grad, group["velocities"], *rates)
+            rates = [group[name] for name in ("lr", "weight_decay", "momentum")]
+            nesterov_update(group["params"], [w.grad for w in group["params"]], group["velocities"], *rates)
 
 
 def nesterov_update(w: Tensors, grad: Tensors, v: Tensors, lr: float, weight_decay: float, momentum: float) -> None:

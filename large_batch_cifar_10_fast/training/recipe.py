@@ -42,9 +42,9 @@ class Stage:
     kept: float = 1.0
 
     @property
-    def step(self) -> "Stage":
-        """This stage but for when it begins and how much it keeps: where it is equal, steps do the same, and one graph,
-        compiled before the clock starts, does for them."""
+    def kind(self) -> "Stage":
+        """This stage but for when it begins and how much it keeps: stages of one kind take the same steps, by one
+        graph, compiled before the clock starts."""
         return replace(self, first_epoch=1, kept=1.0)
 
 
@@ -107,8 +107,8 @@ def images_to_warm_up(recipe: Recipe, total_images: int) -> int:
 
 
 def stage_of(recipe: Recipe, epoch: int) -> Stage:
-    """The stage that an epoch belongs to; epochs before the first belong to it, too."""
-    return [stage for stage in recipe.stages if stage.first_epoch <= max(epoch, 1)][-1]
+    """The stage that an epoch belongs to."""
+    return [stage for stage in recipe.stages if stage.first_epoch <= epoch][-1]
 
 
 def widened(logits: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ class Shards:
         return torch.arange(first, len(self.images), len(self.workers), device=self.images.device)
 
     def epoch(self, seed: int, epoch: int, losses: Tensor | None = None) -> "Epoch":
-        """One epoch's steps. `losses` [n] are the images' when last seen; without them those kept are any."""
+        """One epoch's steps. `losses` [n] are the images' when last seen; without them (warm-up, bench) those kept are
+        any."""
         augment, stage = self.recipe.augmentation, stage_of(self.recipe, epoch)
         count = images_of_an_epoch(self.recipe, self.total_images, epoch)
         deals = [deal_epoch(self.rows_of(w), augment, seed, w, epoch) for w in self.workers]

@@ -49,6 +49,6 @@ def say_alive(world: World) -> None:
 
 
 def say_finished(world: World) -> None:
-    """Let the first process know that no run is left to make here: it keeps the store for as long as one is."""
+    """Let the first process know that no run is left to make here: it keeps the store until none is left anywhere."""
     if world.teams > 1:
         world.store.set(f"finished/{world.place}", "")

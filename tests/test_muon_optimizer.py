@@ -1,0 +1,101 @@
+"""Muon, the optimiser, against its formula; and the rates that the recipe gives it."""
+
+import pytest
+import torch
+from torch import nn
+
+from large_batch_cifar_10_fast.recipes.muon import Muon2024
+from large_batch_cifar_10_fast.training.muon import Muon, orthogonal, orthogonal_all
+from large_batch_cifar_10_fast.training.optimizers import follow_schedules
+from large_batch_cifar_10_fast.training.world import World
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU, 1)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 20), (3, 8, 20), (20, 8)])
+def test_orthogonal_keeps_directions_and_levels_their_sizes(shape):
+    random = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u, s, v = torch.linalg.svd(random, full_matrices=False)
+    # Well-conditioned, which a random square one is not.
+    s = torch.linspace(3, 1, s.shape[-1], dtype=torch.float64).expand_as(s)
+    matrix = u * s[..., None, :] @ v
+    made = orthogonal(matrix)
+    levelled = u.mT @ made @ v.mT
+    sizes = levelled.diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(levelled, torch.diag_embed(sizes), rtol=0, atol=1e-9)
+    expected = s / s.square().sum(-1, keepdim=True).sqrt()
+    for _ in range(3):
+        expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
+    torch.testing.assert_close(sizes, expected)
+    assert 0.5 < sizes.min() < sizes.max() < 1.3
+    torch.testing.assert_close(orthogonal(1000 * matrix), made)
+
+
+def test_over_its_200_steps_rates_fall_from_the_published_ones_to_zero():
+    network = Muon2024().network()
+    optimizers = Muon2024().optimizers(network, ALONE)
+    rates = {
+        id(weight): group for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]
+    }
+    filters, bias = network.groups[2][4].weight, network.groups[2][5].bias
+    watched = [rates[id(weight)] for weight in (filters, bias, network.whitening.bias, network.linear.weight)]
+    assert len(rates) == len(list(network.parameters())) - 1, "all but the whitening's filters"
+    for step, expected in {
+        1: (0.24, 0.053, 0.053, 0.67),
+        26: (0.21, 0.046375, 0.053 * 2 / 3, 0.58625),
+        76: (0.15, 0.033125, 0, 0.41875),  # the first of the fourth epoch, from which on it rests
+        101: (0.12, 0.0265, 0, 0.335),
+        200: (0.0012, 0.000265, 0, 0.00335),
+        201: (0, 0, 0, 0),
+    }.items():
+        follow_schedules(optimizers, step / 25)
+        assert [group["lr"] for group in watched] == pytest.approx(expected, abs=1e-12), step
+
+
+def test_muon_moves_filters_as_its_formula_says_each_by_itself():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(6, 4, 3, 3), (5, 2, 3, 3), (6, 4, 3, 3)]
+    weights = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+    resting = nn.Parameter(torch.ones(2, 2, 3, 3))
+    asleep = {"params": [nn.Parameter(torch.ones(2, 2, 3, 3))]}  # a group that rests as a whole
+    optimizer = Muon([{"params": [*weights, resting]}, asleep], momentum=0.6, rescale_every=2, world=ALONE)
+    optimizer.param_groups[0]["lr"] = 0.24
+    expected = [weight.detach().clone() for weight in weights]
+    momenta = [torch.zeros_like(weight) for weight in expected]
+    for step in range(3):
+        for i, weight in enumerate(weights):
+            weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            momenta[i] = 0.6 * momenta[i] + weight.grad
+            direction = (weight.grad + 0.6 * momenta[i]).reshape(len(weight), -1)
+            x = direction / direction.square().sum().sqrt()
+            for _ in range(3):
+                a = x @ x.T
+                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+            if step in (0, 2):
+                expected[i] = expected[i] * len(weight) ** 0.5 / expected[i].square().sum().sqrt()
+            expected[i] = expected[i] - 0.24 * x.view(weight.shape)
+        optimizer.step()
+        for weight, value in zip(weights, expected, strict=True):
+            torch.testing.assert_close(weight.detach(), value, rtol=1e-6, atol=1e-6)
+    assert resting.eq(1).all()
+
+
+def test_each_process_makes_its_own_share_of_the_matrices_orthogonal(monkeypatch):
+    monkeypatch.setattr(World, "all_reduce", lambda self, tensor: tensor)
+    shapes = [(6, 4, 3, 3), (5, 2, 3, 3), (6, 4, 3, 3), (7, 7, 3, 3)]
+    directions = [torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) for shape in shapes]
+    shares = [orthogonal_all(directions, World(rank, 3, CPU, 3)) for rank in range(3)]
+    makers = [[bool(share[i].any()) for share in shares] for i in range(4)]
+    assert [sum(made) for made in makers] == [1, 1, 1, 1], "each matrix by one process"
+    assert makers[3] == [True, False, False], "the largest first"
+    for direction, *made in zip(directions, *shares, strict=True):
+        torch.testing.assert_close(sum(made).flatten(1), orthogonal(direction.flatten(1)))
+
+
+def test_muon_multiplies_in_the_precision_of_autocast():
+    matrix = torch.randn(8, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = orthogonal(matrix)
+    assert half.dtype == torch.float32
+    assert 1e-4 < (half - orthogonal(matrix)).abs().max() < 0.05
