@@ -1,0 +1,115 @@
+"""How much longer training takes with one recipe than with another: steps of both, in turn.
+
+    python -m large_batch_cifar_10_fast.pace RECIPE OTHER [--rounds N] [options of train.py, for both]
+
+A round takes a step of each kind that a run has (of each resolution, say), of both recipes, so that a drift of the
+machine's speed falls on both, and scales it to the images of a whole run. They are noise. One process; without CUDA a
+step is of one worker's batch, unless WORKERS says otherwise. As in long runs, half precision where the device has it,
+and compiled, unless told otherwise.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from .images.sources import random_images
+from .measuring.figures import timed
+from .request.advice import precision_on
+from .request.checks import check_images, check_processes
+from .request.command_line import RECIPES, read_request
+from .results.clock import Clock
+from .settings.settings import Refusal, Settings, has_option, refusals_end
+from .train import make_learner, prepare, take_step
+from .training.meeting import join_world, launched_world_size
+from .training.networks import enter, reset, work
+from .training.optimizers import follow_schedules
+from .training.recipe import Recipe, Stage, images_of_an_epoch, images_to_warm_up, stage_of
+from .training.tally import Tally
+from .training.world import World
+
+TRAINING_IMAGES = 50_000
+
+
+def images_by_kind(recipe: Recipe) -> Counter[Stage]:
+    """How many images of a run each kind of step takes, of all workers."""
+    counts: Counter[Stage] = Counter()
+    for epoch in range(1, recipe.epochs + 1):
+        counts[stage_of(recipe, epoch).kind] += recipe.workers * images_of_an_epoch(recipe, TRAINING_IMAGES, epoch)
+    return counts
+
+
+def entrant(settings: Settings, recipe: Recipe, images: Mapping[Stage, int], world: World) -> Callable[[], float]:
+    """What takes a step of each kind, and returns the seconds that a run of so many images would take."""
+    learner = make_learner(settings, recipe, world)
+    noise = random_images(images_to_warm_up(recipe, TRAINING_IMAGES), 1)
+    shards = prepare(noise, learner, Clock(world.synchronize)).train
+    batches = {stage.kind: next(iter(shards.epoch(seed=0, epoch=stage.first_epoch))) for stage in recipe.stages}
+    optimizers = recipe.optimizers(learner.network, world)
+    follow_schedules(optimizers, epoch=1)
+
+    def seconds_of_a_run() -> float:
+        reset(learner.network, recipe, seed=0)  # what rested in the last kind is awake again
+        total = 0.0
+        for kind, batch in batches.items():
+            enter(learner.network, kind)
+            timed(world, took := [], lambda b=batch: take_step(learner, optimizers, b, Tally(world)))
+            total += took[0] / sum(len(labels) for _, labels in batch) * images[kind]
+        return total
+
+    return seconds_of_a_run
+
+
+def pace(asked: list[tuple[Settings, Recipe]], measured: list[Recipe], rounds: int) -> str:
+    """`asked` are the runs, `measured` the same recipes with as many workers as a step is taken of."""
+    with join_world(1) as world:
+        entrants, names = [], [recipe.name for _, recipe in asked]
+        for (settings, recipe), small in zip(asked, measured, strict=True):
+            check_processes(settings, small, 1)
+            check_images(small, TRAINING_IMAGES)
+            precision = precision_on(world, settings, long_run=True)
+            settings = replace(settings, precision=precision, compile=not settings.no_compile, data="noise")
+            place = replace(world, total_workers=small.workers)
+            entrants.append(entrant(settings, small, images_by_kind(recipe), place))
+        seconds = [[run() for run in entrants] for _ in range(rounds + 1)][1:]  # what came before was the warm-up
+        ratios = [other / one for one, other in seconds]
+        lines = [f"{world.device}, {precision}, {torch.get_num_threads()} threads, torch {torch.__version__}"]
+        for name, (_, recipe), took in zip(names, asked, zip(*seconds, strict=True), strict=True):
+            pflop = work(recipe, TRAINING_IMAGES) / 1e15
+            lines.append(f"{name}: {pflop:.4f} PFLOP, training {statistics.median(took):.1f} s{spread(took, '.1f')}")
+        times = f"{names[1]} takes {statistics.median(ratios):.2f} times as long as {names[0]}{spread(ratios, '.2f')}"
+        return "\n".join([*lines, times])
+
+
+def spread(values: list[float], form: str) -> str:
+    return f", median of {len(values)} ({min(values):{form}} to {max(values):{form}})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.pace", description=__doc__)
+    parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
+    parser.add_argument("recipes", nargs=2, choices=RECIPES, metavar="RECIPE", help=", ".join(RECIPES))
+    parser.add_argument("--rounds", type=int, default=7, help="rounds that are measured (default 7)")
+    options, others = parser.parse_known_args(sys.argv[1:])
+    with refusals_end("pace"):
+        if options.rounds < 1:
+            raise Refusal(f"--rounds {options.rounds} must be at least 1")
+        if launched_world_size() > 1:
+            raise Refusal("pace is of one process: start it without torchrun")
+        asked = [read_request(["--recipe", name, *others], os.environ) for name in options.recipes]
+        measured = [recipe for _, recipe in asked]
+        if not os.environ.get("WORKERS") and not torch.cuda.is_available():
+            alone = {**os.environ, "WORKERS": "1"}
+            for i, recipe in enumerate(measured):
+                if has_option(recipe, "workers"):
+                    _, measured[i] = read_request(["--recipe", recipe.name, *others], alone)
+        print(pace(asked, measured, options.rounds))
+
+
+if __name__ == "__main__":
+    main()
