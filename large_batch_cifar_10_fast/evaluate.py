@@ -60,7 +60,8 @@ def evaluate_weights(path: Path, settings: Settings, recipe: Recipe) -> None:
     check_processes(settings, recipe, launched_world_size())
     images = load_images(settings.data)
     with join_world(recipe.workers) as world:
-        learner = make_learner(replace(settings, precision=precision_on(world, settings), compile=False), recipe, world)
+        precision = precision_on(world, settings, recipe, len(images.train_images))
+        learner = make_learner(replace(settings, precision=precision, compile=False), recipe, world)
         load_weights(learner.network, path)
         test_images, labels = upload_test(*images.test, world)
         test = normalise(test_images, weight_dtype(recipe, learner.settings.precision)), labels

@@ -18,20 +18,22 @@ from dataclasses import replace
 
 import torch
 
+from . import __version__
 from .images.sources import random_images
 from .measuring.figures import timed
 from .request.advice import precision_on
 from .request.checks import check_images, check_processes
 from .request.command_line import RECIPES, read_request
+from .results import lines
 from .results.clock import Clock
+from .results.provenance import code_digest, commit, utc_now
 from .settings.settings import Refusal, Settings, has_option, refusals_end
-from .train import make_learner, prepare, take_step
+from .train import Learner, make_learner, prepare, take_step
 from .training.meeting import join_world, launched_world_size
 from .training.networks import enter, reset, work
 from .training.optimizers import follow_schedules
 from .training.recipe import Recipe, Stage, images_of_an_epoch, images_to_warm_up, stage_of
 from .training.tally import Tally
-from .training.world import World
 
 TRAINING_IMAGES = 50_000
 
@@ -44,9 +46,9 @@ def images_by_kind(recipe: Recipe) -> Counter[Stage]:
     return counts
 
 
-def entrant(settings: Settings, recipe: Recipe, images: Mapping[Stage, int], world: World) -> Callable[[], float]:
-    """What takes a step of each kind, and returns the seconds that a run of so many images would take."""
-    learner = make_learner(settings, recipe, world)
+def steps_of_each_kind(learner: Learner, images: Mapping[Stage, int]) -> Callable[[], float]:
+    """What takes them, and returns the seconds that a run of so many images would take."""
+    recipe, world = learner.recipe, learner.world
     noise = random_images(images_to_warm_up(recipe, TRAINING_IMAGES), 1)
     shards = prepare(noise, learner, Clock(world.synchronize)).train
     batches = {stage.kind: next(iter(shards.epoch(seed=0, epoch=stage.first_epoch))) for stage in recipe.stages}
@@ -68,22 +70,27 @@ def entrant(settings: Settings, recipe: Recipe, images: Mapping[Stage, int], wor
 def pace(asked: list[tuple[Settings, Recipe]], measured: list[Recipe], rounds: int) -> str:
     """`asked` are the runs, `measured` the same recipes with as many workers as a step is taken of."""
     with join_world(1) as world:
-        entrants, names = [], [recipe.name for _, recipe in asked]
+        learners = []
         for (settings, recipe), small in zip(asked, measured, strict=True):
             check_processes(settings, small, 1)
             check_images(small, TRAINING_IMAGES)
-            precision = precision_on(world, settings, long_run=True)
+            precision = precision_on(world, settings, recipe, TRAINING_IMAGES)
             settings = replace(settings, precision=precision, compile=not settings.no_compile, data="noise")
-            place = replace(world, total_workers=small.workers)
-            entrants.append(entrant(settings, small, images_by_kind(recipe), place))
-        seconds = [[run() for run in entrants] for _ in range(rounds + 1)][1:]  # what came before was the warm-up
-        ratios = [other / one for one, other in seconds]
-        lines = [f"{world.device}, {precision}, {torch.get_num_threads()} threads, torch {torch.__version__}"]
-        for name, (_, recipe), took in zip(names, asked, zip(*seconds, strict=True), strict=True):
-            pflop = work(recipe, TRAINING_IMAGES) / 1e15
-            lines.append(f"{name}: {pflop:.4f} PFLOP, training {statistics.median(took):.1f} s{spread(took, '.1f')}")
-        times = f"{names[1]} takes {statistics.median(ratios):.2f} times as long as {names[0]}{spread(ratios, '.2f')}"
-        return "\n".join([*lines, times])
+            learners.append(make_learner(settings, small, replace(world, total_workers=small.workers)))
+        runs = [
+            steps_of_each_kind(made, images_by_kind(recipe)) for made, (_, recipe) in zip(learners, asked, strict=True)
+        ]
+        seconds = [[run() for run in runs] for _ in range(rounds + 1)][1:]  # what came before was the warm-up
+        head = lines.HEAD.write(version=__version__, commit=commit(), code=code_digest(), started=utc_now())
+        told = [head, f"# {world.device}, {torch.get_num_threads()} threads, torch {torch.__version__}"]
+        for made, (_, recipe), took in zip(learners, asked, zip(*seconds, strict=True), strict=True):
+            step = f"steps of {made.recipe.workers} x {made.recipe.batch_size} images, {made.settings.precision}"
+            how = "compiled" if made.forward is not made.network else "not compiled"
+            run = f"{work(recipe, TRAINING_IMAGES) / 1e15:.4f} PFLOP, {statistics.median(took):.1f} s of training"
+            told.append(f"{recipe.name}: {step}, {how}; a run has {run}{spread(took, '.1f')}")
+        ratios, names = [other / one for one, other in seconds], [recipe.name for _, recipe in asked]
+        times = f"{statistics.median(ratios):.2f} times as long as {names[0]}{spread(ratios, '.2f')}"
+        return "\n".join([*told, f"{names[1]} takes {times}"])
 
 
 def spread(values: list[float], form: str) -> str:

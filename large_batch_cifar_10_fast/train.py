@@ -39,7 +39,7 @@ def main(settings: Settings, recipe: Recipe) -> None:
 
 
 def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
-    """All runs of a launch: what they share is made once, and not timed where it comes before the clock."""
+    """All runs of a launch: what they share is made once; what comes before `clock` is not timed."""
     images = load_images(settings.data)
     settings = settle(settings, recipe, world, len(images.train_images))
     finished = finished_rows(settings)
@@ -138,7 +138,7 @@ def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list
 
 @torch.no_grad()
 def evaluate(learner: Learner, test: Batch, at_end: bool = True) -> Score:
-    """All test images once, shared by the processes, each in the recipe's views of it."""
+    """All test images once, shared by the processes, each in the views that the recipe takes at the end, or before."""
     network, recipe, world = learner.network, learner.recipe, learner.world
     network.eval()
     world.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))

@@ -174,7 +174,7 @@ def test_filters_begin_as_the_identity_and_the_head_with_deviation_one():
         (["--pixels", "24, 32"], {}, "--pixels 24, 32 is no list of whole numbers"),
         (["--kept", "1\n,1"], {}, "--kept 1.n,1 is no list of numbers"),
         (["--momentum", "0"], {}, "--momentum 0.0 must be greater than 0"),
-        (["--batch_size", "1"], {}, "leaves a norm without a variance: use a larger --batch_size"),
+        (["--batch_size", "1"], {}, "is too small for its norms: use a larger --batch_size"),
         (["--views", "three"], {}, "invalid choice: 'three'"),
     ],
 )

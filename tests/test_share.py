@@ -156,22 +156,44 @@ def test_shares_of_other_images_code_or_settings_are_refused(tables, tmp_path, c
 
 def test_whether_to_compile_is_decided_for_all_shares_alike(monkeypatch):
     """A share that alone would not take ten minutes."""
-    monkeypatch.setattr(request_advice, "hours_on_cpu", lambda recipe, images: 0.1)
+    monkeypatch.setattr(request_advice, "work", lambda recipe, images: 250 * request_advice.CORE)
+    monkeypatch.setattr(request_advice, "count_cores", lambda: 1)
     world = World(0, 1, torch.device("cpu"), 8)
     settled = [request_advice.settle(Settings(runs=3, share=share), Apple2019(), world, 50_000) for share in SHARES]
     assert [settings.compile for settings in settled] == [True, True, True]
 
 
 @pytest.mark.parametrize(
-    ("hours", "bf16", "asked", "precision"),
-    [(0.2, True, "", "bf16"), (0.2, True, "fp32", "fp32"), (0.2, False, "", "fp32"), (0.1, True, "", "fp32")],
+    ("seconds", "bf16", "asked", "precision", "hours"),
+    [
+        (700, True, "", "bf16", 3.5),
+        (700, True, "fp32", "fp32", 7),
+        (700, False, "", "fp32", 7),
+        (700, False, "bf16", "bf16", 7),
+        (500, True, "", "fp32", 5),
+    ],
 )
-def test_half_precision_is_for_long_runs_on_a_cpu_that_has_it(hours, bf16, asked, precision, monkeypatch):
-    """However many runs there are: the seed alone is to decide a run."""
-    monkeypatch.setattr(request_advice, "hours_on_cpu", lambda recipe, images: hours)
+def test_half_precision_is_for_long_runs_on_a_cpu_that_has_it(
+    seconds, bf16, asked, precision, hours, monkeypatch, capsys
+):
+    """However many runs and cores there are: the seed is to decide a run."""
+    monkeypatch.setattr(request_advice, "work", lambda recipe, images: seconds * request_advice.CORE)
     monkeypatch.setattr(request_advice, "computes_bf16", lambda: bf16)
     world = World(0, 1, torch.device("cpu"), 8)
-    assert request_advice.settle(Settings(runs=9, precision=asked), Apple2019(), world, 50_000).precision == precision
+    for cores in (1, 8):
+        monkeypatch.setattr(request_advice, "count_cores", lambda cores=cores: cores)
+        settings = Settings(runs=36, precision=asked)
+        assert request_advice.settle(settings, Apple2019(), world, 50_000).precision == precision
+        assert f"this takes about {hours / cores:.1f} hours" in capsys.readouterr().err
+
+
+def test_half_precision_is_for_all_processes_or_none(monkeypatch):
+    """Machines with other CPUs are not to refuse one another."""
+    monkeypatch.setattr(request_advice, "computes_bf16", lambda: True)
+    world, settings = World(0, 1, torch.device("cpu"), 8), Settings()
+    assert request_advice.precision_on(world, settings, Apple2019(), 50_000) == "bf16"
+    monkeypatch.setattr(World, "all_gather_words", lambda world, subject, word: [word, "False"])
+    assert request_advice.precision_on(world, settings, Apple2019(), 50_000) == "fp32"
 
 
 @pytest.mark.slow

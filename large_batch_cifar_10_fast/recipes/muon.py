@@ -93,7 +93,7 @@ class MuonRecipe:
             raise Refusal(f"{spelled(self, 'workers')} does not divide {STEP_IMAGES} images: choose --batch_size")
         object.__setattr__(self, "batch_size", self.batch_size or STEP_IMAGES // self.workers)
         if self.batch_size == 1:
-            raise Refusal("a worker's batch of one image leaves a norm without a variance: use a larger --batch_size")
+            raise Refusal("a worker's batch of one image is too small for its norms: use a larger --batch_size")
         if not all(9 <= pixels <= 32 for pixels in self._listed("pixels", int)):
             raise Refusal(f"{spelled(self, 'pixels')}: sizes must lie in 9 to 32, or three poolings leave nothing")
         if not all(0 < share <= 1 for share in self._listed("kept", float)):
@@ -101,7 +101,7 @@ class MuonRecipe:
 
     def _listed(self, name: str, kind: type) -> list:
         try:
-            if re.search(r"\s", text := getattr(self, name)):  # at which a line of options ends
+            if re.search(r"\s", text := getattr(self, name)):  # options in a log are told apart by spaces
                 raise ValueError
             return [kind(figure) for figure in text.split(",")]
         except ValueError:

@@ -6,11 +6,10 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from .. import __version__
 from ..settings.settings import SYNTHETIC, Refusal, Settings, most_restarts, restarts
 from ..training.networks import work, work_of_epoch
 from ..training.recipe import Recipe
+from ..training.shards import Batch, Epoch
 from ..training.tally import Score
 from ..training.teams import answer_teams, say_alive, say_finished, tell_first
 from ..training.world import World, warn
@@ -29,8 +29,6 @@ from .journal import Journal, write_timing_log, written_whole
 from .provenance import code_digest, commit, device_name, driver_and_clocks, peak_memory, software, utc_now
 from .resuming import campaign_of_this_launch, refuse_other
 from .tables import CONDITIONS, GOAL, Row, diverged, reached_goal
-
-Item = TypeVar("Item")
 
 SIGNS = 0.5  # seconds at least between two signs of life
 
@@ -100,7 +98,7 @@ class RunLog:
         self._train_images, a_run = train_images, work(self.recipe, train_images)
         parts = {"total": a_run * len(self.settings.planned), "initial": a_run * len(self.rows)}
         # Time left goes by work, as steps of different stages take different times, and by the mean of all so far.
-        how = {"unit": "FLOP", "unit_scale": True, "smoothing": 0}
+        how = {"unit": "FLOP", "unit_scale": True, "smoothing": 0, "miniters": 1}
         self._bar = tqdm(**parts, **how, file=sys.stderr, disable=hidden)
         self.facts["compile"] = compiled
         if self.world.on_gpu:
@@ -126,12 +124,12 @@ class RunLog:
         for run in sorted(self.rows):
             self._print_run(self.rows[run])
 
-    def progress(self, steps: Collection[Item], run: int, epoch: int) -> Iterator[Item]:
+    def progress(self, steps: Epoch, run: int, epoch: int) -> Iterator[list[Batch]]:
         """The same steps, shown going by."""
         rows = [*self.rows.values()]
         reached = f"{sum(map(reached_goal, rows))} of {len(rows)} runs over 94%"
         self._bar.set_description(f"run {run + 1} epoch {epoch}, {reached}", refresh=False)
-        flop = work_of_epoch(self.recipe, self._train_images, epoch) / len(steps)
+        flop = work_of_epoch(self.recipe, self._train_images, epoch) // len(steps)
         for step in steps:
             yield step
             self._bar.update(flop)

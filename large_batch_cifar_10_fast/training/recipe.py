@@ -101,7 +101,7 @@ def images_of_an_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
 
 
 def images_to_warm_up(recipe: Recipe, total_images: int) -> int:
-    """How many, of all workers, make a step of every stage, however little it keeps, and of every size of batch."""
+    """How many, of all workers, make a step of every kind, however little a stage keeps, and of every size of batch."""
     last = images_of_an_epoch(recipe, total_images, epoch=1) % recipe.batch_size or recipe.batch_size
     return recipe.workers * (recipe.batch_size * math.ceil(1 / min(stage.kept for stage in recipe.stages)) + last)
 
