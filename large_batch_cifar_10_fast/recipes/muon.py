@@ -1,8 +1,8 @@
 """Muon, 2024 to 2026: the least work to 94%; a small network whose filters move by orthogonal steps (docs/modern.md).
 
 2000 images a step, one worker's or shared out over several; 9 epochs, rates falling from the first step to the last;
-cross-entropy smoothed and summed; crop, alternating flip; five epochs at 24 pixels, four at 32; the last three without
-the easiest third of the images; six views at test time.
+cross-entropy smoothed and summed; crop, alternating flip; four epochs at 24 pixels, five at 32, the last four of them
+without the easiest third of the images; six views at test time.
 """
 
 import math
@@ -51,9 +51,9 @@ class MuonRecipe:
     epochs: int = option(9, "epochs of a run, over which the rates fall")
     batch_size: int = option(0, f"images a worker takes each step; 0: {STEP_IMAGES} shared out over the workers")
     width: int = option(64, "channels of the first group of convolutions; the others have four times as many")
-    pixels: str = option("24,24,24,24,24,32,32,32,32", "sizes of the images, one after the other over the epochs")
+    pixels: str = option("24,24,24,24,32,32,32,32,32", "sizes of the images, one after the other over the epochs")
     kept: str = option(
-        "1,1,1,1,1,1,0.68,0.68,0.68",
+        "1,1,1,1,1,0.68,0.68,0.68,0.68",
         "shares of the images, likewise: an epoch trains on those last seen with the highest loss",
     )
     filter_rate: float = option(0.24, "Muon's rate at first, of the filters")
