@@ -22,7 +22,7 @@ def test_a_runs_images_are_those_of_all_workers_and_epochs_by_kind_of_step():
 
 
 def test_rounds_are_of_both_in_turn_and_scaled_to_whole_runs(monkeypatch, capsys):
-    """By a clock of ours. Of muon's three epochs the first is at 24 pixels, and the others are of 0.68 of the images."""
+    """By a clock of ours. Of muon's three epochs one is at 24 pixels, and the others are of 0.68 of the images."""
     taken, seconds = [], iter([9, 9, 9, 1, 2, 3, 1.5, 2, 3, 2, 2, 3])
 
     def take_step(learner, optimizers, micro_batches, tally):
