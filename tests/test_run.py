@@ -142,7 +142,7 @@ def test_a_diverged_run_is_a_result_with_a_warning(tiny_npz, tmp_path, capsys):
 
 
 def test_a_diverged_run_never_reached_the_goal(tiny_npz, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train, "evaluate", lambda *_: Score(95, 100, math.nan))
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Score(95, 100, math.nan))
     train_here("--demo", *TINY, "--data", tiny_npz, "--out", tmp_path)
     assert capsys.readouterr().out.splitlines()[-1] == "0 runs reached 0.94 out of 1"
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]

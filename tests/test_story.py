@@ -32,9 +32,9 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
     now, scores = [0.0], iter([90, 95, 93, 96] * 2)
 
     def taking(seconds, work):
-        def slower(*arguments):
+        def slower(*arguments, **named):
             now[0] += seconds
-            return work(*arguments)
+            return work(*arguments, **named)
 
         return slower
 
@@ -43,7 +43,7 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
     monkeypatch.setattr(train, "normalise", taking(0.25, train.normalise))
     monkeypatch.setattr(train, "frozen_weights", taking(0.125, train.frozen_weights))
     monkeypatch.setattr(train, "take_step", taking(1, train.take_step))
-    monkeypatch.setattr(train, "evaluate", taking(1000, lambda *_: Score(next(scores), 100, 1.0)))
+    monkeypatch.setattr(train, "evaluate", taking(1000, lambda *_, **__: Score(next(scores), 100, 1.0)))
     train_here("--demo", *TINY, "--epochs", 4, "--runs", 2, "--data", tiny_npz, "--out", tmp_path)
     steps = 643 // 8 // 16
     rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
