@@ -39,7 +39,8 @@ def precision_on(world: World, settings: Settings, recipe: Recipe, train_images:
 
 def computes_bf16() -> bool:
     """Whether this is an x86 CPU with instructions for bfloat16, which without them is slower than float32."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: another torch may lack them
+    return any(getattr(torch.cpu, name, bool)() for name in asked)
 
 
 def count_cores() -> int:
