@@ -196,6 +196,12 @@ def test_half_precision_is_for_all_processes_or_none(monkeypatch):
     assert request_advice.precision_on(world, settings, Apple2019(), 50_000) == "fp32"
 
 
+def test_a_torch_that_cannot_tell_computes_in_float32(monkeypatch):
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.delattr(torch.cpu, name, raising=False)
+    assert not request_advice.computes_bf16()
+
+
 @pytest.mark.slow
 def test_a_table_from_before_there_were_shares_is_a_whole_campaign_and_not_written_to(tables, tmp_path):
     table = pd.read_csv(tables["whole"], sep="\t", dtype=str, keep_default_na=False)
