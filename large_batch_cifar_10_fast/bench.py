@@ -28,11 +28,11 @@ from .measuring.launches import measure_launches
 from .measuring.roofline import matrix_rate, seconds_since_start
 from .request.advice import count_cores, settle
 from .request.checks import check_images, check_processes
-from .request.command_line import read_request
+from .request.command_line import read_request, read_to_measure
 from .results.clock import Clock
 from .results.pictures import refuse_picture
 from .results.provenance import peak_memory
-from .settings.settings import Refusal, Settings, has_option, refusals_end
+from .settings.settings import Refusal, Settings, refusals_end
 from .train import Data, Learner, evaluate, make_learner, prepare, take_step, warm_up
 from .training.meeting import join_world, launched_world_size
 from .training.networks import DTYPES, autocast, enter, reset, training_flop, weight_dtype, work
@@ -242,15 +242,14 @@ def main() -> None:
             raise Refusal("--ladder_steps and --picture belong to --ladder: add it, or leave them out")
         if options.picture:
             refuse_picture("--picture", Path(options.picture))
-        settings, recipe = read_request([*(["--recipe", "page"] * options.ladder), *others], os.environ)
         if options.ladder:
+            settings, recipe = read_request(["--recipe", "page", *others], os.environ)
             seconds = climb(settings, recipe, options.ladder_steps, repeats)
             if options.picture:
                 draw_ladder(seconds, Path(options.picture))
             print(json.dumps(seconds, indent=2) if options.json else as_table(seconds))
             return
-        if has_option(recipe, "workers") and not os.environ.get("WORKERS") and not torch.cuda.is_available():
-            settings, recipe = read_request(others, {**os.environ, "WORKERS": str(launched_world_size())})
+        settings, recipe = read_to_measure(others, os.environ, launched_world_size())
         figures = bench(settings, recipe, options.baseline_precision, repeats, start_up)
     if figures:
         print(json.dumps(figures, indent=2) if options.json else as_text(figures))

@@ -23,11 +23,11 @@ from .images.sources import random_images
 from .measuring.figures import timed
 from .request.advice import precision_on
 from .request.checks import check_images, check_processes
-from .request.command_line import RECIPES, read_request
+from .request.command_line import RECIPES, read_request, read_to_measure
 from .results import lines
 from .results.clock import Clock
 from .results.provenance import code_digest, commit, utc_now
-from .settings.settings import Refusal, Settings, has_option, refusals_end
+from .settings.settings import Refusal, Settings, refusals_end
 from .train import Learner, make_learner, prepare, take_step
 from .training.meeting import join_world, launched_world_size
 from .training.networks import enter, reset, work
@@ -109,12 +109,7 @@ def main() -> None:
         if launched_world_size() > 1:
             raise Refusal("pace is of one process: start it without torchrun")
         asked = [read_request(["--recipe", name, *others], os.environ) for name in options.recipes]
-        measured = [recipe for _, recipe in asked]
-        if not os.environ.get("WORKERS") and not torch.cuda.is_available():
-            alone = {**os.environ, "WORKERS": "1"}
-            for i, recipe in enumerate(measured):
-                if has_option(recipe, "workers"):
-                    _, measured[i] = read_request(["--recipe", recipe.name, *others], alone)
+        measured = [read_to_measure(["--recipe", name, *others], os.environ, 1)[1] for name in options.recipes]
         print(pace(asked, measured, options.rounds))
 
 

@@ -11,20 +11,8 @@ from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results import run_log
 from large_batch_cifar_10_fast.training.networks import work, work_of_epoch
 
-MUON = [
-    "--recipe",
-    "muon",
-    "--width",
-    "2",
-    "--batch_size",
-    "100",
-    "--epochs",
-    "2",
-    "--pixels",
-    "9,32",
-    "--kept",
-    "1,0.5",
-]
+MUON = ["--recipe", "muon", "--width", "2", "--batch_size", "100", "--epochs", "2", "--pixels", "9,32"]
+MUON += ["--kept", "1,0.5"]
 MUON += ["--precision", "fp32", "--no_compile", "--no_warmup", "--views", "one"]
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import get_type_hints
 
+import torch
+
 from .. import __version__
 from ..recipes.apple2019 import DEMO, Apple2019
 from ..recipes.basenet import Basenet
@@ -44,6 +46,17 @@ def read_request(arguments: Sequence[str], environment: Mapping[str, str]) -> tu
     settings, recipe = _made_of(Settings, asked), _made_of(kind, asked)
     is_known = settings.resume and not is_told_later(settings)
     return _resumed(settings, name, asked) if is_known else (settings, recipe)
+
+
+def read_to_measure(
+    arguments: Sequence[str], environment: Mapping[str, str], processes: int
+) -> tuple[Settings, Recipe]:
+    """The same, for steps that are measured: without CUDA they are of a worker a process, unless WORKERS says otherwise
+    or the recipe has its own number, or one would last half a minute."""
+    settings, recipe = read_request(arguments, environment)
+    if has_option(recipe, "workers") and not environment.get("WORKERS") and not torch.cuda.is_available():
+        return read_request(arguments, {**environment, "WORKERS": str(processes)})
+    return settings, recipe
 
 
 def _made_of(kind: type, values: Mapping[str, object]):
