@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.images.sources import random_images
-from large_batch_cifar_10_fast.recipes.muon import ConvolutionToPool, Muon2024, MuonRecipe
+from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.tables import COLUMNS
@@ -84,17 +84,6 @@ def test_work_is_what_torch_counts_over_a_run_that_is_made(monkeypatch):
     counted = {str(name): flop for name, flop in counter.get_flop_counts()["Global"].items()}
     assert counted.pop("aten.bmm") > 0, "Muon's products are no images'"
     assert sum(counted.values()) == work(recipe, 643)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("side", [7, 8, 31])
-def test_what_pooling_drops_is_left_out_and_nothing_of_the_result(side, compiled, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
-    ours = ConvolutionToPool(3, 4, 3, padding=1, bias=False).double()
-    x = torch.randn(2, 3, side, side, dtype=torch.float64)
-    whole = nn.functional.conv2d(x, ours.weight, padding=1)
-    assert ours(x).shape[-1] == side // 2 * 2
-    torch.testing.assert_close(nn.functional.max_pool2d(ours(x), 2), nn.functional.max_pool2d(whole, 2))
 
 
 def test_stages_begin_where_the_resolution_changes_or_the_bias_comes_to_rest():

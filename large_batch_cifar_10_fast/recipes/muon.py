@@ -27,10 +27,11 @@ from ..settings.settings import (
 )
 from ..training.augmentation import CropAndAlternate, Shaded, draw_independently
 from ..training.averaging import PulledToAverage
+from ..training.convolutions import Convolution, ConvolutionToPool
 from ..training.muon import Muon
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import PiecewiseLinear
-from ..training.pooling import HalvingPool, compiled_for_cpu
+from ..training.pooling import HalvingPool
 from ..training.recipe import Augmentation, Prediction, Stage, cross_entropy
 from ..training.views import ONE_VIEW, SIX_VIEWS, SIX_WHERE_UNSURE, TWO_VIEWS
 from ..training.whitening import whitening_filters
@@ -205,24 +206,9 @@ def group(channels_in: int, channels_out: int, norm: partial, activation: type[n
         begun_as_identity(ConvolutionToPool, channels_in, channels_out),
         HalvingPool(),
         *(norm(channels_out), activation()),
-        begun_as_identity(nn.Conv2d, channels_out, channels_out),
+        begun_as_identity(Convolution, channels_out, channels_out),
         *(norm(channels_out), activation()),
     )
-
-
-class ConvolutionToPool(nn.Conv2d):
-    """Where a side is odd, pooling drops the last row and column: they are left out, with up to 15% of a step's work,
-    and nothing of the result."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] % 2 == 0:
-            return super().forward(x)
-        if compiled_for_cpu(x):  # which would compute what is padded under a mask, slowly
-            x = torch.cat([torch.zeros_like(x[..., :1]), x], 3)
-            x = torch.cat([torch.zeros_like(x[..., :1, :]), x], 2)
-        else:
-            x = nn.functional.pad(x, (1, 0, 1, 0))
-        return nn.functional.conv2d(x, self.weight)
 
 
 def begun_as_identity(kind: type[nn.Conv2d], channels_in: int, channels_out: int) -> nn.Conv2d:
