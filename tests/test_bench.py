@@ -74,18 +74,26 @@ def test_the_bench_counts_the_steps_that_each_epoch_keeps(monkeypatch, capsys):
     assert told["work of a run, PFLOP"] == work(read_request(options, {})[1], 50_000) / 1e15
 
 
-@pytest.mark.parametrize("variables", [{}, {"WORKERS": ""}])
-def test_without_a_gpu_the_bench_takes_a_worker_a_process_of_the_recipes_step(variables, monkeypatch):
+@pytest.mark.parametrize(
+    ("variables", "gpu", "shape"),
+    [
+        ({}, False, (2, 1000)),
+        ({"WORKERS": ""}, False, (2, 1000)),
+        ({"WORKERS": "4"}, False, (4, 500)),
+        ({}, True, (1, 2000)),
+    ],
+)
+def test_without_a_gpu_the_bench_takes_a_worker_a_process_unless_told_how_many(variables, gpu, shape, monkeypatch):
     measured = []
     monkeypatch.setattr(sys, "argv", ["bench", "--recipe", "muon"])
     monkeypatch.setattr(bench, "launched_world_size", lambda: 2)
     monkeypatch.setattr(bench, "bench", lambda settings, recipe, *_: measured.append(recipe))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.delenv("WORKERS", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     bench.main()
-    assert [(recipe.workers, recipe.batch_size) for recipe in measured] == [(2, 1000)]
+    assert [(recipe.workers, recipe.batch_size) for recipe in measured] == [shape]
 
 
 def test_the_ratio_is_of_pairs_and_above_one_where_ours_is_faster():
