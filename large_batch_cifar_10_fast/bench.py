@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 
 from .images.sources import Images, random_images
 from .measuring.baseline import baseline_network, baseline_optimizers
-from .measuring.figures import Figures, as_text, ratio, summary, timed
+from .measuring.figures import Figures, as_text, ratio, seconds_since_start, summary, timed
 from .measuring.ladder import Seconds, as_table, draw_ladder, rungs, seconds_of_rungs
 from .measuring.launches import measure_launches
-from .measuring.roofline import matrix_rate, seconds_since_start
 from .request.advice import count_cores, settle
 from .request.checks import check_images, check_processes
 from .request.command_line import read_request, read_to_measure
@@ -38,6 +37,7 @@ from .training.meeting import join_world, launched_world_size
 from .training.networks import DTYPES, autocast, enter, reset, training_flop, weight_dtype, work
 from .training.norm import prepare_norms
 from .training.optimizers import follow_schedules, step_all
+from .training.process import matrix_rate
 from .training.recipe import Recipe, Stage, reduced, stage_of
 from .training.shards import Batch
 from .training.tally import Tally

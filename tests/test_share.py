@@ -178,7 +178,7 @@ def test_half_precision_is_for_long_runs_on_a_cpu_that_has_it(
 ):
     """However many runs and cores there are: the seed is to decide a run."""
     monkeypatch.setattr(request_advice, "work", lambda recipe, images: seconds * request_advice.CORE)
-    monkeypatch.setattr(request_advice, "computes_bf16", lambda: bf16)
+    monkeypatch.setattr(request_advice, "gains_by_bf16", lambda: bf16)
     world = World(0, 1, torch.device("cpu"), 8)
     for cores in (1, 8):
         monkeypatch.setattr(request_advice, "count_cores", lambda cores=cores: cores)
@@ -189,7 +189,7 @@ def test_half_precision_is_for_long_runs_on_a_cpu_that_has_it(
 
 def test_half_precision_is_for_all_processes_or_none(monkeypatch):
     """Machines with other CPUs are not to refuse one another."""
-    monkeypatch.setattr(request_advice, "computes_bf16", lambda: True)
+    monkeypatch.setattr(request_advice, "gains_by_bf16", lambda: True)
     world, settings = World(0, 1, torch.device("cpu"), 8), Settings()
     assert request_advice.precision_on(world, settings, Apple2019(), 50_000) == "bf16"
     monkeypatch.setattr(World, "all_gather_words", lambda world, subject, word: [word, "False"])
@@ -200,6 +200,22 @@ def test_a_torch_that_cannot_tell_computes_in_float32(monkeypatch):
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.delattr(torch.cpu, name, raising=False)
     assert not request_advice.computes_bf16()
+
+
+@pytest.mark.parametrize(
+    ("instructions", "rates", "gains"),
+    [
+        (True, {"bf16": 3e11, "fp32": 1.5e11}, True),
+        (True, {"bf16": 1.5e11, "fp32": 2.5e11}, False),
+        (True, {"bf16": 2e11, "fp32": 1.9e11}, False),
+        (False, {}, False),
+    ],
+)
+def test_a_cpu_has_to_multiply_faster_in_bfloat16_than_in_float32(instructions, rates, gains, monkeypatch):
+    """Where it has no instructions for it, no product is tried: one would take seconds."""
+    monkeypatch.setattr(request_advice, "computes_bf16", lambda: instructions)
+    monkeypatch.setattr(request_advice, "matrix_rate", lambda precision, device: rates[precision])
+    assert request_advice.gains_by_bf16.__wrapped__() is gains
 
 
 @pytest.mark.slow

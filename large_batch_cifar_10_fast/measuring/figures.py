@@ -1,5 +1,6 @@
 """Seconds of the parts of a run: taken, summed up, and set in a table."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +17,16 @@ def timed(world: World, figures: list[float], work: Callable[[], object]) -> obj
     world.synchronize()
     figures.append(time.perf_counter() - start)
     return result
+
+
+def seconds_since_start() -> float:
+    """How long ago this process began: the interpreter and its imports."""
+    try:
+        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+            ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
+            return float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return float("nan")
 
 
 def summary(values: list[float]) -> dict[str, float]:

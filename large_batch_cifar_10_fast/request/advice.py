@@ -4,16 +4,19 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from ..settings.settings import Refusal, Settings
 from ..training.networks import work
+from ..training.process import matrix_rate
 from ..training.recipe import Recipe
 from ..training.world import World
 
 CORE = 70e9  # FLOP/s of a core in plain float32, as one was seen to do: 30 images/s of the default recipe
 LONG = 600  # seconds, from which on a CPU compiles, and computes in half precision if it has it
+GAIN = 1.25  # times float32's rate, from which bfloat16 is taken: a busy machine's rates vary by some tens of percent
 NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in what torch says of a CPU's, and of a GPU's for cuBLAS and cuDNN
 
 
@@ -23,22 +26,33 @@ def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) 
     seconds = 0.0 if world.on_gpu else flop / (CORE * count_cores())
     long = settings.runs * seconds > LONG  # of all shares together, so that they are made alike
     use_compiler = settings.compile or ((world.on_gpu or long) and not settings.no_compile)
-    hours = len(settings.planned) * seconds / 3600 / (2 if precision == "bf16" and computes_bf16() else 1)
+    hours = len(settings.planned) * seconds / 3600 / (2 if precision == "bf16" and gains_by_bf16() else 1)
     if long and not settings.demo:
         world.warn(f"without a GPU this takes about {hours:.1f} hours; --demo shows a small run in two minutes")
     return replace(settings, precision=precision, compile=use_compiler, no_compile=not use_compiler)
 
 
 def precision_on(world: World, settings: Settings, recipe: Recipe, train_images: int) -> str:
-    """What was asked for; else half precision where a GPU is, as published, or where every process's CPU has it and a
-    run would take one of their cores long: however many cores and runs there are, the seed is to decide a run."""
-    everywhere = set(world.all_gather_words("bf16", str(computes_bf16()))) == {"True"}
-    half = "bf16" if everywhere and work(recipe, train_images) > LONG * CORE else ""
-    return settings.precision or ("fp16" if world.on_gpu else half) or "fp32"
+    """What was asked for; else half precision where a GPU is, as published, or where a run would take a core long and
+    every process's CPU gains by it: however many cores and runs there are, the seed is to decide a run."""
+    if settings.precision or world.on_gpu:
+        return settings.precision or "fp16"
+    long = work(recipe, train_images) > LONG * CORE
+    return "bf16" if long and set(world.all_gather_words("bf16", str(gains_by_bf16()))) == {"True"} else "fp32"
+
+
+@cache
+def gains_by_bf16() -> bool:
+    """Whether this CPU multiplies faster in bfloat16, as tried: some have instructions for it that take longer than
+    float32's (docs/performance.md)."""
+    if not computes_bf16():
+        return False
+    half, single = (matrix_rate(precision, torch.device("cpu")) for precision in ("bf16", "fp32"))
+    return half > GAIN * single
 
 
 def computes_bf16() -> bool:
-    """Whether this is an x86 CPU with instructions for bfloat16, which without them is slower than float32."""
+    """Whether this is an x86 CPU with instructions for bfloat16."""
     asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: another torch may lack them
     return any(getattr(torch.cpu, name, bool)() for name in asked)
 

@@ -1,9 +1,11 @@
-"""One process: its device, its memory, and how it ends."""
+"""One process: its device and how fast that is, its memory, and how it ends."""
 
 import contextlib
 import ctypes
 import os
+import statistics
 import sys
+import time
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ..settings.ending import LAUNCH
 from ..settings.settings import REFUSED, Refusal, refusals_end
+from .networks import DTYPES
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -24,6 +27,21 @@ def take_device() -> torch.device:
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
     return device
+
+
+def matrix_rate(precision: str, device: torch.device) -> float:
+    """This device's own floating-point operations a second in a large matrix product."""
+    size = 8192 if device.type == "cuda" else 2048
+    dtype = DTYPES[precision]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds[2:])
 
 
 def keep_freed_memory() -> None:
