@@ -26,8 +26,8 @@ def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) 
     seconds = 0.0 if world.on_gpu else flop / (CORE * count_cores())
     long = settings.runs * seconds > LONG  # of all shares together, so that they are made alike
     use_compiler = settings.compile or ((world.on_gpu or long) and not settings.no_compile)
-    hours = len(settings.planned) * seconds / 3600 / (2 if precision == "bf16" and gains_by_bf16() else 1)
     if long and not settings.demo:
+        hours = len(settings.planned) * seconds / 3600 / (2 if precision == "bf16" and gains_by_bf16() else 1)
         world.warn(f"without a GPU this takes about {hours:.1f} hours; --demo shows a small run in two minutes")
     return replace(settings, precision=precision, compile=use_compiler, no_compile=not use_compiler)
 
