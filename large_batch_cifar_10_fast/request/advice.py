@@ -15,7 +15,7 @@ from ..training.recipe import Recipe
 from ..training.world import World
 
 CORE = 70e9  # FLOP/s of a core in plain float32, as one was seen to do: 30 images/s of the default recipe
-LONG = 600  # seconds, from which on a CPU compiles, and computes in half precision if it has it
+LONG = 600  # seconds, from which on a CPU compiles, and computes in half precision if it gains by it
 GAIN = 1.25  # times float32's rate, from which bfloat16 is taken: a busy machine's rates vary by some tens of percent
 NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in what torch says of a CPU's, and of a GPU's for cuBLAS and cuDNN
 
