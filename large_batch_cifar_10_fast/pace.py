@@ -5,7 +5,7 @@
 A round takes a step of each kind that a run has (of each resolution, say), of both recipes, so that a drift of the
 machine's speed falls on both, and scales it to the images of a whole run. They are noise. One process; without CUDA a
 step is of one worker's batch, unless WORKERS says otherwise. As in long runs, half precision where the device has it,
-and compiled, unless told otherwise.
+and compiled, unless told otherwise. From 6 rounds on the ratio's median has a 95% interval.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
+from scipy import stats
 
 from . import __version__
 from .images.sources import random_images
@@ -90,11 +91,17 @@ def pace(asked: list[tuple[Settings, Recipe]], measured: list[Recipe], rounds: i
             told.append(f"{recipe.name}: {step}, {how}; a run has {run}{spread(took, '.1f')}")
         ratios, names = [other / one for one, other in seconds], [recipe.name for _, recipe in asked]
         times = f"{statistics.median(ratios):.2f} times as long as {names[0]}{spread(ratios, '.2f')}"
-        return "\n".join([*told, f"{names[1]} takes {times}"])
+        return "\n".join([*told, f"{names[1]} takes {times}{interval_of_median(ratios)}"])
 
 
 def spread(values: list[float], form: str) -> str:
     return f", median of {len(values)} ({min(values):{form}} to {max(values):{form}})"
+
+
+def interval_of_median(values: list[float]) -> str:
+    """By ranks, so that no distribution need be assumed; nothing where the values are too few for one."""
+    low, high = stats.quantile_test(values, p=0.5).confidence_interval(0.95)
+    return f"; 95% interval {low:.2f} to {high:.2f}" if low <= high else ""
 
 
 def main() -> None:

@@ -47,6 +47,18 @@ def test_rounds_are_of_both_in_turn_and_scaled_to_whole_runs(monkeypatch, capsys
     assert told[4] == f"apple2019 takes {ratios[1]:.2f} times as long as muon, {spread}"
 
 
+@pytest.mark.parametrize(("count", "low", "high"), [(6, 1, 6), (11, 2, 10), (25, 8, 18)])
+def test_an_interval_of_the_median_is_the_signs(count, low, high):
+    """Of the numbers 1, 2, ... in any order: the least pair of ranks outside of which too few coins fall."""
+    shuffled = [float(index * 7 % count + 1) for index in range(count)]
+    assert sorted(shuffled) == [*range(1, count + 1)]
+    assert pace.interval_of_median(shuffled) == f"; 95% interval {low}.00 to {high}.00"
+
+
+def test_too_few_rounds_have_no_interval():
+    assert pace.interval_of_median([1.0, 2.0, 3.0, 4.0, 5.0]) == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
