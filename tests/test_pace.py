@@ -21,18 +21,24 @@ def test_a_runs_images_are_those_of_all_workers_and_epochs_by_kind_of_step():
     assert pace.images_by_kind(MuonRecipe(workers=8)) == by_kind
 
 
-def test_rounds_are_of_both_in_turn_and_scaled_to_whole_runs(monkeypatch, capsys):
-    """By a clock of ours. Of muon's three epochs one is at 24 pixels, and the others are of 0.68 of the images."""
-    taken, seconds = [], iter([9, 9, 9, 1, 2, 3, 1.5, 2, 3, 2, 2, 3])
+def steps_last(monkeypatch, seconds):
+    """Steps that compute nothing last so long, one after another; returned is where they are noted down."""
+    taken, clock = [], iter(seconds)
 
     def take_step(learner, optimizers, micro_batches, tally):
         [(images, _)] = micro_batches
         taken.append((learner.recipe.name, images.shape[-1], len(images)))
 
     monkeypatch.setattr(pace, "take_step", take_step)
-    monkeypatch.setattr(pace, "timed", lambda world, figures, work: work() or figures.append(next(seconds)))
+    monkeypatch.setattr(pace, "timed", lambda world, figures, work: work() or figures.append(next(clock)))
     monkeypatch.delenv("WORKERS", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return taken
+
+
+def test_rounds_are_of_both_in_turn_and_scaled_to_whole_runs(monkeypatch, capsys):
+    """By a clock of ours. Of muon's three epochs one is at 24 pixels, and the others are of 0.68 of the images."""
+    taken = steps_last(monkeypatch, [9, 9, 9, 1, 2, 3, 1.5, 2, 3, 2, 2, 3])
     monkeypatch.setattr(sys, "argv", ["pace", "muon", "apple2019", "--rounds", "3", *SMALL])
     pace.main()
     assert taken == 4 * [("muon", 24, 32), ("muon", 32, 32), ("apple2019", 32, 32)], "a worker's batch of each"
@@ -45,6 +51,18 @@ def test_rounds_are_of_both_in_turn_and_scaled_to_whole_runs(monkeypatch, capsys
     ratios = [3 * theirs / one for one in ours]
     spread = f"median of 3 ({ratios[2]:.2f} to {ratios[0]:.2f})"
     assert told[4] == f"apple2019 takes {ratios[1]:.2f} times as long as muon, {spread}"
+
+
+def test_from_six_rounds_on_the_ratio_has_its_interval(monkeypatch, capsys):
+    """By a clock of ours: every step of muon lasts a second, and those of the other 1 to 7, in no order."""
+    steps_last(monkeypatch, [9, 9, 9] + [seconds for other in (4, 1, 7, 3, 6, 2, 5) for seconds in (1, 1, other)])
+    monkeypatch.setattr(sys, "argv", ["pace", "muon", "apple2019", *SMALL])
+    pace.main()
+    ours, theirs = 50_000 // 32 + 2 * (34_000 // 32), 3 * 8 * (6250 // 32)
+    least, middle, most = (other * theirs / ours for other in (1, 4, 7))
+    told = capsys.readouterr().out.splitlines()[-1]
+    spread = f"median of 7 ({least:.2f} to {most:.2f}); 95% interval {least:.2f} to {most:.2f}"
+    assert told == f"apple2019 takes {middle:.2f} times as long as muon, {spread}"
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(6, 1, 6), (11, 2, 10), (25, 8, 18)])
