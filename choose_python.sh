@@ -1,9 +1,9 @@
-# Sourced by the two scripts: sets `python` to an interpreter that has what is needed.
+# Sourced by the scripts: sets `python` to an interpreter with what is needed.
 #
-# That is $PYTHON, else the active python3, if it has every package named in requirements.txt, torchvision made
-# for the torch beside it; else .venv beside this file, made from requirements.txt or finished where that was
-# broken off. Nothing is imported for the look, so it takes a moment, and nothing is installed that is there.
-# $needed names the distributions. The folder that a user stands in, where `-c` and `-m` look first, is not searched.
+# That is $PYTHON, or the active python3, if it has every package named in $needed, torch at least 2.10, the torchvision
+# made for that torch, and, for python3, a torch that can use the GPUs of this machine; else .venv beside this file. It
+# is made from requirements.txt, finished where that was interrupted, and made anew for another $PYTHON.
+# The current folder, where `-c` and `-m` look first, is not searched for modules.
 
 has_what_is_needed() {
     [ "$("$1" -c '
@@ -11,14 +11,34 @@ import sys
 sys.path[:] = [place for place in sys.path if place]
 import importlib.metadata as m, re
 assert sys.version_info >= (3, 11)
-have = {name: m.version(name).split("+")[0] for name in sys.argv[1:]}
-wanted = re.findall(r"^torch *==([\d.]+)", "\n".join(m.requires("torchvision") or []), re.M)
-assert not wanted or have["torch"] == wanted[0]
+number = lambda version: [int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3]]
+have = {name: number(m.version(name)) for name in sys.argv[1:]}
+assert have.get("torch", [9]) >= [2, 10]
+for sign, version in re.findall(r"^torch *\(?([=>]=) *([\d.]+)", "\n".join(m.requires("torchvision") or []), re.M):
+    assert have["torch"] == number(version) or (sign == ">=" and have["torch"] > number(version))
 print("yes")
 ' $needed 2>/dev/null)" = yes ]
 }
 
-is_complete() { cmp -s "$top/requirements.txt" "$top/.venv/complete"; }
+# Whether this machine shows NVIDIA GPUs, and CUDA_VISIBLE_DEVICES does not hide them.
+has_gpus() {
+    case ${CUDA_VISIBLE_DEVICES-all} in "" | -1* | NoDevFiles*) return 1 ;; esac
+    compgen -G "/dev/nvidia[0-9]*" >/dev/null || nvidia-smi --list-gpus 2>/dev/null | grep -q GPU
+}
+
+# Whether an interpreter's torch can use them: the driver is new enough, and torch has kernels for each.
+can_use_gpus() {
+    PYTHONPATH="$top" PYTHONSAFEPATH=1 "$1" -c 'from large_batch_cifar_10_fast.training.devices import count_gpus; count_gpus()' 2>/dev/null
+}
+
+is_complete() { cmp -s "$top/requirements.txt" "$top/.venv/complete" && is_made_of "$1"; }
+
+# Whether .venv runs, and is made of $PYTHON; where none is asked for, any will do.
+is_made_of() {
+    local which='import os, sys; print(os.path.realpath(sys.base_prefix), sys.version_info[:2])' ours
+    ours=$("$top/.venv/bin/python" -I -c "$which" 2>/dev/null) || return
+    [ -z "${PYTHON:-}" ] || [ "$ours" = "$("$1" -I -c "$which" 2>/dev/null)" ]
+}
 
 # Run a command that ends when this script is killed, where bash alone would leave it behind; after SIGKILL the kernel
 # sees to it, where util-linux has setpriv.
@@ -32,9 +52,9 @@ attended() {
     trap - TERM INT HUP
 }
 
-make_venv() {
-    if [ ! -x "$top/.venv/bin/python" ] || ! "$top/.venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
-        echo "Making $top/.venv: $1 lacks some of: $needed" >&2
+make_venv() { # INTERPRETER WHY
+    if ! is_made_of "$1" || ! "$top/.venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
+        echo "Making $top/.venv: $2" >&2
         attended "$1" -I -m venv --clear "$top/.venv" >&2 || { echo "$1 cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 2; }
     else
         echo "Finishing $top/.venv" >&2
@@ -46,12 +66,16 @@ make_venv() {
 
 choose_python() {
     python=${PYTHON:-python3}
-    has_what_is_needed "$python" && return
+    local why="$python lacks some of: $needed (torch from 2.10 on)"
+    if has_what_is_needed "$python"; then
+        if [ -n "${PYTHON:-}" ] || ! has_gpus || can_use_gpus "$python"; then return; fi
+        why="the torch of $python cannot use the GPUs of this machine (PYTHON=$python takes it all the same)"
+    fi
     command -v "$python" >/dev/null || { echo "There is no interpreter $python: name one in PYTHON" >&2; exit 2; }
-    if [ -n "${PYTHON:-}" ] || ! is_complete; then
+    if ! is_complete "$python"; then
         [ "$("$python" -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null)" = True ] \
             || { echo "Python 3.11 or newer is needed; $python is not: name another in PYTHON" >&2; exit 2; }
+        make_venv "$python" "$why"
     fi
-    is_complete || make_venv "$python"
     python=$top/.venv/bin/python
 }

@@ -37,7 +37,7 @@ from .training.meeting import join_world, launched_world_size
 from .training.networks import DTYPES, autocast, enter, reset, training_flop, weight_dtype, work
 from .training.norm import prepare_norms
 from .training.optimizers import follow_schedules, step_all
-from .training.process import matrix_rate
+from .training.process import allow_tf32, matrix_rate
 from .training.recipe import Recipe, Stage, reduced, stage_of
 from .training.shards import Batch
 from .training.tally import Tally
@@ -46,6 +46,7 @@ from .training.views import MOST_AT_ONCE
 
 def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batch, figures: Figures) -> None:
     """Forward, backward, averaging and update, each waited for."""
+    allow_tf32(learner.settings.precision == "tf32")
     (images, labels), world, recipe = batch, learner.world, learner.recipe
     parts = {name: figures.setdefault(name, []) for name in ("forward", "backward", "averaging", "update")}
 
@@ -76,6 +77,7 @@ def measure_steps(ours: Learner, baseline: Learner, batches: list[Batch], repeat
             (baseline, slow_optimizers, [baseline_batch], baseline_figures),
         ):
             tally = Tally(learner.world)
+            allow_tf32(learner.settings.precision == "tf32")
             timed(learner.world, figures["step"], lambda a=(learner, opts, parts, tally): take_step(*a))
         prepare_norms(ours.network, len(ours.world.workers), tracking=False)
         if len(batches) == 1:
@@ -88,7 +90,7 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
     """All figures; None on all processes but the main one."""
     check_processes(settings, recipe, launched_world_size())
     check_images(recipe, 50_000)
-    with join_world(recipe.workers) as world:
+    with join_world(recipe.workers, device=settings.device) as world:
         settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
         baseline_settings = replace(settings, precision=baseline_precision or "fp32", compile=False, micro_batches=1)
         figures: Figures = {}
@@ -109,6 +111,7 @@ def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: 
             part = figures.setdefault("augmentation of an epoch", [])
             timed(world, part, lambda s=seed: [None for _ in data.train.epoch(s, epoch=1)])
         ours, theirs = measure_steps(learner, baseline, batches, repeats)
+        allow_tf32(settings.precision == "tf32")  # again as in training
         # A CPU would take minutes over 10,000 test images: a chunk, scaled, tells the same.
         chunk = len(data.test[0]) if world.on_gpu else MOST_AT_ONCE // 4
         test = data.test[0][:chunk], data.test[1][:chunk]
@@ -156,7 +159,7 @@ def climb(settings: Settings, recipe: Recipe, most: int, rounds: int) -> Seconds
         raise Refusal(f"--ladder is of one worker on one process, recipe {recipe.name} has more: use --recipe page")
     check_processes(settings, recipe, 1)
     check_images(recipe, 50_000)
-    with join_world(recipe.workers) as world:
+    with join_world(recipe.workers, device=settings.device) as world:
         settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
         learner, noise = make_learner(settings, recipe, world), random_images(50_000, 1)
         shards = prepare(noise, learner, Clock(world.synchronize)).train

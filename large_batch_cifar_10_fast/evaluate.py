@@ -59,7 +59,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
 def evaluate_weights(path: Path, settings: Settings, recipe: Recipe) -> None:
     check_processes(settings, recipe, launched_world_size())
     images = load_images(settings.data)
-    with join_world(recipe.workers) as world:
+    with join_world(recipe.workers, device=settings.device) as world:
         precision = precision_on(world, settings, recipe, len(images.train_images))
         learner = make_learner(replace(settings, precision=precision, compile=False), recipe, world)
         load_weights(learner.network, path)

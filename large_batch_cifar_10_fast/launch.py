@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -26,6 +25,7 @@ from .results.resuming import CAMPAIGN, campaign_of_this_launch, is_told_later, 
 from .results.tables import Row, planned_by
 from .settings.ending import LAUNCH
 from .settings.settings import Refusal, Settings, count_from, is_first_machine, most_restarts, refusals_end
+from .training.devices import count_gpus
 
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
 REPORT = "last_failure.txt"  # in --out: all that torchrun and the processes had to say of a failure
@@ -35,7 +35,7 @@ LOGS = (".txt", ".log")  # of torchrun, and of the processes
 def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tuple[Settings, int, dict[str, str]]:
     """What is asked for, how many processes, and the variables they are to run with; raises Refusal."""
     settings, recipe = read_request(arguments, environment)
-    machines, gpus, cores = count_from(environment, "NNODES", 1), torch.cuda.device_count(), count_cores()
+    machines, gpus, cores = count_from(environment, "NNODES", 1), count_gpus(settings.device), count_cores()
     count_from(environment, "TIMEOUT", 1)
     teams, processes = count_from(environment, "TEAMS", 1), plan_processes(recipe, environment, gpus, cores)
     if is_told_later(settings):

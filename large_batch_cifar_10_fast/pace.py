@@ -70,7 +70,7 @@ def steps_of_each_kind(learner: Learner, images: Mapping[Stage, int]) -> Callabl
 
 def pace(asked: list[tuple[Settings, Recipe]], measured: list[Recipe], rounds: int) -> str:
     """`asked` are the runs, `measured` the same recipes with as many workers as a step is taken of."""
-    with join_world(1) as world:
+    with join_world(1, device=asked[0][0].device) as world:
         learners = []
         for (settings, recipe), small in zip(asked, measured, strict=True):
             check_processes(settings, small, 1)

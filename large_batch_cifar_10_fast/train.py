@@ -4,6 +4,7 @@ Start it with train_cifar_parallel.sh (all devices), or as `python -m large_batc
 What is trained, and how, is a recipe (recipes/). "Section 6" is that of docs/method.md.
 """
 
+import math
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from .training.meeting import join_world, launched_teams, launched_world_size, r
 from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
 from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules, step_all
-from .training.process import leaving
+from .training.process import allow_tf32, leaving
 from .training.recipe import Recipe, images_to_warm_up, reduced, stage_of
 from .training.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
@@ -34,7 +35,7 @@ from .training.world import World
 
 def main(settings: Settings, recipe: Recipe) -> None:
     check_request(settings, recipe, launched_world_size() // launched_teams())
-    with join_world(recipe.workers, launched_teams()) as world, explaining_memory(settings, recipe, world):
+    with join_world(recipe.workers, launched_teams(), settings.device) as world, explaining_memory(settings, recipe, world):
         train_campaign(settings, recipe, world)
 
 
@@ -69,6 +70,7 @@ class Learner:
 
 
 def make_learner(settings: Settings, recipe: Recipe, world: World) -> Learner:
+    allow_tf32(settings.precision == "tf32")
     dtype = weight_dtype(recipe, settings.precision)
     forward = network = cast(make_network(recipe, settings.seed), dtype, world.device)
     if settings.compile:
@@ -116,8 +118,11 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
             losses[batches.rows] = torch.cat(tally.losses)
         with clock.counting("validation"):  # a part that is told, but not counted (section 6)
             validation = evaluate(learner, data.test, at_end=epoch == recipe.epochs)
+        train = tally.read()
         log.epoch(clock, validation)
-    log.run(run, clock, tally.read(), validation, learner.network)
+        if not math.isfinite(train.loss + validation.loss):  # the weights will not recover: the log warns of it
+            break
+    log.run(run, clock, train, validation, learner.network)
 
 
 def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list[Batch], tally: Tally) -> None:

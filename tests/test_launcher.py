@@ -117,6 +117,12 @@ def test_a_venv_is_made_when_needed_finished_when_half_made_and_then_left_alone(
     again = launch("--x", cwd=tmp_path, script=script)
     assert again.stderr.startswith("Making ")
     assert again.stdout == f"{venv} --x\n"
+    (venv / "bin" / "python").unlink()
+    (venv / "bin" / "python").write_text('#!/bin/sh\necho "/another (3, 11)"\n')
+    (venv / "bin" / "python").chmod(0o755)
+    anew = launch("--x", cwd=tmp_path, script=script)
+    assert anew.stderr.startswith("Making "), "another interpreter's"
+    assert anew.stdout == f"{venv} --x\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -124,7 +130,7 @@ def test_an_installation_ends_with_its_launch(tmp_path, number):
     script = _stand_in_repository(tmp_path)
     pip = tmp_path / ".venv" / "bin" / "python"
     pip.parent.mkdir(parents=True)
-    pip.write_text(f'#!/bin/sh\n[ "$4" = --version ] && exit\necho $$ > {tmp_path}/pid\nexec sleep 60\n')
+    pip.write_text(f'#!/bin/sh\n[ "$2" = -c ] && exec {sys.executable} "$@"\n[ "$4" = --version ] && exit\necho $$ > {tmp_path}/pid\nexec sleep 60\n')
     pip.chmod(0o755)
     with subprocess.Popen(["bash", str(script)], env=environment(), stderr=subprocess.DEVNULL) as process:
         start = time.monotonic()

@@ -7,7 +7,7 @@ from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.request.planning import plan_processes, torchrun_arguments
 from large_batch_cifar_10_fast.settings.settings import Refusal
-from large_batch_cifar_10_fast.training import meeting
+from large_batch_cifar_10_fast.training import meeting, process
 
 
 def test_no_more_processes_than_gpus():
@@ -64,8 +64,8 @@ def test_teams_on_several_machines_are_of_as_many_processes_each():
 def test_teams_that_share_gpus_take_turns_and_join_where_nccl_would_refuse(teams_per_gpu, backend, monkeypatch):
     """No GPU is needed: what would touch one is replaced."""
     joined = {}
-    for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(process, "count_gpus", lambda device: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(meeting, "meet", lambda *_: torch.distributed.HashStore())
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda kind, **how: joined.update(kind=kind, **how))
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)

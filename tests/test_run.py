@@ -134,7 +134,8 @@ def test_one_process_trains_in_every_precision(tiny_npz, tmp_path, capsys, preci
 def test_a_diverged_run_is_a_result_with_a_warning(tiny_npz, tmp_path, capsys):
     train_here("--demo", *TINY, "--data", tiny_npz, "--lr_scaler", "100000", "--out", tmp_path)
     out, err = capsys.readouterr()
-    assert err == "Warning: run 0 (seed 0) diverged: its loss is not finite\n"
+    assert re.match(r"Warning: run 0 \(seed 0\) stopped after epoch 1 of 2: its loss is not finite; .*\n$", err), err
+    assert (tmp_path / "timing_log.tsv").read_text().count("\n") == 2, "its second epoch is not trained"
     assert "loss nan" in out
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert np.isnan(row["train_loss"])

@@ -70,6 +70,7 @@ class Stock:
     augmentation: ClassVar = CropAndFlip(padding=4, deal=draw_independently)
     whole_epochs: ClassVar = True
     reduction: ClassVar = "mean"
+    half: ClassVar = "fp16"
     half_weights: ClassVar = True
     loss_scale: ClassVar = 8
     stages: ClassVar = (Stage(),)

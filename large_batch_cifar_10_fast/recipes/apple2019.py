@@ -54,6 +54,7 @@ class Apple2019:
     augmentation: ClassVar = CropAndFlip(padding=4, deal=deal_evenly)
     whole_epochs: ClassVar = False  # 24 full batches; what is left of a shard waits for another epoch
     reduction: ClassVar = "sum"
+    half: ClassVar = "fp16"
     half_weights: ClassVar = True
     loss_scale: ClassVar = 1
     stages: ClassVar = (Stage(),)

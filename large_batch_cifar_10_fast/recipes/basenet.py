@@ -42,6 +42,7 @@ class Basenet:
     augmentation: ClassVar = CropAndFlip(padding=4, deal=draw_independently)
     whole_epochs: ClassVar = True
     reduction: ClassVar = "mean"
+    half: ClassVar = "fp16"
     half_weights: ClassVar = True
     loss_scale: ClassVar = 1
     stages: ClassVar = (Stage(),)

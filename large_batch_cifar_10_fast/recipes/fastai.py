@@ -56,6 +56,7 @@ class FastAI:
     )
     whole_epochs: ClassVar = True
     reduction: ClassVar = "mean"
+    half: ClassVar = "fp16"
     half_weights: ClassVar = False
     loss_scale: ClassVar = 512
     stages: ClassVar = (Stage(),)

@@ -78,6 +78,7 @@ class MuonRecipe:
     name: ClassVar = "muon"
     whole_epochs: ClassVar = False  # full batches alone
     reduction: ClassVar = "sum"
+    half: ClassVar = "bf16"
     half_weights: ClassVar = False
     loss_scale: ClassVar = 1
     predict_early: ClassVar = ONE_VIEW

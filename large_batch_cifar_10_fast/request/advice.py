@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from ..settings.settings import Refusal, Settings
+from ..training.devices import BF16_FROM
 from ..training.networks import work
 from ..training.process import matrix_rate
 from ..training.recipe import Recipe
@@ -33,12 +34,31 @@ def settle(settings: Settings, recipe: Recipe, world: World, train_images: int) 
 
 
 def precision_on(world: World, settings: Settings, recipe: Recipe, train_images: int) -> str:
-    """What was asked for; else half precision where a GPU is, as published, or where a run would take a core long and
-    every process's CPU gains by it: however many cores and runs there are, the seed is to decide a run."""
-    if settings.precision or world.on_gpu:
-        return settings.precision or "fp16"
+    """What was asked for; else half precision where a GPU is, the recipe's, or where a run would take a core long and
+    every process's CPU gains by it: however many cores and runs there are, the seed is to decide a run.
+
+    Raise Refusal for a precision that the device does not have."""
+    if world.on_gpu:
+        name, capability = torch.cuda.get_device_name(world.device), torch.cuda.get_device_capability(world.device)
+        if settings.precision:
+            check_precision(settings.precision, name, capability)
+            return settings.precision
+        all_have_bf16 = set(world.all_gather_words("bf16", str(capability >= BF16_FROM))) == {"True"}
+        return recipe.half if all_have_bf16 else "fp16"
+    if settings.precision == "tf32":
+        raise Refusal("--precision tf32 is for GPUs: use --precision fp32")
+    if settings.precision:
+        return settings.precision
     long = work(recipe, train_images) > LONG * CORE
     return "bf16" if long and set(world.all_gather_words("bf16", str(gains_by_bf16()))) == {"True"} else "fp32"
+
+
+def check_precision(precision: str, name: str, capability: tuple[int, int]) -> None:
+    """Raise Refusal for a precision that a GPU lacks. torch computes in it all the same, slowly and uncompiled."""
+    if precision in ("bf16", "tf32") and capability < BF16_FROM:
+        other = "fp16" if precision == "bf16" else "fp32"
+        what = f"{name} has {capability[0]}.{capability[1]}: use --precision {other}"
+        raise Refusal(f"--precision {precision} needs a GPU of compute capability 8.0 or later, {what}")
 
 
 @cache

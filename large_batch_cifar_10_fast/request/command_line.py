@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import get_type_hints
 
-import torch
-
 from .. import __version__
 from ..recipes.apple2019 import DEMO, Apple2019
 from ..recipes.basenet import Basenet
@@ -20,6 +18,7 @@ from ..results.lines import as_pairs, from_pairs
 from ..results.resuming import finished_rows, is_told_later, refuse_other
 from ..results.tables import CONDITIONS, Row, planned_by
 from ..settings.settings import Refusal, Settings, count_from, has_option, is_first_machine, restarts
+from ..training.devices import count_gpus
 from ..training.recipe import Recipe
 
 KINDS = (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)  # a new recipe joins here
@@ -54,7 +53,7 @@ def read_to_measure(
     """The same, for steps that are measured: without CUDA they are of a worker a process, unless WORKERS says otherwise
     or the recipe has its own number, or one would last half a minute."""
     settings, recipe = read_request(arguments, environment)
-    if has_option(recipe, "workers") and not environment.get("WORKERS") and not torch.cuda.is_available():
+    if has_option(recipe, "workers") and not environment.get("WORKERS") and not count_gpus(settings.device):
         return read_request(arguments, {**environment, "WORKERS": str(processes)})
     return settings, recipe
 

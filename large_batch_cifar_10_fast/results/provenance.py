@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 import torch
 
 from ..settings.settings import PACKAGE, REPO
+from ..training.devices import nvidia_smi
 from ..training.world import World
 
 
@@ -36,7 +37,7 @@ def commit() -> str:
 
 def software() -> dict[str, object]:
     """Versions of the interpreter and of torch with what it was built for."""
-    nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if torch.cuda.is_available() else ""
+    nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if torch.cuda.is_initialized() else ""
     cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
     return {"python": platform.python_version(), "torch": torch.__version__, "cuda": cuda, "cudnn": cudnn, "nccl": nccl}
 
@@ -66,10 +67,10 @@ def driver_and_clocks(world: World) -> dict[str, str]:
     """Of this process's GPU, as nvidia-smi tells them; empty without one."""
     output = ""
     if world.on_gpu:
-        visible, index = os.environ.get("CUDA_VISIBLE_DEVICES", ""), world.device.index
-        index = visible.split(",")[index] if visible else index
+        found = torch.cuda.get_device_properties(world.device)  # nvidia-smi has indices of its own
+        bus = f"{found.pci_domain_id:08x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-        output = _said_by("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
+        output = nvidia_smi(f"--id={bus}", query, "--format=csv,noheader")
     driver, _, clocks = output.partition(", ")
     if clocks:
         clocks = "SM {} (at most {}), memory {}, power limit {}".format(*clocks.split(", "))

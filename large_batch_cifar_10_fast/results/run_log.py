@@ -188,7 +188,8 @@ class RunLog:
             self.rows[row["run"]] = row
             self._print_run(row)
             if diverged(row):
-                warn(f"run {row['run']} (seed {row['seed']}) diverged: its loss is not finite")
+                when = f"stopped after epoch {len(epochs)} of {self.recipe.epochs}: its loss is not finite"
+                warn(f"run {row['run']} (seed {row['seed']}) {when}; lower the learning rate, or try --precision fp32")
 
     def summary(self) -> None:
         """The three lines that close the published log, over the whole seconds of each run."""

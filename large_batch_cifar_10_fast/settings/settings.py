@@ -118,10 +118,11 @@ class Settings:
     seed: int = option(0, "seed of the first run")
     data: str = option(str(DATA), "folder with CIFAR-10 (fetched if missing), FILE.npz, or synthetic")
     out: str = option(".", "folder for timing_log.tsv and runs.tsv")
+    device: str = option("", "the GPUs if there are any, else the CPU", choices=("cuda", "cpu"))
     precision: str = option(
         "",
-        "fp16 with CUDA; bf16 on a CPU that has it, for runs from ten minutes up; else fp32",
-        choices=("fp16", "bf16", "fp32", "fp64"),
+        "half on a GPU: the recipe's; bf16 on a CPU that has it, for runs from ten minutes up; else fp32 (IEEE)",
+        choices=("fp16", "bf16", "tf32", "fp32", "fp64"),
     )
     micro_batches: int = option(1, "forward and backward passes a step is split into: more need less memory")
     compile: bool = option(False, "compile the training step (default with CUDA; on a CPU from ten minutes up)")

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -178,10 +179,24 @@ def refuse_with_others() -> None:
 
 
 @contextlib.contextmanager
-def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
-    """Take this process's place in the world, and leave it in order."""
+def silent_stdout() -> Iterator[None]:
+    """Drop what libraries print to file descriptor 1: STDOUT is the log, and torch 2.10's Gloo prints a line per rank."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def join_world(total_workers: int, teams: int = 1, device: str = "") -> Iterator[World]:
+    """Take this process's place in the world, and leave it in order; `device` is that of the command line."""
     rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
-    device = take_device()
+    device = take_device(device)
     if world_size == 1:
         yield World(rank, world_size, device, total_workers)
         return
@@ -199,11 +214,12 @@ def join_world(total_workers: int, teams: int = 1) -> Iterator[World]:
     place = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     # NCCL takes two ranks on one GPU for a mistake; teams that share one are of one process each, and send nothing.
     nccl = device.type == "cuda" and count_from(os.environ, "TEAMS_PER_GPU", 1) == 1
-    dist.init_process_group("nccl" if nccl else "gloo", **place, device_id=device if nccl else None)
     ranks = [range(first, first + size) for first in range(0, world_size, size)]
-    if teams > 1 and size > 1:
-        groups = [dist.new_group(team, timeout) for team in ranks]
-        world = replace(world, group=groups[world.team])
+    with silent_stdout():
+        dist.init_process_group("nccl" if nccl else "gloo", **place, device_id=device if nccl else None)
+        if teams > 1 and size > 1:
+            groups = [dist.new_group(team, timeout) for team in ranks]
+            world = replace(world, group=groups[world.team])
     with naming_the_silent(word, rank, world_size, ranks[world.team]):
         yield world
     dist.destroy_process_group()

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from .norm import norms_of
 from .recipe import Recipe, Stage, images_of_an_epoch, stage_of
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+DTYPES |= {"fp64": torch.float64}
 
 
 def weight_dtype(recipe: Recipe, precision: str) -> torch.dtype:

@@ -55,13 +55,16 @@ class NesterovSGD(Optimizer):
     def __init__(self, groups: Iterable[dict], momentum: float) -> None:
         super().__init__(groups, {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
         for group in self.param_groups:
-            group["velocities"] = [torch.zeros_like(weight) for weight in group["params"]]
+            dtypes = dict.fromkeys(weight.dtype for weight in group["params"])  # torch._foreach is slow on a mixture
+            group["lists"] = [[weight for weight in group["params"] if weight.dtype == dtype] for dtype in dtypes]
+            group["velocities"] = [[torch.zeros_like(weight) for weight in weights] for weights in group["lists"]]
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             rates = [group[name] for name in ("lr", "weight_decay", "momentum")]
-            nesterov_update(group["params"], [w.grad for w in group["params"]], group["velocities"], *rates)
+            for weights, velocities in zip(group["lists"], group["velocities"], strict=True):
+                nesterov_update(weights, [weight.grad for weight in weights], velocities, *rates)
 
 
 def nesterov_update(w: Tensors, grad: Tensors, v: Tensors, lr: float, weight_decay: float, momentum: float) -> None:

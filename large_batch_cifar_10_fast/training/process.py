@@ -13,24 +13,39 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ..settings.ending import LAUNCH
 from ..settings.settings import REFUSED, Refusal, refusals_end
+from .devices import count_gpus
 from .networks import DTYPES
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
-def take_device() -> torch.device:
-    """This process's GPU, if there are any, else the CPU; where teams share GPUs, each takes the next in turn."""
-    if not torch.cuda.is_available():
+def take_device(device: str = "") -> torch.device:
+    """Return this process's GPU, or the CPU with `--device cpu` or where there is no GPU. Raise Refusal as count_gpus.
+
+    Teams that share GPUs take them in turn.
+    """
+    gpus = count_gpus(device)
+    if not gpus:
         keep_freed_memory()
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
     return device
 
 
+def allow_tf32(allowed: bool) -> None:
+    """Let convolutions and matrix products of float32 tensors use TF32 on a GPU, or not.
+
+    PyTorch lets convolutions use it by default, so that float32 has a mantissa of 10 bits there and not of 23.
+    """
+    torch.backends.cudnn.allow_tf32 = allowed
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
 def matrix_rate(precision: str, device: torch.device) -> float:
     """This device's own floating-point operations a second in a large matrix product."""
+    allow_tf32(precision == "tf32")
     size = 8192 if device.type == "cuda" else 2048
     dtype = DTYPES[precision]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

@@ -61,6 +61,7 @@ class Recipe(Protocol):
     augmentation: Augmentation
     whole_epochs: bool  # whether what full batches leave of a shard is trained on too, as a short one
     reduction: Literal["sum", "mean"]  # of the loss over a worker's batch; over the workers it is always the mean
+    half: Literal["fp16", "bf16"]  # what a GPU computes in by default; fp16 where the GPU has no bf16
     half_weights: bool  # in fp16; else it trains float32 weights and only computes in half
     loss_scale: int  # the loss is multiplied by it, and gradients divided: half precision loses small ones
     stages: Sequence[Stage]  # by their first epochs, of which the first is 1

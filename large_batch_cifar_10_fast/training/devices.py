@@ -1,0 +1,112 @@
+"""The GPUs that torch can use, and one clear line where it cannot use those that are there."""
+
+import contextlib
+import glob
+import os
+import re
+import subprocess
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from ..settings.settings import Refusal
+
+TESTED = "torch 2.10.0 and torchvision 0.25.0"
+DEFAULT_BUILD = f"{TESTED} from PyPI (CUDA 12.8, compute capability 7.0 to 12.0, drivers from 525 on)"
+OLDER_BUILD = f"{TESTED} from https://download.pytorch.org/whl/cu126 (compute capability 5.0 to 9.0)"
+MINIMUM_DRIVER = {12: 525, 13: 580}  # by CUDA's major version (NVIDIA's table of minor version compatibility)
+HIDDEN = ("", "-1", "NoDevFiles")  # first entries of CUDA_VISIBLE_DEVICES that hide all GPUs; the last is Slurm's
+ON_CPU = "--device cpu trains on the CPU"
+BF16_FROM = (8, 0)  # the least compute capability with bfloat16 and TF32
+
+
+def count_gpus(device: str = "") -> int:
+    """Return the number of GPUs to train on: 0 with `--device cpu`, or where there are none.
+
+    It is the number that torch can use, under CUDA_VISIBLE_DEVICES and MIG; NVML may list others. Raise Refusal where
+    torch cannot use the GPUs that are there, and with `--device cuda` where there are none.
+    """
+    if device == "cpu":
+        return 0
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch warns of an old GPU in eleven lines: check_kernels has one
+            torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # no driver, no GPU, a driver too old, a build for the CPU
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in HIDDEN
+        if has_nvidia_devices() and not hidden:
+            reason = str(error).strip().splitlines()[0].partition(". ")[0]
+            raise Refusal(f"{unusable(torch.version.cuda, driver_version(), reason)}; {ON_CPU}") from error
+        if device == "cuda":
+            raise Refusal(f"--device cuda: there is no GPU here, or CUDA_VISIBLE_DEVICES hides it; {ON_CPU}") from error
+        return 0
+    for index in range(torch.cuda.device_count()):
+        check_kernels(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
+    return torch.cuda.device_count()
+
+
+def has_nvidia_devices() -> bool:
+    """Return whether the system shows NVIDIA GPUs, whatever torch makes of them."""
+    return bool(glob.glob("/dev/nvidia[0-9]*")) or "GPU" in nvidia_smi("--list-gpus")
+
+
+def unusable(cuda: str | None, driver: str, reason: str) -> str:
+    """Return what keeps torch, built for this CUDA, from using the GPUs, and what to install or set."""
+    build, major = f"CUDA {cuda}" if cuda else "a build for the CPU", int((cuda or "0").split(".")[0])
+    needed, visible = MINIMUM_DRIVER.get(major, 0), os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = int(re.match(r"\d*", driver)[0] or needed)
+    if not cuda:
+        advice = f"install {DEFAULT_BUILD}"
+    elif MINIMUM_DRIVER[12] <= found < needed:
+        advice = f"install a driver from {needed} on, or {DEFAULT_BUILD}"
+    elif found < needed:
+        advice = f"install a driver from {needed} on"
+    elif visible is not None:
+        advice = f"correct CUDA_VISIBLE_DEVICES={visible}"
+    else:
+        advice = "check that nvidia-smi works, and that this user may open /dev/nvidia*"
+    return f"torch {torch.__version__} ({build}) cannot use the NVIDIA GPUs here, driver {driver} ({reason}): {advice}"
+
+
+def check_kernels(name: str, capability: tuple[int, int]) -> None:
+    """Raise Refusal for a GPU that this torch has no kernels for."""
+    built = torch.cuda.get_arch_list()
+    if not torch.version.cuda or has_kernels(capability, built):  # ROCm has other names
+        return
+    if capability[0] in (7, 8, 9, 10, 12):
+        advice = DEFAULT_BUILD
+    else:
+        advice = OLDER_BUILD if capability < (7, 0) else "a newer torch"
+    what = f"{name} has compute capability {capability[0]}.{capability[1]}"
+    why = f"torch {torch.__version__} is built for {' '.join(built)} only"
+    raise Refusal(f"{what}, but {why}: install {advice}; {ON_CPU}")
+
+
+def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
+    """Return whether code built for these architectures, such as sm_80 or compute_90, runs on a GPU.
+
+    Binaries (sm) run on GPUs of the same major version from their minor version on; PTX (compute) on all newer ones.
+    """
+    for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(built)):
+        code = divmod(int(number), 10)
+        if code <= capability and (kind == "compute" or code[0] == capability[0]):
+            return True
+    return False
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver, or "unknown"."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"Module .*?\s(\d+\.[\d.]+)\s", Path("/proc/driver/nvidia/version").read_text()):
+            return found[1]
+    found = re.search(r"^\d+\.[\d.]+$", nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader"), re.MULTILINE)
+    return found[0] if found else "unknown"
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """Return what nvidia-smi prints, or nothing where it is missing or fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return ""
