@@ -13,6 +13,7 @@ from large_batch_cifar_10_fast import bench
 from large_batch_cifar_10_fast.images.sources import random_images
 from large_batch_cifar_10_fast.measuring.baseline import baseline_network, baseline_optimizers
 from large_batch_cifar_10_fast.measuring.figures import ratio
+from large_batch_cifar_10_fast.request import command_line
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.training.networks import work
 from large_batch_cifar_10_fast.training.optimizers import follow_schedules
@@ -88,7 +89,7 @@ def test_without_a_gpu_the_bench_takes_a_worker_a_process_unless_told_how_many(v
     monkeypatch.setattr(sys, "argv", ["bench", "--recipe", "muon"])
     monkeypatch.setattr(bench, "launched_world_size", lambda: 2)
     monkeypatch.setattr(bench, "bench", lambda settings, recipe, *_: measured.append(recipe))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(command_line, "count_gpus", lambda device: int(gpu))
     monkeypatch.delenv("WORKERS", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

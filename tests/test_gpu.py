@@ -49,6 +49,21 @@ with refusals_end("train"):
 """
 
 
+IEEE = """
+import sys, torch
+from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
+from large_batch_cifar_10_fast.settings.settings import Settings
+from large_batch_cifar_10_fast.train import make_learner
+from large_batch_cifar_10_fast.training.meeting import join_world
+
+with join_world(1) as world, torch.no_grad():
+    network = make_learner(Settings(precision=sys.argv[1]), MuonRecipe(), world).network.eval()
+    images = torch.randn(100, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(world.device)
+    ours, exact = network(images).double(), network.double()(images.double())
+    print(float((ours - exact).norm() / exact.norm()))
+"""
+
+
 def _python(*arguments: object, folder) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -127,11 +142,20 @@ def test_too_little_memory_is_told_with_what_to_lower(tmp_path):
     )
 
 
+def test_fp32_is_ieee_float32_and_tf32_is_not(tmp_path):
+    capability = _python("-c", "import torch; print(torch.cuda.get_device_capability() >= (8, 0))", folder=tmp_path)
+    error = {name: float(_python("-c", IEEE, name, folder=tmp_path).stdout) for name in ("fp32", "tf32")}
+    assert error["fp32"] < 1e-5
+    assert error["tf32"] > 1e-4 or capability.stdout == "False\n"
+
+
 @pytest.mark.parametrize("recipe", ["basenet", "page", "fastai", "muon"])
 def test_every_recipe_trains_compiled_in_half_precision(recipe, tmp_path):
     options = ["--width", 8 if recipe == "fastai" else 16, "--epochs", 2, "--data", "synthetic"]
     result = launch("--recipe", recipe, *options, cwd=tmp_path, NPROC=1, **GPU)
     assert result.returncode == 0, result.stderr
     assert result.stderr == "", "not compiled?"
-    assert "precision=fp16" in result.stdout
+    capability = _python("-c", "import torch; print(torch.cuda.get_device_capability() >= (8, 0))", folder=tmp_path)
+    half = "bf16" if recipe == "muon" and capability.stdout == "True\n" else "fp16"
+    assert f" precision={half} " in result.stdout
     assert "nan" not in result.stdout.split("Train acc")[1]

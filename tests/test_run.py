@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -215,9 +216,11 @@ def test_the_clock_counts_parts_and_waits_at_both_ends(monkeypatch):
 
 def test_a_log_names_driver_and_clocks_where_there_is_a_gpu(tmp_path, monkeypatch):
     stand_in = tmp_path / "nvidia-smi"
-    stand_in.write_text('#!/bin/sh\necho "$@" >&2\necho "550.54, 1980 MHz, 1980 MHz, 2619 MHz, 700.00 W"\n')
+    stand_in.write_text('#!/bin/sh\n[ $1 = --id=00000000:4b:00.0 ] && echo "550.54, 1980 MHz, 1980 MHz, 2619 MHz, 700.00 W"\n')
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    bus = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x4B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: bus)
     gpu = World(0, 1, torch.device("cuda", 0), 8)
     clocks = "SM 1980 MHz (at most 1980 MHz), memory 2619 MHz, power limit 700.00 W"
     assert driver_and_clocks(gpu) == {"driver": "550.54", "clocks": clocks}

@@ -137,7 +137,7 @@ def test_another_teams_row_is_in_the_table_before_it_goes_on_and_it_ends_of_what
         told.result(5)
     assert sorted(row["run"] for row in read_rows(tmp_path / "runs.tsv")) == ["0", "1", "2", "3", "4"]
     assert logs[0].runs_to_make == logs[1].runs_to_make, "they are handed out by their places"
-    assert capsys.readouterr().err.startswith("Warning: run 2 (seed 2) stopped after epoch 1 of ")
+    assert capsys.readouterr().err.startswith("Warning: run 2 (seed 2) stopped after epoch 3 of 18: ")
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch("os.fsync", side_effect=full), pytest.raises(OSError, match="No space left"):
         make(3)
