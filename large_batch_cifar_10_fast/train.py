@@ -35,7 +35,8 @@ from .training.world import World
 
 def main(settings: Settings, recipe: Recipe) -> None:
     check_request(settings, recipe, launched_world_size() // launched_teams())
-    with join_world(recipe.workers, launched_teams(), settings.device) as world, explaining_memory(settings, recipe, world):
+    joining = join_world(recipe.workers, launched_teams(), settings.device)
+    with joining as world, explaining_memory(settings, recipe, world):
         train_campaign(settings, recipe, world)
 
 
@@ -149,7 +150,7 @@ def evaluate(learner: Learner, test: Batch, at_end: bool = True) -> Score:
     world.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
     (images, labels), tally = test, Tally(world)
     with autocast(recipe, learner.settings.precision, world.device):
-        logits = (recipe.predict if at_end else recipe.predict_early)(network, images, world)
+        logits = (recipe.predict if at_end else recipe.predict_early)(network, images)
     tally.count(logits, labels, recipe.loss(logits, labels))
     network.train()
     return tally.read()

@@ -162,17 +162,19 @@ def test_nesterov_updates_each_type_of_weight_in_one_go():
     optimizer = NesterovSGD([{"params": weights, "lr": 0.125}], momentum=0.5)
 
     class Lists(TorchDispatchMode):
-        types = []
+        def __init__(self):
+            super().__init__()
+            self.types = []
 
         def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
             if "foreach" in str(function):
-                Lists.types.append({tensor.dtype for part in arguments if isinstance(part, list) for tensor in part})
+                self.types.append({tensor.dtype for part in arguments if isinstance(part, list) for tensor in part})
             return function(*arguments, **(kwargs or {}))
 
-    with Lists():
+    with Lists() as lists:
         optimizer.step()
-    assert all(len(types) == 1 for types in Lists.types)
-    assert len(Lists.types) == 12, "six operations for each type"
+    assert all(len(types) == 1 for types in lists.types)
+    assert len(lists.types) == 12, "six operations for each type"
     for number, weight in enumerate(weights, 1):
         assert weight.tolist() == [1 - 0.125 * number * 1.5] * 2
 
@@ -180,9 +182,8 @@ def test_nesterov_updates_each_type_of_weight_in_one_go():
 def _distribution(folder: Path, name: str, version: str, *needs: str) -> None:
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
-    info.joinpath("METADATA").write_text(
-        "\n".join(["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {n}" for n in needs)])
-    )
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    info.joinpath("METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {need}" for need in needs)]))
 
 
 def _bash(script: str, **variables: object) -> str:

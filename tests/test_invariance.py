@@ -21,7 +21,7 @@ SMALL = {  # each recipe of several workers, small enough for a test
     "fastai": ["--width", "3", "--batch_size", "10", "--epochs", "1", "--no_warmup"],
     "muon": [
         *["--width", "4", "--batch_size", "12", "--epochs", "2"],
-        *["--pixels", "24,32", "--kept", "1,0.5", "--views", "unsure"],
+        *["--pixels", "24,32", "--kept", "1,0.5"],
     ],
 }
 WORKERS = {"muon": 4}  # of a recipe whose own number is one

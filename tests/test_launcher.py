@@ -130,7 +130,8 @@ def test_an_installation_ends_with_its_launch(tmp_path, number):
     script = _stand_in_repository(tmp_path)
     pip = tmp_path / ".venv" / "bin" / "python"
     pip.parent.mkdir(parents=True)
-    pip.write_text(f'#!/bin/sh\n[ "$2" = -c ] && exec {sys.executable} "$@"\n[ "$4" = --version ] && exit\necho $$ > {tmp_path}/pid\nexec sleep 60\n')
+    asked, waits = f'[ "$2" = -c ] && exec {sys.executable} "$@"\n[ "$4" = --version ] && exit', "exec sleep 60"
+    pip.write_text(f"#!/bin/sh\n{asked}\necho $$ > {tmp_path}/pid\n{waits}\n")
     pip.chmod(0o755)
     with subprocess.Popen(["bash", str(script)], env=environment(), stderr=subprocess.DEVNULL) as process:
         start = time.monotonic()

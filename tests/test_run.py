@@ -216,7 +216,8 @@ def test_the_clock_counts_parts_and_waits_at_both_ends(monkeypatch):
 
 def test_a_log_names_driver_and_clocks_where_there_is_a_gpu(tmp_path, monkeypatch):
     stand_in = tmp_path / "nvidia-smi"
-    stand_in.write_text('#!/bin/sh\n[ $1 = --id=00000000:4b:00.0 ] && echo "550.54, 1980 MHz, 1980 MHz, 2619 MHz, 700.00 W"\n')
+    line = "550.54, 1980 MHz, 1980 MHz, 2619 MHz, 700.00 W"
+    stand_in.write_text(f'#!/bin/sh\n[ $1 = --id=00000000:4b:00.0 ] && echo "{line}"\n')
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     bus = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x4B, pci_device_id=0)

@@ -19,7 +19,7 @@ from large_batch_cifar_10_fast.training.world import World
 
 pytestmark = pytest.mark.slow
 
-MUON = MuonRecipe(width=4, batch_size=20, workers=2, pixels="24,32", kept="0.5", tail_epochs=7.95)
+MUON = MuonRecipe(width=4, batch_size=20, workers=2, pixels="24,32", kept="0.5")
 RECIPES = [
     Apple2019(workers=2, batch_size=16, ghost_batch=8, width=4),
     Basenet(width=16),

@@ -25,24 +25,21 @@ from ..settings.settings import (
     same_option,
     spelled,
 )
-from ..training.augmentation import CropAndAlternate, Shaded, draw_independently
-from ..training.averaging import PulledToAverage
+from ..training.augmentation import CropAndAlternate, draw_independently
 from ..training.convolutions import Convolution, ConvolutionToPool
 from ..training.muon import Muon
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import PiecewiseLinear
 from ..training.pooling import HalvingPool
-from ..training.recipe import Augmentation, Prediction, Stage, cross_entropy
-from ..training.views import ONE_VIEW, SIX_VIEWS, SIX_WHERE_UNSURE, TWO_VIEWS
+from ..training.recipe import Prediction, Stage, cross_entropy
+from ..training.views import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
 from ..training.whitening import whitening_filters
 from ..training.world import World
 
 STEP_IMAGES, EPOCH_IMAGES = 2000, 50_000
 WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's rate
-TAIL_RATE, TAIL_DECAY, TAIL_EVERY = 0.05, 0.7, 4  # share of the first rate; of the average that stays; steps
 LOGIT_SCALE = 1 / 256
-VIEWS = {"one": ONE_VIEW, "two": TWO_VIEWS, "six": SIX_VIEWS, "unsure": SIX_WHERE_UNSURE}
-ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU}
+VIEWS = {"one": ONE_VIEW, "two": TWO_VIEWS, "six": SIX_VIEWS}
 
 
 @dataclass(frozen=True)
@@ -64,20 +61,15 @@ class MuonRecipe:
     head_rate: float = option(0.67, "SGD's rate at first, of the last layer")
     momentum: float = option(0.85, "SGD's momentum")
     whitening_epochs: int = option(1, "epochs that train the whitening's bias, which then rests")
-    tail_epochs: float = option(0.0, f"epochs at the end with {TAIL_RATE} of the rates, and weights averaged")
     label_smoothing: float = option(0.2, "share of a label that all classes get")
-    brightness: float = option(0.0, "most that an image's brightness changes by, in standard deviations of pixels")
-    contrast: float = option(0.0, "most that an image's contrast changes by, as a share")
-    activation: str = option("gelu", "what follows a norm", choices=tuple(ACTIVATIONS))
     norm_momentum: float = option(0.4, "weight of a new batch in the running statistics")
-    views: str = option(
-        "six", "of a test image, after the last epoch; unsure: six of the unsure quarter", choices=tuple(VIEWS)
-    )
+    views: str = option("six", "of a test image, after the last epoch", choices=tuple(VIEWS))
     workers: int = option(1, "replicas, each with its own shard", environment="WORKERS")
 
     name: ClassVar = "muon"
     whole_epochs: ClassVar = False  # full batches alone
     reduction: ClassVar = "sum"
+    augmentation: ClassVar = CropAndAlternate(padding=2, deal=draw_independently)
     half: ClassVar = "bf16"
     half_weights: ClassVar = False
     loss_scale: ClassVar = 1
@@ -86,11 +78,10 @@ class MuonRecipe:
     def __post_init__(self) -> None:
         refuse_unless_positive(self, "epochs", "width", "workers", "rescale_every")
         refuse_unless_positive(self, "filter_rate", "bias_rate", "head_rate", "momentum")
-        refuse_out_of_reason(self, "batch_size", "brightness", "contrast")
+        refuse_out_of_reason(self, "batch_size")
         for name in ("filter_momentum", "momentum", "label_smoothing", "norm_momentum"):
             refuse_outside(self, name, 0, 1, "it is a share")
-        for name in ("whitening_epochs", "tail_epochs"):
-            refuse_outside(self, name, 0, self.epochs, f"a run has {self.epochs} epochs")
+        refuse_outside(self, "whitening_epochs", 0, self.epochs, f"a run has {self.epochs} epochs")
         if not self.batch_size and STEP_IMAGES % self.workers:
             raise Refusal(f"{spelled(self, 'workers')} does not divide {STEP_IMAGES} images: choose --batch_size")
         object.__setattr__(self, "batch_size", self.batch_size or STEP_IMAGES // self.workers)
@@ -124,11 +115,6 @@ class MuonRecipe:
         return tuple(Stage(next(epochs), *what) for what, epochs in alike)
 
     @property
-    def augmentation(self) -> Augmentation:
-        crop = CropAndAlternate(padding=2, deal=draw_independently)
-        return Shaded(crop, self.brightness, self.contrast) if self.brightness or self.contrast else crop
-
-    @property
     def predict(self) -> Prediction:
         return VIEWS[self.views]
 
@@ -136,7 +122,7 @@ class MuonRecipe:
         norm = partial(
             GhostBatchNorm, ghost_batch=self.batch_size, affine=False, momentum=self.norm_momentum, eps=1e-12
         )
-        return Network(self.width, norm, ACTIVATIONS[self.activation])
+        return Network(self.width, norm)
 
     def whiten(self, network: "Network", images: Tensor) -> None:
         filters = whitening_filters(images[:5000], size=2, epsilon=5e-4)
@@ -145,8 +131,7 @@ class MuonRecipe:
     def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
         """SGD's rates are for a loss summed over all images of a step; ours is the mean of the workers' sums."""
         step = self.workers * self.batch_size / EPOCH_IMAGES  # epochs; rates begin at the first step's end
-        end, last = self.epochs - self.tail_epochs, TAIL_RATE if self.tail_epochs else 0.0
-        falling = PiecewiseLinear((step, end + step), (1.0, last))
+        falling = PiecewiseLinear((step, self.epochs + step), (1.0, 0.0))
         falling_early = PiecewiseLinear((step, self.whitening_epochs + step), (1.0, 0.0))
 
         def group(params: list[nn.Parameter], schedule: PiecewiseLinear, rate: float) -> dict:
@@ -160,10 +145,7 @@ class MuonRecipe:
         filters = {"params": [weight for weight in inner if weight.ndim == 4]}
         filters["schedules"] = {"lr": falling * self.filter_rate}
         muon = Muon([filters], self.filter_momentum, self.rescale_every, world)
-        if not self.tail_epochs:
-            return [muon, sgd]
-        averaged = {"params": [*inner, head], "schedules": {"averaging": PiecewiseLinear((end, end), (0, 1))}}
-        return [muon, sgd, PulledToAverage([averaged], TAIL_DECAY, TAIL_EVERY)]
+        return [muon, sgd]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits, labels, self.label_smoothing)
@@ -184,13 +166,13 @@ class Muon2024(MuonRecipe):
 class Network(nn.Module):
     """Images [B, 3, H, W] to logits [B, 10]; 1,971,352 trained parameters at width 64, 0.211 GFLOP forward."""
 
-    def __init__(self, width: int, norm: partial, activation: type[nn.Module]) -> None:
+    def __init__(self, width: int, norm: partial) -> None:
         super().__init__()
         self.whitening = nn.Conv2d(3, 24, 2)
         self.whitening.weight.requires_grad_(False)
-        self.first = activation()
+        self.first = nn.GELU()
         channels = ((24, width), (width, 4 * width), (4 * width, 4 * width))
-        self.groups = nn.Sequential(*(group(*both, norm, activation) for both in channels))
+        self.groups = nn.Sequential(*(group(*both, norm) for both in channels))
         self.pool = nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten())
         self.linear = nn.Linear(4 * width, 10, bias=False)
         with torch.no_grad():
@@ -201,14 +183,14 @@ class Network(nn.Module):
         return self.linear(self.pool(x)) * LOGIT_SCALE
 
 
-def group(channels_in: int, channels_out: int, norm: partial, activation: type[nn.Module]) -> nn.Sequential:
+def group(channels_in: int, channels_out: int, norm: partial) -> nn.Sequential:
     """Pooling comes between the first convolution and its norm."""
     return nn.Sequential(
         begun_as_identity(ConvolutionToPool, channels_in, channels_out),
         HalvingPool(),
-        *(norm(channels_out), activation()),
+        *(norm(channels_out), nn.GELU()),
         begun_as_identity(Convolution, channels_out, channels_out),
-        *(norm(channels_out), activation()),
+        *(norm(channels_out), nn.GELU()),
     )
 
 

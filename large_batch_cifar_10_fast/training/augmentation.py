@@ -73,28 +73,6 @@ class CropAndAlternate(CropAndFlip):
         return crops, (draw_independently(count, 2, of_the_run) + epoch) % 2
 
 
-@dataclass(frozen=True)
-class Shaded:
-    """Another augmentation, then each image's own contrast (times 1 +- `contrast`) and brightness (+- `brightness`).
-
-    Both uniform, drawn once an epoch; of normalised images, so contrast is about the data set's mean colour.
-    """
-
-    augmentation: CropAndFlip
-    brightness: float
-    contrast: float
-
-    def choose(self, count: int, generator: Generator, of_the_run: Generator, epoch: int) -> tuple[Tensor, ...]:
-        choices = self.augmentation.choose(count, generator, of_the_run, epoch)
-        factors = draw_uniformly(count, 1, self.contrast, generator)
-        return *choices, factors, draw_uniformly(count, 0, self.brightness, generator)
-
-    def __call__(self, images: Tensor, rows: Tensor, *choices: Tensor) -> Tensor:
-        *choices, factors, offsets = choices
-        factors, offsets = (x.to(images.dtype)[:, None, None, None] for x in (factors, offsets))
-        return torch.addcmul(offsets, self.augmentation(images, rows, *choices), factors)
-
-
 def scaled_down(images: Tensor, resolution: int) -> Tensor:
     """Images [B, 3, H, W] with so many pixels a side, bilinear: what they cost falls with its square."""
     if images.shape[-1] == resolution:

@@ -31,7 +31,7 @@ def count_gpus(device: str = "") -> int:
     if device == "cpu":
         return 0
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch warns of an old GPU in eleven lines: check_kernels has one
+        with warnings.catch_warnings(action="ignore"):  # of an old GPU, in eleven lines: check_kernels has one
             torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # no driver, no GPU, a driver too old, a build for the CPU
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in HIDDEN

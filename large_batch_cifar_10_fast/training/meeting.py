@@ -180,7 +180,7 @@ def refuse_with_others() -> None:
 
 @contextlib.contextmanager
 def silent_stdout() -> Iterator[None]:
-    """Drop what libraries print to file descriptor 1: STDOUT is the log, and torch 2.10's Gloo prints a line per rank."""
+    """Drop what libraries print to file descriptor 1. STDOUT is the log; Gloo (torch 2.10) prints a line per rank."""
     sys.stdout.flush()
     kept = os.dup(1)
     with open(os.devnull, "wb") as nowhere:

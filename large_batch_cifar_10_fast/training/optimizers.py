@@ -37,7 +37,7 @@ def follow_schedules(optimizers: Iterable[Optimizer], epoch: float) -> None:
 
 
 def step_all(optimizers: Iterable[Optimizer]) -> None:
-    """One after the other: one that averages weights comes after those that move them."""
+    """Step each optimizer, then clear its gradients."""
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()

@@ -27,7 +27,7 @@ class Augmentation(Protocol):
 class Prediction(Protocol):
     """Logits [n, 10] of a process's test images [n, 32, 32, 3], from one view of them or several."""
 
-    def __call__(self, network: nn.Module, images: Tensor, world: World) -> Tensor: ...
+    def __call__(self, network: nn.Module, images: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,7 @@ class Stage:
 
 
 class Recipe(Protocol):
-    """A frozen dataclass, whose fields are its options on the command line; write one beside apple2019.py.
-
-    Weights are averaged by an optimizer that does it, last in the list of `optimizers` (muon.py).
-    """
+    """A frozen dataclass, whose fields are its options on the command line; write one beside apple2019.py."""
 
     name: str
     workers: int  # replicas, each with its own shard of the training images

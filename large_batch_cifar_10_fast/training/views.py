@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .recipe import widened
-from .world import World
 
 View = Callable[[Tensor], Tensor]  # of images [B, 3, H, W]
 MOST_AT_ONCE = 1000  # images, which fit any device
@@ -20,34 +19,11 @@ class Averaged:
 
     views: Mapping[View, float]
 
-    def __call__(self, network: nn.Module, images: Tensor, world: World) -> Tensor:
+    def __call__(self, network: nn.Module, images: Tensor) -> Tensor:
         chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(MOST_AT_ONCE))
         return torch.cat(
             [sum(weight * widened(network(v(chunk))) for v, weight in self.views.items()) for chunk in chunks]
         )
-
-
-@dataclass(frozen=True)
-class AgainWhereUnsure:
-    """A first look at all images, and a second, which counts, at the share of them with the least sure logits.
-
-    The share is one of all processes' images, so that the result does not depend on how they are shared out.
-    """
-
-    first: Averaged
-    second: Averaged
-    share: float
-
-    def __call__(self, network: nn.Module, images: Tensor, world: World) -> Tensor:
-        logits = self.first(network, images, world)
-        sureness = logits.float().softmax(1).amax(1)
-        total = int(world.all_reduce(torch.tensor(len(images), device=images.device)))
-        everyone = sureness.new_zeros(total)
-        everyone[world.rank :: world.world_size] = sureness
-        limit = world.all_reduce(everyone).kthvalue(max(1, int(self.share * total))).values
-        unsure = (sureness <= limit).nonzero().flatten()
-        logits[unsure] = self.second(network, images[unsure], world)
-        return logits
 
 
 def unchanged(images: Tensor) -> Tensor:
@@ -82,4 +58,3 @@ SIX_VIEWS = Averaged(
     {unchanged: 1 / 4, mirrored: 1 / 4}
     | dict.fromkeys((up_left, down_right, mirrored_up_left, mirrored_down_right), 1 / 8)
 )
-SIX_WHERE_UNSURE = AgainWhereUnsure(ONE_VIEW, SIX_VIEWS, share=1 / 4)
