@@ -43,7 +43,7 @@ cd "$top"
 touch "$out/summary.txt"
 failed=0
 # CIFAR-10 is fetched here, if it has to be, with all the time that takes.
-"$python" -c 'import sys; from large_batch_cifar_10_fast.images.sources import count_training_images as see; see(sys.argv[1])' \
+"$python" -c 'import sys; from large_batch_cifar_10_fast.data.cifar10 import count_training_images as see; see(sys.argv[1])' \
     "$data" 2>&1 >/dev/null | tail -n 1 >&2
 
 part() { # NAME SECONDS PATTERN COMMAND...: run within the limit, keep the log, and its last line like PATTERN

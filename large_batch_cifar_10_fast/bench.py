@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .images.sources import Images, random_images
+from .data.cifar10 import Images, random_images
+from .data.shards import Batch
 from .measuring.baseline import baseline_network, baseline_optimizers
 from .measuring.figures import Figures, as_text, ratio, seconds_since_start, summary, timed
 from .measuring.ladder import Seconds, as_table, draw_ladder, rungs, seconds_of_rungs
@@ -39,7 +40,6 @@ from .training.norm import prepare_norms
 from .training.optimizers import follow_schedules, step_all
 from .training.process import allow_tf32, matrix_rate
 from .training.recipe import Recipe, Stage, reduced, stage_of
-from .training.shards import Batch
 from .training.tally import Tally
 from .training.views import MOST_AT_ONCE
 

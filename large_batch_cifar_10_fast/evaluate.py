@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .images.sources import load_images
+from .data.cifar10 import load_images
+from .data.shards import normalise, upload_test
 from .request.advice import precision_on
 from .request.checks import check_processes, holds_weights
 from .request.command_line import read_request
@@ -29,7 +30,6 @@ from .train import evaluate, make_learner
 from .training.meeting import join_world, launched_world_size
 from .training.networks import weight_dtype
 from .training.recipe import Recipe
-from .training.shards import normalise, upload_test
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
@@ -70,7 +70,7 @@ def evaluate_weights(path: Path, settings: Settings, recipe: Recipe) -> None:
             score = evaluate(learner, test)
         if world.is_main:
             print(lines.HEAD.write(version=__version__, commit=commit(), code=code_digest(), started=utc_now()))
-            print(lines.DATA.write(**images.facts()))
+            print(lines.DATA.write(**images.metadata()))
             print(lines.RECIPE.write(recipe=recipe.name, options=lines.as_pairs(asdict(recipe))))
             how = {"precision": learner.settings.precision, "weights": path, "seconds": clock.last["validation"]}
             print(lines.EVALUATED.write(accuracy=score.accuracy, loss=score.loss, **how))

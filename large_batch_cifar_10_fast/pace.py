@@ -20,7 +20,7 @@ import torch
 from scipy import stats
 
 from . import __version__
-from .images.sources import random_images
+from .data.cifar10 import random_images
 from .measuring.figures import timed
 from .request.advice import precision_on
 from .request.checks import check_images, check_processes

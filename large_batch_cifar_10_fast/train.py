@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .images.sources import Images, load_images, random_images
+from .data.cifar10 import Images, load_images, random_images
+from .data.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .request.advice import explaining_memory, settle
 from .request.checks import check_agreement, check_request
 from .request.command_line import read_request
@@ -28,7 +29,6 @@ from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules, step_all
 from .training.process import allow_tf32, leaving
 from .training.recipe import Recipe, images_to_warm_up, reduced, stage_of
-from .training.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .training.tally import Score, Tally
 from .training.world import World
 
@@ -46,7 +46,7 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     settings = settle(settings, recipe, world, len(images.train_images))
     finished = finished_rows(settings)
     check_agreement(settings, recipe, images, finished, world)
-    log = RunLog(settings, recipe, world, images.facts, finished)
+    log = RunLog(settings, recipe, world, images.metadata, finished)
     learner = make_learner(settings, recipe, world)
     if not settings.no_warmup:
         warm_up(learner, len(images.train_images), len(images.test_images) if world.on_gpu else world.world_size)
@@ -107,7 +107,7 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
     """One run from fresh weights; its seed alone decides them, every shuffle, crop and flip."""
     recipe, world, seed = learner.recipe, learner.world, learner.settings.seed + run
     reset(learner.network, recipe, seed)
-    optimizers, losses = recipe.optimizers(learner.network, world), data.train.unseen()
+    optimizers, losses = recipe.optimizers(learner.network, world), data.train.initial_losses()
     for epoch in range(1, recipe.epochs + 1):
         tally = Tally(world)
         with clock.counting("training"):

@@ -23,9 +23,9 @@ from unittest import mock
 from conftest import LAUNCHER, TINY, VARIABLES, train_here, write_npz
 from disturbances import fill_disks, heal_campaign, kill_campaigns
 
-from large_batch_cifar_10_fast.images import cifar10
-from large_batch_cifar_10_fast.images.sources import load_images
-from large_batch_cifar_10_fast.images.synthetic import draw_shapes
+from large_batch_cifar_10_fast.data import cifar10
+from large_batch_cifar_10_fast.data.cifar10 import load_images
+from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import prepare_launch
 from large_batch_cifar_10_fast.request.command_line import RECIPES
 from large_batch_cifar_10_fast.results.logs import read_log

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from forked import FORKS, train_forked
 
 from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.images.synthetic import draw_shapes
+from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.request.command_line import read_request
 
 REPO = Path(__file__).resolve().parent.parent

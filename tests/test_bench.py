@@ -10,7 +10,7 @@ from conftest import REPO, environment
 from test_compiling import ALONE, SMALL, fresh_network, gradients_of_a_step, whitened
 
 from large_batch_cifar_10_fast import bench
-from large_batch_cifar_10_fast.images.sources import random_images
+from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.measuring.baseline import baseline_network, baseline_optimizers
 from large_batch_cifar_10_fast.measuring.figures import ratio
 from large_batch_cifar_10_fast.request import command_line

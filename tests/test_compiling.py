@@ -13,7 +13,7 @@ from conftest import REPO, TINY, environment
 from test_story import Stock
 from torch._inductor import config as inductor
 
-from large_batch_cifar_10_fast.images.sources import random_images
+from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.request.advice import settle

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(GPUS == 0, reason="no GPU her
 TRAIN = "large_batch_cifar_10_fast.train"
 EPOCH_WITHOUT_WAITING = """
 import torch
-from large_batch_cifar_10_fast.images.sources import random_images
+from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.settings.settings import Settings
@@ -31,7 +31,7 @@ for recipe in (Apple2019(width=16, batch_size=64), MuonRecipe(width=16, batch_si
         data = prepare(random_images(5000, 100), learner, Clock(world.synchronize))
         optimizers, tally = recipe.optimizers(learner.network, world), Tally(world)
         torch.cuda.set_sync_debug_mode("error")
-        batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.unseen()))
+        batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.initial_losses()))
         for step, micro_batches in enumerate(batches, 1):
             follow_schedules(optimizers, step / len(batches))
             take_step(learner, optimizers, micro_batches, tally)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from large_batch_cifar_10_fast.data.shards import MEAN, STD, normalise, upload_shards
 from large_batch_cifar_10_fast.measuring import ladder
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.training.shards import MEAN, STD, normalise, upload_shards
 from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from disturbances import DIFFERENT
 from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.images.sources import random_images
+from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import Clock

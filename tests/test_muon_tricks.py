@@ -4,17 +4,17 @@ import pytest
 import torch
 from conftest import train_here
 
+from large_batch_cifar_10_fast.data.augment import CropAndAlternateFlip, assign_independent, downscale
+from large_batch_cifar_10_fast.data.shards import shuffle_shard
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.training.augmentation import CropAndAlternate, draw_independently, scaled_down
-from large_batch_cifar_10_fast.training.shards import deal_epoch
 from large_batch_cifar_10_fast.training.views import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
 
 
 def test_flips_alternate_from_epoch_to_epoch_and_differ_from_run_to_run():
-    rows, augmentation = torch.arange(200), CropAndAlternate(padding=2, deal=draw_independently)
+    rows, augmentation = torch.arange(200), CropAndAlternateFlip(padding=2, assign=assign_independent)
 
     def flips(seed, worker, epoch):
-        order, crops, mirrored = deal_epoch(rows, augmentation, seed, worker, epoch)
+        order, crops, mirrored = shuffle_shard(rows, augmentation, seed, worker, epoch)
         assert crops.min() == 0
         assert crops.max() == 24
         return mirrored[order.argsort()]
@@ -30,10 +30,10 @@ def test_flips_alternate_from_epoch_to_epoch_and_differ_from_run_to_run():
 
 def test_images_are_scaled_down_bilinearly_and_whole():
     ramp = torch.linspace(0, 31, 32, dtype=torch.float64).expand(1, 3, 32, 32).contiguous()
-    small = scaled_down(ramp.to(memory_format=torch.channels_last), 24)
+    small = downscale(ramp.to(memory_format=torch.channels_last), 24)
     torch.testing.assert_close(small[0, 0, 0], (torch.arange(24, dtype=torch.float64) + 0.5) * 32 / 24 - 0.5)
     assert small.is_contiguous(memory_format=torch.channels_last)
-    assert scaled_down(ramp, 32) is ramp
+    assert downscale(ramp, 32) is ramp
 
 
 def test_six_views_are_weighted_and_shifted_by_a_pixel():

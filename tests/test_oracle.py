@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from conftest import Recorder
 from torch import nn
 
-from large_batch_cifar_10_fast.images.sources import Images
-from large_batch_cifar_10_fast.images.synthetic import draw_shapes
+from large_batch_cifar_10_fast.data.cifar10 import Images
+from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.settings.settings import Settings

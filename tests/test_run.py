@@ -14,7 +14,7 @@ import torch
 from conftest import REPO, TINY, environment, train_here, train_together
 
 from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.images.sources import load_images
+from large_batch_cifar_10_fast.data.cifar10 import load_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.advice import explaining_memory
 from large_batch_cifar_10_fast.results import run_log

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from conftest import random_pictures
 
+from large_batch_cifar_10_fast.data.augment import MAX_OPTIONS, assign_balanced
+from large_batch_cifar_10_fast.data.shards import normalise, shuffle_shard, upload_shards, upload_test
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.training.augmentation import MOST_OPTIONS, deal_evenly
 from large_batch_cifar_10_fast.training.recipe import images_of_an_epoch, images_to_warm_up
-from large_batch_cifar_10_fast.training.shards import deal_epoch, normalise, upload_shards, upload_test
 from large_batch_cifar_10_fast.training.views import mirrored
 from large_batch_cifar_10_fast.training.world import World
 
@@ -64,7 +64,7 @@ def test_an_epoch_of_fewer_pixels_has_the_batches_of_32_scaled_down():
 
 
 @pytest.mark.parametrize(("processes", "micro_batches"), [(1, 1), (2, 1), (1, 4)])
-def test_what_is_kept_has_the_highest_losses_and_comes_in_the_order_it_was_dealt(processes, micro_batches):
+def test_hard_examples_have_the_highest_losses_and_keep_their_order(processes, micro_batches):
     recipe = MuonRecipe(epochs=3, batch_size=10, workers=4, kept="1,0.5,1")
     losses, kept = torch.rand(643, generator=torch.Generator().manual_seed(0)), {}
     for rank in range(processes):
@@ -77,14 +77,14 @@ def test_what_is_kept_has_the_highest_losses_and_comes_in_the_order_it_was_dealt
         for place, worker in enumerate(shards.workers):
             mine = [torch.cat(step).split(10)[place] for step in steps]
             kept[worker] = torch.cat(mine).tolist()
-            dealt = there[deal_epoch(shards.rows_of(worker), recipe.augmentation, 3, worker, 2)[0]]
-            least = losses[dealt].sort(descending=True).values[79]
-            assert kept[worker] == [int(image) for image in dealt if losses[image] >= least]
+            shuffled = there[shuffle_shard(shards.rows_of(worker), recipe.augmentation, 3, worker, 2)[0]]
+            least = losses[shuffled].sort(descending=True).values[79]
+            assert kept[worker] == [int(image) for image in shuffled if losses[image] >= least]
         assert [shards.steps_of(number) for number in (1, 2, 3)] == [16, 8, 16]
     assert set(kept) == set(range(4))
 
 
-def test_what_is_kept_is_cropped_and_mirrored_as_it_would_have_been_among_all():
+def test_hard_examples_are_cropped_and_mirrored_as_among_all_images():
     images, losses = random_pictures(120), torch.rand(120, generator=torch.Generator().manual_seed(0))
     whole, half = (
         _shards(recipe=MuonRecipe(epochs=1, batch_size=20, workers=2, kept=kept), images=images).epoch(0, 1, losses)
@@ -96,7 +96,7 @@ def test_what_is_kept_is_cropped_and_mirrored_as_it_would_have_been_among_all():
     assert torch.equal(kept, made[[place[row] for row in half.rows.tolist()]])
 
 
-def test_what_is_kept_is_rounded_to_images_and_then_to_full_batches():
+def test_hard_examples_are_rounded_to_images_and_then_to_full_batches():
     recipe = MuonRecipe(epochs=2, batch_size=29, kept="1,0.29")
     assert [images_of_an_epoch(recipe, 100, epoch) for epoch in (1, 2)] == [87, 29], "0.29 of 100 is 28.999..."
 
@@ -108,10 +108,10 @@ def test_a_warm_up_has_a_step_of_every_stage(kept):
     assert all(shards.steps_of(stage.first_epoch) for stage in recipe.stages)
 
 
-def test_what_was_never_seen_is_never_left_out_for_what_was():
+def test_images_never_seen_are_selected_before_others():
     recipe = MuonRecipe(epochs=2, batch_size=10, workers=4, kept="0.5")
     shards = _shards(recipe=recipe)
-    losses = shards.unseen()
+    losses = shards.initial_losses()
     first = shards.epoch(3, 1, losses)
     losses[first.rows] = 100.0
     second = shards.epoch(3, 2, losses)
@@ -150,7 +150,7 @@ def test_whole_epochs_end_with_a_short_batch_and_show_every_image_once(recipe):
 
 def test_epochs_seeds_and_workers_differ():
     def order(seed, worker, epoch):
-        return deal_epoch(torch.arange(100), CROP_AND_FLIP, seed, worker, epoch)[0].tolist()
+        return shuffle_shard(torch.arange(100), CROP_AND_FLIP, seed, worker, epoch)[0].tolist()
 
     orders = [order(*key) for key in ((0, 0, 1), (0, 0, 2), (0, 1, 1), (1, 0, 1))]
     assert all(sorted(one) == list(range(100)) for one in orders)
@@ -158,7 +158,7 @@ def test_epochs_seeds_and_workers_differ():
     assert order(0, 0, 1) == orders[0]
 
 
-def test_a_step_is_dealt_by_its_seed_epoch_and_workers():
+def test_a_step_depends_on_its_seed_epoch_and_workers():
     def places(seed, epoch):
         """In their shards, of the images that workers 0 and 1 take first."""
         [(images, _), *_] = next(iter(_shards().epoch(seed, epoch)))
@@ -180,23 +180,23 @@ def test_batches_do_not_depend_on_processes_or_micro_batches(processes, micro_ba
 
 
 def test_crops_and_flips_are_balanced_exactly():
-    _, offsets, flips = deal_epoch(torch.arange(6250), CROP_AND_FLIP, seed=0, worker=0, epoch=1)
+    _, offsets, flips = shuffle_shard(torch.arange(6250), CROP_AND_FLIP, seed=0, worker=0, epoch=1)
     counts = torch.bincount(offsets, minlength=81)
     assert len(counts) == 81
     assert sorted(counts.tolist()) == [77] * 68 + [78] * 13  # 6250 = 81 x 77 + 13
     assert flips.sum() == 3125
 
 
-def test_crops_and_flips_are_dealt_independently_of_the_order():
-    rows, offsets, flips = deal_epoch(torch.arange(81 * 200), CROP_AND_FLIP, seed=1, worker=0, epoch=1)
+def test_crops_and_flips_are_independent_of_the_order():
+    rows, offsets, flips = shuffle_shard(torch.arange(81 * 200), CROP_AND_FLIP, seed=1, worker=0, epoch=1)
     for a, b in ((rows, offsets), (rows, flips), (offsets, flips)):
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
 
 
 def test_a_transform_of_many_options_uses_two_hundred_of_them():
-    dealt = deal_evenly(1000, 300, torch.Generator().manual_seed(0))
-    options, counts = dealt.unique(return_counts=True)
-    assert len(options) == MOST_OPTIONS
+    assigned = assign_balanced(1000, 300, torch.Generator().manual_seed(0))
+    options, counts = assigned.unique(return_counts=True)
+    assert len(options) == MAX_OPTIONS
     assert counts.eq(5).all()
     assert options.max() > 250
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from large_batch_cifar_10_fast.images.sources import random_images
+from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
@@ -68,7 +68,7 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
         count = round(3 * recipe.workers * recipe.batch_size / recipe.stages[0].kept)
         data = prepare(random_images(count, 10), learner, Clock(lambda: None))
         optimizers, tally, steps = recipe.optimizers(network, world), Tally(world), 0
-        batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.unseen()))
+        batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.initial_losses()))
         for micro_batches in batches:
             take_step(learner, optimizers, micro_batches, tally)
             steps += 1

@@ -11,13 +11,13 @@ from conftest import TINY, Recorder, train_here
 from torch import nn
 
 from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.images.sources import random_images
+from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independent
+from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.request import command_line
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.provenance import code_digest
 from large_batch_cifar_10_fast.settings.settings import PACKAGE, Refusal, Settings, option
-from large_batch_cifar_10_fast.training.augmentation import CropAndFlip, draw_independently
 from large_batch_cifar_10_fast.training.norm import GhostBatchNorm
 from large_batch_cifar_10_fast.training.optimizers import PiecewiseLinear
 from large_batch_cifar_10_fast.training.recipe import Stage
@@ -67,7 +67,7 @@ class Stock:
 
     name: ClassVar = "stock"
     workers: ClassVar = 2
-    augmentation: ClassVar = CropAndFlip(padding=4, deal=draw_independently)
+    augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_independent)
     whole_epochs: ClassVar = True
     reduction: ClassVar = "mean"
     half: ClassVar = "fp16"

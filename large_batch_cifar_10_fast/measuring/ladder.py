@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..data.shards import MEAN, STD, Batch, Shards
 from ..results.pictures import WIDTH, draw_bars, new_figure, save_picture
-from ..training.shards import MEAN, STD, Batch, Shards
 from ..training.world import World
 
 PADDING, SIZE = 4, 32

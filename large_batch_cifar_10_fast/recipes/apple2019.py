@@ -12,8 +12,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..data.augment import CropAndFlip, assign_balanced
 from ..settings.settings import Refusal, option, refuse_out_of_reason, refuse_unless_positive, spelled
-from ..training.augmentation import CropAndFlip, deal_evenly
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import NesterovSGD, PiecewiseLinear
 from ..training.pooling import HalvingPool
@@ -51,7 +51,7 @@ class Apple2019:
     workers: int = option(8, "replicas, each with its own shard", environment="WORKERS")
 
     name: ClassVar = "apple2019"
-    augmentation: ClassVar = CropAndFlip(padding=4, deal=deal_evenly)
+    augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_balanced)
     whole_epochs: ClassVar = False  # 24 full batches; what is left of a shard waits for another epoch
     reduction: ClassVar = "sum"
     half: ClassVar = "fp16"

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from ..data.augment import CropAndFlip, assign_independent
 from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
-from ..training.augmentation import CropAndFlip, draw_independently
 from ..training.norm import GhostBatchNorm, norms_of
 from ..training.optimizers import PiecewiseLinear
 from ..training.preactivation import TOO_NARROW, Norm, PreactivationBlock, convolution
@@ -39,7 +39,7 @@ class Basenet:
 
     name: ClassVar = "basenet"
     workers: ClassVar = 1
-    augmentation: ClassVar = CropAndFlip(padding=4, deal=draw_independently)
+    augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_independent)
     whole_epochs: ClassVar = True
     reduction: ClassVar = "mean"
     half: ClassVar = "fp16"

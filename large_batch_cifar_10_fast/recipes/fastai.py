@@ -12,13 +12,12 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from ..data.augment import CropAndFlip, CropJitterRotateFlip, assign_independent
 from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
-from ..training.augmentation import CropAndFlip, draw_independently
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import PiecewiseLinear
 from ..training.preactivation import TOO_NARROW, Norm, PreactivationBlock, convolution
 from ..training.recipe import Stage, cross_entropy
-from ..training.recolouring import CropRecolourRotateFlip
 from ..training.views import ONE_VIEW
 from ..training.world import World
 
@@ -51,8 +50,8 @@ class FastAI:
     width: int = option(16, "channels of the first convolution; the others scale with it")
 
     name: ClassVar = "fastai"
-    augmentation: ClassVar = CropRecolourRotateFlip(
-        CropAndFlip(padding=4, deal=draw_independently), strength=0.25, degrees=2.0
+    augmentation: ClassVar = CropJitterRotateFlip(
+        CropAndFlip(padding=4, assign=assign_independent), strength=0.25, degrees=2.0
     )
     whole_epochs: ClassVar = True
     reduction: ClassVar = "mean"

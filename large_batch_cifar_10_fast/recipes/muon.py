@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from ..data.augment import CropAndAlternateFlip, assign_independent
 from ..settings.settings import (
     Refusal,
     option,
@@ -25,7 +26,6 @@ from ..settings.settings import (
     same_option,
     spelled,
 )
-from ..training.augmentation import CropAndAlternate, draw_independently
 from ..training.convolutions import Convolution, ConvolutionToPool
 from ..training.muon import Muon
 from ..training.norm import GhostBatchNorm
@@ -69,7 +69,7 @@ class MuonRecipe:
     name: ClassVar = "muon"
     whole_epochs: ClassVar = False  # full batches alone
     reduction: ClassVar = "sum"
-    augmentation: ClassVar = CropAndAlternate(padding=2, deal=draw_independently)
+    augmentation: ClassVar = CropAndAlternateFlip(padding=2, assign=assign_independent)
     half: ClassVar = "bf16"
     half_weights: ClassVar = False
     loss_scale: ClassVar = 1

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..data.augment import CropAndFlip, assign_independent
 from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
-from ..training.augmentation import CropAndFlip, draw_independently
 from ..training.norm import GhostBatchNorm
 from ..training.optimizers import NesterovSGD, PiecewiseLinear
 from ..training.preactivation import TOO_NARROW
@@ -39,7 +39,7 @@ class Page:
 
     name: ClassVar = "page"
     workers: ClassVar = 1
-    augmentation: ClassVar = CropAndFlip(padding=4, deal=draw_independently)
+    augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_independent)
     whole_epochs: ClassVar = True
     reduction: ClassVar = "sum"
     half: ClassVar = "fp16"

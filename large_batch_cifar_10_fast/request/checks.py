@@ -6,7 +6,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from ..images.sources import Images, count_training_images, load_images
+from ..data.cifar10 import Images, count_training_images, load_images
 from ..results.lines import as_pairs, from_pairs
 from ..results.provenance import code_digest
 from ..results.resuming import finished_rows, refuse_other

@@ -16,10 +16,10 @@ from torch import nn
 from tqdm import tqdm
 
 from .. import __version__
+from ..data.shards import Batch, Epoch
 from ..settings.settings import SYNTHETIC, Refusal, Settings, most_restarts, restarts
 from ..training.networks import work, work_of_epoch
 from ..training.recipe import Recipe
-from ..training.shards import Batch, Epoch
 from ..training.tally import Score
 from ..training.teams import answer_teams, say_alive, say_finished, tell_first
 from ..training.world import World, warn

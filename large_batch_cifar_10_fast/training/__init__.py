@@ -1,1 +1,1 @@
-"""What trains: norm, optimisers, shards and augmentation, the world of processes, compilation."""
+"""What trains: norm, optimisers, the world of processes, compilation."""

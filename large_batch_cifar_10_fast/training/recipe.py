@@ -16,10 +16,10 @@ from .world import World
 class Augmentation(Protocol):
     """Choices are dealt once an epoch for a whole shard; a batch is then made of its images and their choices.
 
-    `generator` is the epoch's own; `of_the_run` begins alike in every epoch of a run.
+    `generator` is the epoch's own; `run_generator` begins alike in every epoch of a run.
     """
 
-    def choose(self, count: int, generator: Generator, of_the_run: Generator, epoch: int) -> Sequence[Tensor]: ...
+    def sample(self, count: int, generator: Generator, run_generator: Generator, epoch: int) -> Sequence[Tensor]: ...
 
     def __call__(self, images: Tensor, rows: Tensor, *choices: Tensor) -> Tensor: ...
 

@@ -7,9 +7,9 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
+from large_batch_cifar_10_fast.data.augment import color_jitter, rotate_and_flip
+from large_batch_cifar_10_fast.data.shards import MEAN, STD, normalise
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
-from large_batch_cifar_10_fast.training.recolouring import recolour, rotate_and_flip
-from large_batch_cifar_10_fast.training.shards import MEAN, STD, normalise
 
 AUGMENTATION = FastAI.augmentation
 
@@ -20,7 +20,7 @@ def _pixels(count: int) -> torch.Tensor:
 
 def test_colours_change_as_torchvisions_do():
     images, factors = _pixels(6), torch.rand(3, 6, dtype=torch.float64) / 2 + 0.75
-    changed = recolour(images, *factors)
+    changed = color_jitter(images, *factors)
     for image, brightness, contrast, saturation, ours in zip(images, *factors.tolist(), changed, strict=True):
         theirs = tv.adjust_contrast(tv.adjust_brightness(image, brightness), contrast)
         theirs = tv.adjust_saturation(theirs, saturation)
@@ -45,7 +45,7 @@ def test_rotation_and_then_flip_are_torchvisions(degrees, flip):
 def test_an_augmented_batch_is_normalised_again_and_nothing_is_drawn_twice():
     bytes_ = (255 * _pixels(50)).round().to(torch.uint8).permute(0, 2, 3, 1)
     images, rows = normalise(bytes_, torch.float64), torch.arange(50)
-    choices = AUGMENTATION.choose(50, torch.Generator().manual_seed(3), torch.Generator(), 1)
+    choices = AUGMENTATION.sample(50, torch.Generator().manual_seed(3), torch.Generator(), 1)
     batch = AUGMENTATION(images, rows, *choices)
     assert batch.is_contiguous(memory_format=torch.channels_last)
     pixels = batch * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]

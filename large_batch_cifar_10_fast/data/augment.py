@@ -1,0 +1,138 @@
+"""Augmentation of a whole batch on the device: crop, flip, color jitter, rotation, lower resolution (method, 2)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import pi
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+SIZE = 32  # pixels a side of an image
+MAX_OPTIONS = 200  # of a transform, in one epoch
+MEAN = (125.31, 122.95, 113.87)  # of CIFAR-10's channels, on the 0..255 scale
+STD = (62.99, 62.09, 66.70)
+LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in gray (ITU-R 601, as PIL's)
+
+Assignment = Callable[[int, int, Generator], Tensor]
+
+
+def assign_balanced(count: int, options: int, generator: Generator) -> Tensor:
+    """Assign one of `options` to each of `count` images, each option equally often, give or take one (int64 [count]).
+
+    Independent draws would favor some crop offsets within an epoch (method, section 2).
+    """
+    device = generator.device
+    used = torch.randperm(options, generator=generator, device=device)[:MAX_OPTIONS]
+    chunk = torch.arange(count, device=device) * len(used) // count
+    assigned = torch.empty(count, dtype=torch.int64, device=device)
+    assigned[torch.randperm(count, generator=generator, device=device)] = used[chunk]
+    return assigned
+
+
+def assign_independent(count: int, options: int, generator: Generator) -> Tensor:
+    """Draw one of `options` for each of `count` images independently (int64 [count])."""
+    return torch.randint(options, (count,), generator=generator, device=generator.device)
+
+
+def sample_uniform(count: int, center: float, radius: float, generator: Generator) -> Tensor:
+    """Draw a number in center +- radius for each of `count` images (float32 [count])."""
+    return center + radius * (2 * torch.rand(count, generator=generator, device=generator.device) - 1)
+
+
+@dataclass(frozen=True)
+class CropAndFlip:
+    """Reflect-pad by `padding`, crop 32x32, mirror: `assign` chooses both for each image, once an epoch."""
+
+    padding: int
+    assign: Assignment
+
+    def sample(self, count: int, generator: Generator, *_: object) -> tuple[Tensor, Tensor]:
+        """Return each image's crop offset, counted row by row, and whether it is mirrored (1); both int64 [count]."""
+        return self.assign(count, (2 * self.padding + 1) ** 2, generator), self.assign(count, 2, generator)
+
+    def __call__(self, images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor) -> Tensor:
+        """Gather `rows` of `images` [n, 32, 32, 3] as a batch [B, 3, 32, 32], channels-last."""
+        offsets, span = 2 * self.padding + 1, torch.arange(SIZE, device=images.device)
+        reflected = torch.arange(-self.padding, SIZE + self.padding, device=images.device).abs()
+        reflected = torch.where(reflected < SIZE, reflected, 2 * (SIZE - 1) - reflected)
+        y = reflected[(crops // offsets)[:, None] + span]
+        columns = torch.where(flips[:, None] == 1, SIZE - 1 - span, span)
+        x = reflected[(crops % offsets)[:, None] + columns]
+        return images[rows[:, None, None], y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
+class CropAndAlternateFlip(CropAndFlip):
+    """Crop like CropAndFlip; mirror each image at random in the first epoch, and from then on every other epoch.
+
+    Two epochs in a row show both orientations of an image; independent flips do so for half of the images. The
+    orientation follows the epoch number, so an image left out of an epoch returns as it was two epochs before.
+    """
+
+    def sample(self, count: int, generator: Generator, run_generator: Generator, epoch: int) -> tuple[Tensor, Tensor]:
+        crops, _ = super().sample(count, generator)
+        return crops, (assign_independent(count, 2, run_generator) + epoch) % 2
+
+
+@dataclass(frozen=True)
+class CropJitterRotateFlip:
+    """Crop; scale brightness, contrast and saturation by factors in 1 +- `strength`; rotate by +- `degrees`; flip.
+
+    Factors and angles are uniform, drawn for each image once an epoch. Unlike torchvision on single images, the
+    color operations have a fixed order and do not round to bytes.
+    """
+
+    crop_and_flip: CropAndFlip
+    strength: float
+    degrees: float
+
+    def sample(self, count: int, generator: Generator, *_: object) -> tuple[Tensor, ...]:
+        """Return crops and flips as CropAndFlip does, then float32 [count]: three factors, and angles in radians."""
+        crops, flips = self.crop_and_flip.sample(count, generator)
+        factors = [sample_uniform(count, 1, self.strength, generator) for _ in range(3)]
+        return crops, flips, *factors, sample_uniform(count, 0, self.degrees * pi / 180, generator)
+
+    def __call__(self, images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor, *changes: Tensor) -> Tensor:
+        """Make a batch [B, 3, 32, 32], channels-last, of `images` [n, 32, 32, 3]; both are normalized."""
+        *factors, angles = changes
+        crop = self.crop_and_flip(images, rows, crops, torch.zeros_like(flips))
+        pixels = [crop[:, c] * (STD[c] / 255) + MEAN[c] / 255 for c in range(3)]  # 0 to 1
+        rotated = rotate_and_flip(color_jitter(torch.stack(pixels, 1), *factors), angles, flips)
+        normalized = [(rotated[:, c] - MEAN[c] / 255) * (255 / STD[c]) for c in range(3)]
+        return torch.stack(normalized, -1).permute(0, 3, 1, 2)
+
+
+def color_jitter(images: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
+    """Blend images [B, 3, H, W] of 0 to 1 with black, mean gray and gray by factors [B]; clip each time."""
+
+    def blend(images: Tensor, other: Tensor | float, factors: Tensor) -> Tensor:
+        factors = factors.to(images.dtype)[:, None, None, None]
+        return (factors * images + (1 - factors) * other).clamp(0, 1)
+
+    def gray(images: Tensor) -> Tensor:
+        return sum(weight * images[:, c : c + 1] for c, weight in enumerate(LUMA))
+
+    images = blend(images, torch.zeros_like(images), brightness)
+    images = blend(images, gray(images).mean((2, 3), keepdim=True), contrast)
+    return blend(images, gray(images), saturation)
+
+
+def rotate_and_flip(images: Tensor, angles: Tensor, flips: Tensor) -> Tensor:
+    """Rotate images [B, 3, H, W] counter-clockwise by `angles` (radians), then mirror them where `flips` is 1.
+
+    Sampling takes the nearest pixel, and black outside of the image.
+    """
+    cos, sin, sign = angles.cos(), angles.sin(), 1 - 2 * flips
+    zero = torch.zeros_like(cos)
+    # From an output pixel to its source: undo the flip, then the rotation. Rows are x and y; y points down.
+    origins = torch.stack([cos * sign, -sin, zero, sin * sign, cos, zero], 1).view(-1, 2, 3).to(images.dtype)
+    grid = F.affine_grid(origins, images.shape, align_corners=False)
+    return F.grid_sample(images, grid, mode="nearest", padding_mode="zeros", align_corners=False)
+
+
+def downscale(images: Tensor, resolution: int) -> Tensor:
+    """Resize images [B, 3, H, W] to `resolution` pixels a side, bilinear; the cost of a step falls with its square."""
+    if images.shape[-1] == resolution:
+        return images
+    return F.interpolate(images, size=(resolution, resolution), mode="bilinear", align_corners=False)

@@ -1,1 +1,0 @@
-"""Where images come from: CIFAR-10, a .npz file, or shapes drawn in memory."""
