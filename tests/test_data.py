@@ -1,8 +1,8 @@
 """Images are downloaded, checked and read: CIFAR-10 from a server on loopback, .npz files, synthetic shapes."""
 
-import contextlib
 import hashlib
 import http.server
+import multiprocessing
 import pickle
 import struct
 import tarfile
@@ -65,6 +65,9 @@ def mirror(tmp_path, monkeypatch):
             requests.append(self.path[1:])
             if self.path == "/silent":
                 time.sleep(3)
+            elif self.path == "/stops":
+                self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + bytes(10**6))
+                time.sleep(3)
             elif self.path == "/garbage":
                 self.wfile.write(b"SSH-2.0\r\n\r\n")
             else:
@@ -116,26 +119,23 @@ def test_without_a_whole_download_one_line_says_what_to_do_and_nothing_is_kept(m
         (tmp_path / "served" / cifar10.ARCHIVE).unlink(missing_ok=True)
 
 
-def test_a_download_shows_up_in_the_folder_only_when_it_is_complete(mirror, tmp_path, monkeypatch):
-    """As a process that is killed at the worst moment would leave it; the next one starts over."""
-    folder, seen = tmp_path / "data", []
-    folder.mkdir()
-    (folder / cifar10.ARCHIVE).write_bytes(b"half")
-    original = cifar10._download
-
-    def interrupted(url, target):
-        original(url, target)
-        seen.extend(path.name for path in folder.iterdir() if not path.name.startswith("."))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cifar10, "_download", interrupted)
-    with contextlib.suppress(KeyboardInterrupt), monkeypatch.context() as patch:
-        patch.setattr(cifar10.shutil, "rmtree", lambda *_, **__: None)  # as killed
-        download_cifar10(folder)
-    assert seen == [cifar10.ARCHIVE]
-    assert (folder / cifar10.ARCHIVE).read_bytes() == b"half"
-    monkeypatch.setattr(cifar10, "_download", original)
-    assert load_images(str(folder)).digest == mirror[0].digest
+def test_a_killed_download_leaves_no_half_archive_and_the_next_one_starts_over(mirror, tmp_path, monkeypatch):
+    expected, url, _ = mirror
+    (folder := tmp_path / "data").mkdir()
+    (folder / cifar10.ARCHIVE).write_bytes(b"of another origin")
+    monkeypatch.setattr(cifar10, "MIRRORS", (url + "stops",))
+    monkeypatch.setattr(cifar10, "TIMEOUT", 60)
+    process = multiprocessing.get_context("fork").Process(target=download_cifar10, args=(folder,), daemon=True)
+    process.start()
+    deadline = time.monotonic() + 20
+    while not any(path.stat().st_size for path in folder.rglob(f".*/{cifar10.ARCHIVE}")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.join()
+    assert (folder / cifar10.ARCHIVE).read_bytes() == b"of another origin"
+    monkeypatch.setattr(cifar10, "MIRRORS", (url + cifar10.ARCHIVE,))
+    assert load_images(str(folder)).digest == expected.digest
     assert sorted(path.name for path in folder.iterdir()) == [cifar10.BATCHES, cifar10.ARCHIVE]
 
 

@@ -18,10 +18,7 @@ Assignment = Callable[[int, int, Generator], Tensor]
 
 
 def assign_balanced(count: int, options: int, generator: Generator) -> Tensor:
-    """Assign one of `options` to each of `count` images, each option equally often, give or take one (int64 [count]).
-
-    Independent draws would favor some crop offsets within an epoch (method, section 2).
-    """
+    """Assign one of `options` to each of `count` images, each equally often give or take one (int64 [count])."""
     device = generator.device
     used = torch.randperm(options, generator=generator, device=device)[:MAX_OPTIONS]
     chunk = torch.arange(count, device=device) * len(used) // count
@@ -33,11 +30,6 @@ def assign_balanced(count: int, options: int, generator: Generator) -> Tensor:
 def assign_independent(count: int, options: int, generator: Generator) -> Tensor:
     """Draw one of `options` for each of `count` images independently (int64 [count])."""
     return torch.randint(options, (count,), generator=generator, device=generator.device)
-
-
-def sample_uniform(count: int, center: float, radius: float, generator: Generator) -> Tensor:
-    """Draw a number in center +- radius for each of `count` images (float32 [count])."""
-    return center + radius * (2 * torch.rand(count, generator=generator, device=generator.device) - 1)
 
 
 @dataclass(frozen=True)
@@ -66,8 +58,7 @@ class CropAndFlip:
 class CropAndAlternateFlip(CropAndFlip):
     """Crop like CropAndFlip; mirror each image at random in the first epoch, and from then on every other epoch.
 
-    Two epochs in a row show both orientations of an image; independent flips do so for half of the images. The
-    orientation follows the epoch number, so an image left out of an epoch returns as it was two epochs before.
+    Two epochs in a row show both orientations of an image; independent flips do so for half of the images.
     """
 
     def sample(self, count: int, generator: Generator, run_generator: Generator, epoch: int) -> tuple[Tensor, Tensor]:
@@ -79,8 +70,7 @@ class CropAndAlternateFlip(CropAndFlip):
 class CropJitterRotateFlip:
     """Crop; scale brightness, contrast and saturation by factors in 1 +- `strength`; rotate by +- `degrees`; flip.
 
-    Factors and angles are uniform, drawn for each image once an epoch. Unlike torchvision on single images, the
-    color operations have a fixed order and do not round to bytes.
+    Factors and angles are uniform. Unlike torchvision's, the color operations have a fixed order and do not round.
     """
 
     crop_and_flip: CropAndFlip
@@ -90,8 +80,8 @@ class CropJitterRotateFlip:
     def sample(self, count: int, generator: Generator, *_: object) -> tuple[Tensor, ...]:
         """Return crops and flips as CropAndFlip does, then float32 [count]: three factors, and angles in radians."""
         crops, flips = self.crop_and_flip.sample(count, generator)
-        factors = [sample_uniform(count, 1, self.strength, generator) for _ in range(3)]
-        return crops, flips, *factors, sample_uniform(count, 0, self.degrees * pi / 180, generator)
+        *changes, turn = (2 * torch.rand(count, generator=generator, device=generator.device) - 1 for _ in range(4))
+        return crops, flips, *(1 + self.strength * change for change in changes), self.degrees * pi / 180 * turn
 
     def __call__(self, images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor, *changes: Tensor) -> Tensor:
         """Make a batch [B, 3, 32, 32], channels-last, of `images` [n, 32, 32, 3]; both are normalized."""
@@ -119,10 +109,7 @@ def color_jitter(images: Tensor, brightness: Tensor, contrast: Tensor, saturatio
 
 
 def rotate_and_flip(images: Tensor, angles: Tensor, flips: Tensor) -> Tensor:
-    """Rotate images [B, 3, H, W] counter-clockwise by `angles` (radians), then mirror them where `flips` is 1.
-
-    Sampling takes the nearest pixel, and black outside of the image.
-    """
+    """Rotate images [B, 3, H, W] counter-clockwise by `angles` (radians), nearest pixel; mirror where `flips` is 1."""
     cos, sin, sign = angles.cos(), angles.sin(), 1 - 2 * flips
     zero = torch.zeros_like(cos)
     # From an output pixel to its source: undo the flip, then the rotation. Rows are x and y; y points down.

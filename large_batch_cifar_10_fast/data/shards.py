@@ -16,10 +16,10 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Shards:
-    """The training images of a process's workers. Each worker keeps its shard; each step takes one batch of each.
+    """The training images of a process's workers: each keeps its shard, and each step takes one batch of each.
 
-    `images` [n, 32, 32, 3] and `labels` int64 [n] hold the images i of the data set, in order, whose i % W is one
-    of `workers`. The j-th image of worker `workers[q]` is row j * len(workers) + q.
+    `images` [n, 32, 32, 3] and `labels` int64 [n] are those images i of the data set, in order, whose i % W is in
+    `workers`. The j-th image of worker `workers[q]` is row j * len(workers) + q.
     """
 
     images: Tensor
@@ -44,10 +44,9 @@ class Shards:
 
     def epoch(self, seed: int, epoch: int, losses: Tensor | None = None) -> "Epoch":
         """Return the steps of one epoch. Hard-example selection uses `losses` [n], each image's most recent loss."""
-        augment, stage = self.recipe.augmentation, stage_of(self.recipe, epoch)
-        count = images_of_an_epoch(self.recipe, self.total_images, epoch)
-        samples = [shuffle_shard(self.rows_of(w), augment, seed, w, epoch) for w in self.workers]
-        if stage.kept < 1:
+        stage, count = stage_of(self.recipe, epoch), images_of_an_epoch(self.recipe, self.total_images, epoch)
+        samples = [shuffle_shard(self.rows_of(w), self.recipe.augmentation, seed, w, epoch) for w in self.workers]
+        if stage.kept < 1:  # the share of each worker's images that the stage trains on
             losses = self.initial_losses() if losses is None else losses
             samples = [select_hard_examples(sample, losses, count) for sample in samples]
         columns = [torch.stack([column[:count] for column in columns]) for columns in zip(*samples, strict=True)]
@@ -55,8 +54,7 @@ class Shards:
 
     def _split_steps(self, column: Tensor) -> list[Tensor]:
         """Split [workers, images] into steps [micro-batches, batch size * workers of a micro-batch]."""
-        size = self.recipe.batch_size
-        full = column.shape[1] // size * size
+        full = column.shape[1] // (size := self.recipe.batch_size) * size
         steps = column[:, :full].unflatten(1, (-1, size)).transpose(0, 1).flatten()
         steps = torch.cat([steps, column[:, full:].flatten()])
         return [step.view(self.micro_batches, -1) for step in steps.split(len(self.workers) * size)]
@@ -66,8 +64,8 @@ class Shards:
 class Epoch:
     """The steps of an epoch: lists of micro-batches of augmented images and labels, each made when it is needed.
 
-    Images are [B, 3, H, W], channels-last, in the stage's resolution; labels are int64 [B]. A micro-batch has one
-    batch of each of its workers, in the order of the workers. A short last batch is as short for every worker.
+    Images are [B, 3, H, W], channels-last, labels int64 [B]. A micro-batch has one batch of each of its workers, in
+    their order. A short last batch is as short for every worker.
     """
 
     shards: Shards
@@ -78,12 +76,10 @@ class Epoch:
         return len(self.columns[0])
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        images, labels, augment = self.shards.images, self.shards.labels, self.shards.recipe.augmentation
+        shards, augment = self.shards, self.shards.recipe.augmentation
         for step in zip(*self.columns, strict=True):
-            yield [
-                (downscale(augment(images, *sample), self.resolution), labels[sample[0]])
-                for sample in zip(*step, strict=True)
-            ]
+            samples = zip(*step, strict=True)
+            yield [(downscale(augment(shards.images, *s), self.resolution), shards.labels[s[0]]) for s in samples]
 
     @property
     def rows(self) -> Tensor:
@@ -100,38 +96,35 @@ def select_hard_examples(sample: tuple[Tensor, ...], losses: Tensor, count: int)
 def shuffle_shard(rows: Tensor, augmentation: Augmentation, seed: int, worker: int, epoch: int) -> tuple[Tensor, ...]:
     """Return a worker's `rows` in random order, and each image's augmentation parameters; all [len(rows)].
 
-    The random numbers belong to the worker, not to the process: its batches are the same in any process.
-    Epochs count from 1; number 0 seeds the generator that starts alike in all epochs of a run.
+    The random numbers belong to the worker, so its batches are the same in any process. Epochs count from 1; 0 seeds
+    the generator that starts alike in all epochs of a run.
     """
-    generator, run_generator = torch.Generator(rows.device), torch.Generator(rows.device)
-    generator.manual_seed(derive_seed(seed, worker, epoch))
-    run_generator.manual_seed(derive_seed(seed, worker, 0))
-    parameters = augmentation.sample(len(rows), generator, run_generator, epoch)
+    generator = make_generator(rows.device, seed, worker, epoch)
+    parameters = augmentation.sample(len(rows), generator, make_generator(rows.device, seed, worker, 0), epoch)
     order = torch.randperm(len(rows), generator=generator, device=rows.device)
     return rows[order], *(column[order] for column in parameters)
 
 
-def derive_seed(seed: int, worker: int, epoch: int) -> int:
-    """Return a seed for this worker and epoch of a run, without overlaps (NumPy's SeedSequence)."""
-    return int(np.random.SeedSequence([seed, worker, epoch]).generate_state(1, np.uint64)[0] >> 1)
+def make_generator(device: torch.device, *key: int) -> torch.Generator:
+    """Return a generator seeded by `key`; streams of different keys do not overlap (NumPy's SeedSequence)."""
+    return torch.Generator(device).manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
 def upload_shards(images: np.ndarray, labels: np.ndarray, recipe: Recipe, world: World, micro_batches: int) -> Shards:
     """Copy the training images of this process's workers to its device, as bytes."""
-    mine = slice(None)
+    mine = slice(None)  # copies nothing
     if len(world.workers) < recipe.workers:
-        mine = np.flatnonzero(np.isin(np.arange(len(images)) % recipe.workers, world.workers))
-    uploaded = _upload(images[mine], labels[mine], world.device)
-    return Shards(*uploaded, world.workers, len(images), recipe, micro_batches)
+        mine = np.isin(np.arange(len(images)) % recipe.workers, world.workers)
+    return Shards(*_upload(images, labels, mine, world.device), world.workers, len(images), recipe, micro_batches)
 
 
 def upload_test(images: np.ndarray, labels: np.ndarray, world: World) -> Batch:
     """Copy every P-th test image, this process's share, to its device."""
-    return _upload(images[world.rank :: world.world_size], labels[world.rank :: world.world_size], world.device)
+    return _upload(images, labels, slice(world.rank, None, world.world_size), world.device)
 
 
-def _upload(images: np.ndarray, labels: np.ndarray, device: torch.device) -> Batch:
-    return tuple(torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (images, labels))
+def _upload(images: np.ndarray, labels: np.ndarray, mine: slice | np.ndarray, device: torch.device) -> Batch:
+    return tuple(torch.from_numpy(np.ascontiguousarray(part[mine])).to(device) for part in (images, labels))
 
 
 def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
-"""Ten shapes on textured backgrounds: a small stand-in for CIFAR-10, for the demo and the tests.
+"""Draw ten shapes on textured backgrounds: a small stand-in for CIFAR-10, for the demo and the tests.
 
-A person tells the classes apart at a glance and a small convolutional network learns them, but no pixel
-says anything by itself: place, size, tilt, colours and texture are drawn at random for every image.
+A small convolutional network learns the classes. A linear model does not: position, size, tilt, colors and texture
+are random for every image.
 """
 
 import numpy as np
@@ -11,14 +11,8 @@ TRAIN_COUNT, TEST_COUNT = 8192, 2000
 SEED = 1912
 
 
-def draw_shapes(
-    train: int = TRAIN_COUNT, test: int = TEST_COUNT
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Train images uint8 [train, 32, 32, 3], labels int64 [train], then the same for test.
-
-    Like CIFAR-10 the set is a constant: the seed of a run does not change it, so that runs of one campaign,
-    and of different ones, are trained and judged on the same images.
-    """
+def draw_shapes(train: int = TRAIN_COUNT, test: int = TEST_COUNT) -> tuple[np.ndarray, ...]:
+    """Return images uint8 [train, 32, 32, 3], labels int64 [train], then those for test. A run's seed has no effect."""
     random = np.random.default_rng(SEED)
     labels = np.arange(train + test) % len(CLASSES)
     labels[:train], labels[train:] = random.permutation(labels[:train]), random.permutation(labels[train:])
@@ -38,7 +32,7 @@ def _paint(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
     u = (across * np.cos(tilt) + down * np.sin(tilt)) / size
     v = (down * np.cos(tilt) - across * np.sin(tilt)) / size
 
-    # How far inside its shape a pixel lies, in pixels: negative outside, so that edges come out smooth.
+    # Distance of a pixel to the edge of its shape, in pixels; negative outside. Edges come out smooth.
     depth = np.empty((count, 32, 32), np.float32)
     for label, name in enumerate(CLASSES):
         mine = labels == label
@@ -49,11 +43,11 @@ def _paint(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
     for _ in range(3):
         wave += draw(5, 30) * np.sin(draw(-0.9, 0.9) * x + draw(-0.9, 0.9) * y + draw(0, 6.3))
     ground = random.uniform(40, 215, (count, 1, 1, 3)).astype(np.float32)
-    # The shape's colour differs from the ground's by at least 40 of 255 levels in every channel.
+    # The shape differs from the ground by at least 40 of 255 levels in every channel.
     paint = (ground + random.uniform(40, 216, ground.shape).astype(np.float32)) % 256
     noise = 18 * random.standard_normal((count, 32, 32, 3), dtype=np.float32)
     pixels = (ground + wave[..., None]) * (1 - cover) + paint * cover
-    for _ in range(2):  # and specks over it all, which say nothing
+    for _ in range(2):  # specks, unrelated to the class
         speck = np.clip(draw(1, 2.5) - np.hypot(x - draw(0, 31), y - draw(0, 31)) + 0.5, 0, 1)[..., None]
         pixels += speck * (random.uniform(0, 255, ground.shape).astype(np.float32) - pixels)
     pixels += noise
@@ -61,27 +55,18 @@ def _paint(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def _depth(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Distance to the edge, positive inside, of a shape about as large as the unit disc."""
+    """Return the distance to the edge, positive inside, of a shape about as large as the unit disc."""
     radius, box = np.hypot(u, v), np.maximum(np.abs(u), np.abs(v))
-    match name:
-        case "disc":
-            return 0.9 - radius
-        case "ring":
-            return 0.22 - np.abs(radius - 0.75)
-        case "square":
-            return 0.8 - box
-        case "frame":
-            return 0.2 - np.abs(box - 0.7)
-        case "triangle":
-            return np.minimum(0.5 - v, 0.5 + v / 2 - np.abs(u) * 0.87)
-        case "plus":
-            return np.minimum(0.25 - np.minimum(np.abs(u), np.abs(v)), 0.95 - box)
-        case "cross":
-            p, q = np.abs(u + v) * 0.71, np.abs(u - v) * 0.71
-            return np.minimum(0.25 - np.minimum(p, q), 1.0 - np.maximum(p, q))
-        case "bars":
-            return np.minimum(0.25 - np.abs(np.abs(v) - 0.6), 0.9 - np.abs(u))
-        case "star":
-            return (0.65 + 0.35 * np.cos(5 * np.arctan2(u, -v))) * 0.95 - radius
-        case _:  # moon
-            return np.minimum(0.9 - radius, np.hypot(u - 0.5, v) - 0.65)
+    p, q = np.abs(u + v) * 0.71, np.abs(u - v) * 0.71
+    return {
+        "disc": lambda: 0.9 - radius,
+        "ring": lambda: 0.22 - np.abs(radius - 0.75),
+        "square": lambda: 0.8 - box,
+        "frame": lambda: 0.2 - np.abs(box - 0.7),
+        "triangle": lambda: np.minimum(0.5 - v, 0.5 + v / 2 - np.abs(u) * 0.87),
+        "plus": lambda: np.minimum(0.25 - np.minimum(np.abs(u), np.abs(v)), 0.95 - box),
+        "cross": lambda: np.minimum(0.25 - np.minimum(p, q), 1.0 - np.maximum(p, q)),
+        "bars": lambda: np.minimum(0.25 - np.abs(np.abs(v) - 0.6), 0.9 - np.abs(u)),
+        "star": lambda: (0.65 + 0.35 * np.cos(5 * np.arctan2(u, -v))) * 0.95 - radius,
+        "moon": lambda: np.minimum(0.9 - radius, np.hypot(u - 0.5, v) - 0.65),
+    }[name]()
