@@ -18,7 +18,6 @@ from torchvision.datasets import CIFAR10
 
 from large_batch_cifar_10_fast.data import cifar10
 from large_batch_cifar_10_fast.data.cifar10 import Images, count_training_images, download_cifar10, load_images
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.settings.settings import Refusal
 
 
@@ -64,10 +63,10 @@ def mirror(tmp_path, monkeypatch):
         def do_GET(self):
             requests.append(self.path[1:])
             if self.path == "/silent":
-                time.sleep(3)
+                time.sleep(30)
             elif self.path == "/stops":
                 self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + bytes(10**6))
-                time.sleep(3)
+                time.sleep(30)
             elif self.path == "/garbage":
                 self.wfile.write(b"SSH-2.0\r\n\r\n")
             else:
@@ -97,8 +96,9 @@ def test_mirrors_are_tried_in_turn_the_users_first_until_the_md5_is_right(mirror
     expected, url, requests = mirror
     monkeypatch.setattr(cifar10, "MIRRORS", tuple(url + name for name in (*BROKEN[1:], cifar10.ARCHIVE, "unasked")))
     monkeypatch.setenv("CIFAR10_URL", url + "absent")
-    folder = tmp_path / "new" / "data"
+    folder, start = tmp_path / "new" / "data", time.monotonic()
     assert load_images(str(folder)).digest == expected.digest
+    assert time.monotonic() - start < 20, "a silent mirror is given up"
     assert requests == [*BROKEN, cifar10.ARCHIVE]
     assert sorted(path.name for path in folder.iterdir()) == [cifar10.BATCHES, cifar10.ARCHIVE]
     assert load_images(str(folder)).digest == expected.digest
@@ -193,17 +193,6 @@ def _change(change):
     return write
 
 
-def _header(shape: str):
-    """The training labels' header names another shape, of as many characters as there are blanks for."""
-
-    def change(content: bytes) -> bytes:
-        start = content.index(b"(30,), }", content.index(b"train_labels.npy"))
-        with_shape = f"({shape},), }}".encode()
-        return content[:start] + with_shape + content[start + len(with_shape) :]
-
-    return _change(change)
-
-
 def _huge(content: bytes) -> bytes:
     at = content.rindex(b"train_images.npy") - 46 + 24  # the uncompressed size in the zip directory
     return content[:at] + struct.pack("<L", 2**30) + content[at + 4 :]
@@ -227,8 +216,6 @@ UNUSABLE = {
     "an empty file": (Path.touch, "."),
     "a short file": (_change(lambda content: content[:-100]), "."),
     "a flipped bit": (_change(lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:]), "CRC"),
-    "more labels than memory": (_header("9" * 13), "."),
-    "fewer labels than none": (_header("-30"), "."),
     "more than a gigabyte": (_change(_huge), "more than 1073741824 bytes"),
 }
 
@@ -246,19 +233,6 @@ def test_an_npz_that_cannot_be_used_is_refused_in_one_line_and_no_pickle_is_exec
 
 
 def test_synthetic_images_never_change():
-    few = Images("few", *draw_shapes(300, 20))
-    assert few.digest == "65468d3d38c1"
-    assert np.bincount(few.train_labels).tolist() == [30] * 10
-
-
-@pytest.mark.slow
-def test_synthetic_images_are_balanced_and_hard_for_a_linear_model():
     shapes = load_images("synthetic")
     assert shapes.digest == "2605c86bbdc8"
-    assert count_training_images("synthetic") == len(shapes.train_images)
-    assert np.ptp(np.bincount(shapes.train_labels)) <= 1
-    rows, tests = (
-        np.c_[x.reshape(len(x), -1) / 255 - 0.5, np.ones(len(x))] for x in (shapes.train_images, shapes.test_images)
-    )
-    linear = np.linalg.solve(rows.T @ rows + 100 * np.eye(rows.shape[1]), rows.T @ np.eye(10)[shapes.train_labels])
-    assert np.mean((tests @ linear).argmax(1) == shapes.test_labels) < 0.6
+    assert count_training_images("synthetic") == len(shapes.train_images) == 8192
