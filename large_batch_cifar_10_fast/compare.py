@@ -71,31 +71,30 @@ def _number(text: str) -> float | str:
         return text
 
 
-def table(mine: Log, reference: Log) -> list[Row]:
+def table(*logs: Log) -> list[Row]:
     """Return the rows of the comparison, accuracies in percent."""
-    names = ("accuracy", "loss", "seconds", "goal_seconds")
-    accuracy, loss, seconds, goal = ([finite(getattr(log, name)) for log in (mine, reference)] for name in names)
-    accuracy = [100 * values for values in accuracy]
-    medians, lowest = ([100 * getattr(log, name) for log in (mine, reference)] for name in ("median", "lowest"))
-    rows = [
-        Row("runs", str(len(mine.accuracy)), str(len(reference.accuracy))),
-        _reached_row(mine, reference),
+    accuracy, medians, lowest = (
+        [100 * getattr(log, name) for log in logs] for name in ("accuracy", "median", "lowest")
+    )
+    loss, goal = ([finite(getattr(log, name)) for log in logs] for name in ("loss", "goal_seconds"))
+    seconds, std = [log.seconds for log in logs], partial(np.std, ddof=1)
+    several = min(map(len, accuracy)) > 1
+    return [
+        Row("runs", *(str(len(log.accuracy)) for log in logs)),
+        _reached_row(*logs),
         _row("accuracy mean, %", accuracy, np.mean, welch_interval),
-        _row("accuracy median, %", accuracy, np.median, resampled_interval, exact=medians),
-        _row("accuracy lowest, %", accuracy, np.min, exact=lowest),
+        _row("accuracy median, %", accuracy, np.median, exact=medians),
+        _row("accuracy lowest, %", accuracy, np.min, None, exact=lowest),
+        *([_row("accuracy standard deviation, points", accuracy, std)] if several else []),
         _row("loss mean", loss, np.mean, welch_interval),
-        _row("seconds median", seconds, np.median, resampled_interval, ratio=True),
-        _row("seconds mean", seconds, np.mean, resampled_interval, ratio=True),
-        _row("seconds longest", seconds, np.max, ratio=True),
-        _row("seconds to 94%, mean", goal, np.mean, resampled_interval, ratio=True),
+        _row("seconds median", seconds, np.median, ratio=True),
+        _row("seconds mean", seconds, np.mean, ratio=True),
+        _row("seconds longest", seconds, np.max, None, ratio=True),
+        _row("seconds to 94%, mean", goal, np.mean, ratio=True),
     ]
-    if min(map(len, accuracy)) > 1:
-        std = partial(np.std, ddof=1)
-        rows.insert(5, _row("accuracy standard deviation, points", accuracy, std, resampled_interval))
-    return rows
 
 
-def _row(name: str, pair: list, statistic, interval_of=None, ratio: bool = False, exact=(math.nan, math.nan)) -> Row:
+def _row(name, pair, statistic, interval_of=resampled_interval, ratio=False, exact=(math.nan, math.nan)) -> Row:
     """Return a statistic of both sides, `exact` where it is known, with the difference or ratio and its interval."""
 
     def between(a: np.ndarray, b: np.ndarray) -> float:
@@ -104,24 +103,20 @@ def _row(name: str, pair: list, statistic, interval_of=None, ratio: bool = False
     known = [statistic(x) if len(x) and not math.isfinite(e) else e for x, e in zip(pair, exact, strict=True)]
     texts = [f"{value:.3f}" if math.isfinite(value) else "unknown" for value in known]
     difference = known[0] / known[1] if ratio else known[0] - known[1]
-    interval = None
-    if interval_of:
-        interval = interval_of(*pair) if interval_of is welch_interval else interval_of(*pair, between)
+    arguments = (between,) if interval_of is resampled_interval else ()
+    interval = interval_of(*pair, *arguments) if interval_of else None
     return Row(name, *texts, float(difference) if math.isfinite(difference) else None, interval, ratio)
 
 
 def _reached_row(*logs: Log) -> Row:
-    texts, counts = [], []
-    for log in logs:
-        (least, most), total = log.reached, len(log.accuracy)
-        counts += [least, total]
-        low, high = wilson(least, total)
-        exactly = f"{least} of {total}, {least / total:.0%} [{low:.0%}, {high:.0%}]"
-        texts.append(exactly if least == most else f"{least} to {most} of {total} (rounded)")
-    if any(least < most for least, most in (log.reached for log in logs)):
+    texts, ((a, a_most, m), (b, b_most, n)) = [], ((*log.reached, len(log.accuracy)) for log in logs)
+    for count, most, total in ((a, a_most, m), (b, b_most, n)):
+        low, high = wilson(count, total)
+        exactly = f"{count} of {total}, {count / total:.0%} [{low:.0%}, {high:.0%}]"
+        texts.append(exactly if count == most else f"{count} to {most} of {total} (rounded)")
+    if (a, b) != (a_most, b_most):
         return Row("reached 94%", *texts)
-    difference = 100 * (counts[0] / counts[1] - counts[2] / counts[3])
-    return Row("reached 94%", *texts, difference, tuple(100 * bound for bound in newcombe(*counts)))
+    return Row("reached 94%", *texts, 100 * (a / m - b / n), tuple(100 * bound for bound in newcombe(a, m, b, n)))
 
 
 def conclude(mine: Log, reference: Log, margin: float) -> dict[str, Conclusion]:
@@ -151,13 +146,6 @@ def differing_conditions(mine: Log, reference: Log) -> list[str]:
         if 0 < log.diverged < len(log.loss):
             found.append(f"{side} ({log.name}): {log.diverged} runs diverged, left out of the mean loss")
     return found
-
-
-def status(mine: Log, reference: Log, conclusions: dict[str, Conclusion]) -> int:
-    """Return 1 if mine is worse: in accuracy, or in time on hardware that both sides name alike."""
-    comparable = "device" in mine.conditions and mine.conditions["device"] == reference.conditions.get("device")
-    slower = comparable and conclusions["time"].verdict == "worse"
-    return int(conclusions["accuracy"].verdict == "worse" or slower)
 
 
 def as_text(notes: list[str], rows: list[Row], conclusions: dict[str, Conclusion]) -> str:
@@ -190,15 +178,17 @@ def main(arguments: list[str] | None = None) -> int:
         reference, why = (read_log(options.reference), "named") if options.reference else pick_reference(mine)
     notes, rows = differing_conditions(mine, reference), table(mine, reference)
     conclusions = conclude(mine, reference, options.margin)
-    result = status(mine, reference, conclusions)
+    same_device = "device" in mine.conditions and mine.conditions["device"] == reference.conditions.get("device")
+    deciding = ("accuracy", "time") if same_device else ("accuracy",)
+    status = int(any(conclusions[name].verdict == "worse" for name in deciding))
     if options.json:
         summary = {"mine": mine.name, "reference": reference.name, "why": why, "goal": GOAL, "margin": options.margin}
         summary["rows"] = [asdict(row) for row in rows]
         summary["conclusions"] = {name: asdict(conclusion) for name, conclusion in conclusions.items()}
-        print(json.dumps(summary | {"notes": notes, "status": result}, indent=2))
+        print(json.dumps(summary | {"notes": notes, "status": status}, indent=2))
     else:
         print(f"Reference: {reference.name} ({why})\n\n" * (not options.reference) + as_text(notes, rows, conclusions))
-    return result
+    return status
 
 
 if __name__ == "__main__":

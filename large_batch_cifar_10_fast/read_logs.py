@@ -20,7 +20,7 @@ import pandas as pd
 from .merge import ALIKE, merged
 from .results.campaign import read_bounded
 from .results.tables import CONDITIONS, GOAL
-from .settings.settings import CIFAR_10, REPO, WHOLE, Refusal, Settings
+from .settings.settings import CIFAR_10, REPO, Refusal, Settings
 
 PUBLISHED = REPO / "published"
 OUR_CLOCK = "set-up and training, not validation"
@@ -85,13 +85,11 @@ def read_log(source: str, campaign: str | None = None) -> Log:
     if os.path.exists(source) or len(paths) == 1:
         return _read_file(source if os.path.exists(source) else paths[0], campaign)
     tables = {path: _last_campaign(path, read_table(path, _text(path)), campaign) for path in paths}
-    if len(tables) < len(paths):
-        raise Refusal(f"{source}: the same file is named twice: leave out one of them")
     for path, table in tables.items():
         for name in (*ALIKE, "seed", "run"):
-            if name not in table:
-                raise Refusal(f"{path}, line 1: no column {name}, so it cannot be a share of a campaign")
-        _numbers(path, table, "seed", 0), _numbers(path, table, "run", 0)
+            _numbers(path, table, name, 0) if name in ("seed", "run") else _column(path, table, name)
+    if len(tables) < len(paths):
+        raise Refusal(f"{source}: the same file is named twice: leave out one of them")
     rows = merged({path: table.to_dict("records") for path, table in tables.items()})
     return _from_runs(source, pd.DataFrame(rows, index=range(2, len(rows) + 2)))
 
@@ -99,16 +97,15 @@ def read_log(source: str, campaign: str | None = None) -> Log:
 def _read_file(path: str, campaign: str | None) -> Log:
     text = _text(path)
     lines = text.splitlines()
-    is_run_log = any(line.startswith("Train acc ") for line in lines)
-    table = pd.DataFrame() if is_run_log else read_table(path, text)
+    if any(line.startswith("Train acc ") for line in lines) and not campaign:
+        return _from_lines(path, lines)
+    table = read_table(path, text)
     if "validation_count" in table:
         return _from_runs(path, _last_campaign(path, table, campaign))
     if campaign:
         raise Refusal(f"{path}: --campaign is for a runs.tsv, which this is not")
-    if is_run_log:
-        return _from_lines(path, lines)
     if "valid_acc" in table:
-        return _from_published_table(path, table)
+        return _from_rounded(path, table.rename(columns={"valid_acc": "accuracy", "valid_loss": "loss"}))
     if table.columns[0] in ("epoch", "epochs"):
         return _with_conditions_beside(Path(path), _from_epochs(path, table))
     raise Refusal(f"{path}, line 1: neither run log, nor runs.tsv, nor DAWNBench table")
@@ -138,18 +135,20 @@ def read_table(path: str, text: str) -> pd.DataFrame:
     return table[(table != "").any(axis=1)]
 
 
-def _numbers(
-    path: str, table: pd.DataFrame, name: str, low: float = -math.inf, high: float = math.inf, nan: str | None = None
-) -> np.ndarray:
-    """Return a column as floats; raise Refusal, naming the line, for one outside [low, high] that is not `nan`."""
+def _column(path: str, table: pd.DataFrame, name: str) -> pd.Series:
     if list(table.columns).count(name) != 1:
         raise Refusal(f"{path}, line 1: {'more than one' if name in table else 'no'} column {name}")
     if table.empty:
         raise Refusal(f"{path}, line 1: a header and nothing below it")
-    values = pd.to_numeric(table[name], errors="coerce").to_numpy(float)
-    wrong = ~((values >= low) & (values <= high)) & (table[name].str.strip().str.lower() != nan)
-    if wrong.any():
-        line, text = wrong.idxmax(), str(table[name][wrong.idxmax()])
+    return table[name]
+
+
+def _numbers(path: str, table: pd.DataFrame, name: str, low=-math.inf, high=math.inf, nan: str = "-") -> np.ndarray:
+    """Return a column as floats; raise Refusal, naming the line, for one outside [low, high] that is not `nan`."""
+    texts = _column(path, table, name)
+    values = pd.to_numeric(texts, errors="coerce").to_numpy(float)
+    wrong = ~((values >= low) & (values <= high)) & (texts.str.strip().str.lower() != nan)
+    for line, text in texts[wrong].items():
         what = f"a number of {low:g} to {high:g}" if math.isfinite(high) else "a number"
         raise Refusal(f"{path}, line {line}: {name} is {text[:40]!r}, not {what}")
     return values
@@ -163,21 +162,18 @@ def _losses(path: str, table: pd.DataFrame, train: str, validation: str) -> np.n
 
 def _last_campaign(path: str, table: pd.DataFrame, campaign: str | None) -> pd.DataFrame:
     """Return the rows of the named campaign of a runs.tsv, or of the last one."""
-    if "campaign" not in table or table.empty:
-        missing = "a header and nothing below it" if "campaign" in table else "no column campaign"
-        raise Refusal(f"{path}, line 1: {missing}")
-    if campaign and campaign not in set(table["campaign"]):
-        raise Refusal(f"{path}: no campaign {campaign}, only {', '.join(table['campaign'].unique())}")
-    rows = table[table["campaign"] == (campaign or table["campaign"].iloc[-1])]
-    return rows if "share" in rows else rows.assign(share=WHOLE)
+    names = _column(path, table, "campaign")
+    if campaign and campaign not in set(names):
+        raise Refusal(f"{path}: no campaign {campaign}, only {', '.join(names.unique())}")
+    return table[names == (campaign or names.iloc[-1])]
 
 
 def _from_runs(path: str, rows: pd.DataFrame) -> Log:
     images = _numbers(path, rows, "validation_images", 1, LONGEST)
     count = _numbers(path, rows, "validation_count", 0, images.max())
     run, planned = _numbers(path, rows, "run", 0, LONGEST), int(_numbers(path, rows, "runs", 1, LONGEST)[-1])
-    for number in pd.Series(run, rows.index)[pd.Series(run, rows.index).duplicated()].index:
-        raise Refusal(f"{path}, line {number}: run {rows['run'][number]} is there a second time: take one of them out")
+    for line in rows.index[pd.Series(run).duplicated()]:
+        raise Refusal(f"{path}, line {line}: run {rows['run'][line]} is there a second time: take one of them out")
     loss = _losses(path, rows, "train_loss", "validation_loss")
     seconds = _numbers(path, rows, "seconds", 1 / LONGEST, LONGEST)
     goal = np.where(np.isfinite(loss), _numbers(path, rows, "goal_seconds", 1 / LONGEST, LONGEST, nan=""), math.nan)
@@ -215,15 +211,10 @@ def _with_conditions_beside(path: Path, log: Log) -> Log:
     return log
 
 
-def _from_published_table(path: str, table: pd.DataFrame) -> Log:
-    loss = _losses(path, table, "train_loss", "valid_loss")
-    return _from_rounded(path, table.rename(columns={"valid_acc": "accuracy"}), loss)
-
-
-def _from_rounded(path: str, runs: pd.DataFrame, loss: np.ndarray, images: int = 0, **more) -> Log:
+def _from_rounded(path: str, runs: pd.DataFrame, images: int = 0, **more) -> Log:
     """Return the log of runs whose accuracies are rounded, unless the number of test images tells them exactly."""
     accuracy = _numbers(path, runs, "accuracy", 0, 1)
-    seconds = _numbers(path, runs, "seconds", 1 / LONGEST, LONGEST)
+    seconds, loss = _numbers(path, runs, "seconds", 1 / LONGEST, LONGEST), _losses(path, runs, "train_loss", "loss")
     rounding = 0.5 * 10.0 ** -_decimals(runs["accuracy"])
     if images and images * 2 * rounding <= 1:  # every count of images prints differently
         accuracy, rounding = np.rint(accuracy * images) / images, 0.0
@@ -243,9 +234,8 @@ def _from_lines(path: str, lines: list[str]) -> Log:
     table = pd.DataFrame([run.groupdict() for run in runs.values()], index=[*runs])
     _numbers(path, table, "train_accuracy", 0, 1)
     found, notes = by_launch[-1], _other_campaigns(path, by_launch)
-    conditions = _conditions(dict(re.findall(r"(\w+)=(\S*)", found.get("settings", ""))) | found)
-    loss, images = _losses(path, table, "train_loss", "loss"), int(found.get("test", 0))
-    log = _from_rounded(path, table, loss, images, conditions=conditions, notes=notes)
+    conditions = _conditions(_pairs(found.get("settings", "")) | found)
+    log = _from_rounded(path, table, int(found.get("test", 0)), conditions=conditions, notes=notes)
     return _with_summary(log, [lines[i] for i in launches[-1]])
 
 
@@ -276,14 +266,14 @@ def _with_summary(log: Log, lines: list[str]) -> Log:
     return log
 
 
+def _pairs(text: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S*)", text))
+
+
 def _conditions(found: dict[str, str]) -> dict[str, str]:
     """Select what may explain a difference: CONDITIONS_READ and the recipe's options (once among the settings)."""
-    options = dict(re.findall(r"(\w+)=(\S*)", found.get("options", found.get("settings", ""))))
-    options = {
-        name: value
-        for name, value in options.items()
-        if name not in Settings.__dataclass_fields__ and REMOVED_OPTIONS.get(name) != value
-    }
+    options = _pairs(found.get("options", found.get("settings", ""))).items() - REMOVED_OPTIONS.items()
+    options = {name: value for name, value in sorted(options) if name not in Settings.__dataclass_fields__}
     ours = {"clock": OUR_CLOCK} if "recipe" in found or "digest" in found else {}
     return {name: found[name] for name in CONDITIONS_READ if name in found} | options | ours
 

@@ -33,8 +33,7 @@ def welch_interval(a: np.ndarray, b: np.ndarray, confidence: float = 0.95) -> tu
         return None
     if np.ptp(a) == 0 and np.ptp(b) == 0:
         return a.mean() - b.mean(), a.mean() - b.mean()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # nearly equal times
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # nearly equal times
         return stats.ttest_ind(a, b, equal_var=False).confidence_interval(confidence)
 
 
@@ -77,8 +76,7 @@ def judge_goal(accuracy: np.ndarray, goal: float) -> Conclusion:
     if len(accuracy) < 2:
         return Conclusion("open", f"{what}: not testable with one run.")
     mean, std = accuracy.mean(), accuracy.std(ddof=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # equal runs
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # equal runs
         p = float(stats.ttest_1samp(accuracy, goal, alternative="greater").pvalue)
     test = f"mean {mean:.3f}%, std {std:.3f}, n = {len(accuracy)}, one-sided t-test p = {p:.2g}"
     if p < SIGNIFICANCE:
