@@ -86,8 +86,10 @@ def read_log(source: str, campaign: str | None = None) -> Log:
         return _read_file(source if os.path.exists(source) else paths[0], campaign)
     tables = {path: _last_campaign(path, read_table(path, _text(path)), campaign) for path in paths}
     for path, table in tables.items():
-        for name in (*ALIKE, "seed", "run"):
-            _numbers(path, table, name, 0) if name in ("seed", "run") else _column(path, table, name)
+        columns = {name: _column(path, table, name) for name in (*ALIKE, "seed", "run")}
+        for name, column in ((name, columns[name]) for name in ("seed", "run")):
+            for line, text in column[~column.str.fullmatch("[0-9]{1,19}")].items():
+                raise Refusal(f"{path}, line {line}: {name} is {text[:40]!r}, not a whole number")
     if len(tables) < len(paths):
         raise Refusal(f"{source}: the same file is named twice: leave out one of them")
     rows = merged({path: table.to_dict("records") for path, table in tables.items()})
@@ -128,9 +130,13 @@ def read_table(path: str, text: str) -> pd.DataFrame:
         lines.pop()
     how = {"sep": separator, "dtype": str, "keep_default_na": False, "skip_blank_lines": False, "header": None}
     try:
-        table = pd.read_csv(io.StringIO("\n".join(lines)), **how).set_axis(range(1, len(lines) + 1))
+        table = pd.read_csv(io.StringIO("".join(f"{line}\n" for line in lines)), **how).set_axis(
+            range(1, len(lines) + 1)
+        )
     except ValueError as error:  # of pandas: fields beyond the header's, a quote without its end
-        raise Refusal(f"{path}, line 1: neither run log nor table ({' '.join(str(error).split())})") from None
+        place = re.search(r"(line|row) (\d+)", str(error))  # rows count from 0
+        line = int(place[2]) + (place[1] == "row") if place else 1
+        raise Refusal(f"{path}, line {line}: neither run log nor table ({' '.join(str(error).split())})") from None
     table = table.set_axis(table.iloc[0], axis=1).iloc[1:].replace({"TRUE": "True", "FALSE": "False"})
     return table[(table != "").any(axis=1)]
 

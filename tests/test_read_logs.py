@@ -149,7 +149,7 @@ def test_tables_saved_by_a_spreadsheet_are_read(tmp_path, separator):
 @pytest.mark.parametrize("header", ["epoch", "epochs"])
 def test_dawnbench_tables_are_read(tmp_path, header):
     path = tmp_path / "entry.tsv"
-    path.write_text(f"{header}\thours\ttop1Accuracy\n0\t0\t12.5\n1\t0.002\t94.05\n2\t0.003\t94.19\n")
+    path.write_text(f"{header}\thours\ttop1Accuracy\n0\t0\t12.5\n1\t0.002\t94.05\n\n2\t0.003\t94.19\n\n\n")
     log = read_log(str(path))
     assert (log.accuracy.tolist(), log.reached) == ([0.9419], (1, 1))
     np.testing.assert_allclose([log.seconds[0], log.goal_seconds[0]], [10.8, 7.2])
@@ -177,6 +177,8 @@ def test_shares_of_a_campaign_are_read_as_one_log(tmp_path):
     written(tmp_path / "share1.tsv", [row | {"options": "epochs=20"} for row in share])
     told = refusal(f"{tmp_path}/share0.tsv,{tmp_path}/share1.tsv")
     assert "other options (epochs=20, not epochs=18)" in told
+    written(tmp_path / "share1.tsv", [row | {"seed": "7.5"} for row in share])
+    assert "line 2: seed is '7.5'" in refusal(f"{tmp_path}/share0.tsv,{tmp_path}/share1.tsv")
 
 
 DAMAGED = [
@@ -184,7 +186,7 @@ DAMAGED = [
     ("hello\n", ", line 1: neither"),
     (EPOCHS + "1\t0.1\n", ", line 2: top1Accuracy is '', not a number of 0 to 100"),
     (EPOCHS + "1\t0.1\t93\n2\tlong\t94\n", ", line 3: hours is 'long', not a number"),
-    (EPOCHS + "1\t0.1\t93\n\n2\t0.2\t93\t94\n", "in line 4"),
+    (EPOCHS + "1\t0.1\t93\n\n2\t0.2\t93\t94\n", ", line 4: neither"),
     ("epoch\thours\n1\t0.1\n", ", line 1: no column top1Accuracy"),
     (EPOCHS, ", line 1: a header and nothing below"),
     ("\t".join(COLUMNS) + "\n", ", line 1: a header and nothing below"),
@@ -197,7 +199,7 @@ DAMAGED = [
     *((EPOCHS + f"1\t1\t{top}\n", f", line 2: top1Accuracy is '{top}'") for top in ("100.5", "-1", "nan")),
     *((EPOCHS + f"1\t{hours}\t94\n", f", line 2: hours is '{hours}'") for hours in ("-1", "nan", "inf", "1e300")),
     (EPOCHS + "1\t0\t94\n", ", line 2: hours of the last epoch is 0"),
-    (EPOCHS + '1\t"1\t94\n', ": "),
+    (EPOCHS + '1\t"1\t94\n', ", line 2: neither"),
     (EPOCHS + "1\t\udcff\t94\n", ", line 2: cannot be read"),
 ]
 
