@@ -130,9 +130,7 @@ def read_table(path: str, text: str) -> pd.DataFrame:
         lines.pop()
     how = {"sep": separator, "dtype": str, "keep_default_na": False, "skip_blank_lines": False, "header": None}
     try:
-        table = pd.read_csv(io.StringIO("".join(f"{line}\n" for line in lines)), **how).set_axis(
-            range(1, len(lines) + 1)
-        )
+        table = pd.read_csv(io.StringIO("\n".join([*lines, ""])), **how).set_axis(range(1, len(lines) + 1))
     except ValueError as error:  # of pandas: fields beyond the header's, a quote without its end
         place = re.search(r"(line|row) (\d+)", str(error))  # rows count from 0
         line = int(place[2]) + (place[1] == "row") if place else 1

@@ -144,6 +144,8 @@ def test_tables_saved_by_a_spreadsheet_are_read(tmp_path, separator):
     path = tmp_path / "timing_log.tsv"
     path.write_bytes(("\ufeff" + EPOCHS + '"1"\t0.5\t"94.5"\n').replace("\n", "\r\n").replace("\t", separator).encode())
     assert read_log(str(path)).seconds.tolist() == [1800]
+    path.write_text("\ufeff" + RUN, newline="\r\n")
+    assert read_log(str(path)).seconds.tolist() == [4]
 
 
 @pytest.mark.parametrize("header", ["epoch", "epochs"])
