@@ -26,11 +26,11 @@ from .measuring.baseline import baseline_network, baseline_optimizers
 from .measuring.figures import Figures, as_text, ratio, seconds_since_start, summary, timed
 from .measuring.ladder import Seconds, as_table, draw_ladder, rungs, seconds_of_rungs
 from .measuring.launches import measure_launches
+from .plot import check_picture
 from .request.advice import count_cores, settle
 from .request.checks import check_images, check_processes
 from .request.command_line import read_request, read_to_measure
 from .results.clock import Clock
-from .results.pictures import refuse_picture
 from .results.provenance import peak_memory
 from .settings.settings import Refusal, Settings, refusals_end
 from .train import Data, Learner, evaluate, make_learner, prepare, take_step, warm_up
@@ -244,7 +244,7 @@ def main() -> None:
         if (options.ladder_steps or options.picture) and not options.ladder:
             raise Refusal("--ladder_steps and --picture belong to --ladder: add it, or leave them out")
         if options.picture:
-            refuse_picture("--picture", Path(options.picture))
+            check_picture("--picture", Path(options.picture))
         if options.ladder:
             settings, recipe = read_request(["--recipe", "page", *others], os.environ)
             seconds = climb(settings, recipe, options.ladder_steps, repeats)

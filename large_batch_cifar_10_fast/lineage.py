@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from .plot import BEHIND, INK, WIDTH, check_picture, new_figure, save_picture, spread
 from .recipes.apple2019 import Apple2019
 from .recipes.basenet import Basenet
 from .recipes.fastai import FastAI
 from .recipes.muon import Muon2024, MuonRecipe
 from .recipes.page import Page
-from .results.pictures import BEHIND, INK, WIDTH, new_figure, refuse_picture, save_picture, spread
 from .settings.settings import refusals_end
 from .training.networks import work
 from .training.recipe import Recipe
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with refusals_end("lineage"):
         if options.picture:
-            refuse_picture("--picture", Path(options.picture))
+            check_picture("--picture", Path(options.picture))
             draw(Path(options.picture))
     print(as_table())
 

@@ -1,22 +1,25 @@
-"""One picture of what was measured, before what was published.
+"""Plot measured accuracy and time over the published entries.
 
     python -m large_batch_cifar_10_fast.plot FILE... [--out PICTURE]
 
-Above, test accuracy against training seconds: the given logs in front, DAWNBench's entries of 2018 to 2020
-behind. Below, where a log holds several runs, how their accuracies and times are distributed, beside the reference's.
+Above: test accuracy against training seconds, the given logs in black, DAWNBench's entries of 2018 to 2020 in grey.
+Below, where a log holds several runs: the distributions of their accuracies and times, beside the reference's.
+FILE is what `compare` reads, shares of one campaign included (`share0/runs.tsv,share1/runs.tsv`).
 """
 
 import argparse
+import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from .results.logs import PUBLISHED, Log, read_log
-from .results.pictures import BEHIND, INK, WIDTH, new_figure, refuse_picture, save_picture, spread
+from .read_logs import PUBLISHED, Log, read_log
+from .results.journal import written_whole
 from .results.tables import GOAL
-from .settings.settings import CIFAR_10, refusals_end
+from .settings.settings import CIFAR_10, Refusal, refusals_end
 
-ENTRIES = {  # DAWNBench's files, and what to call them in a picture
+ENTRIES = {  # DAWNBench's files and their labels
     "apple_resnet9_8v100_pytorch": "Apple, 8 V100",
     "ajay_resnet9_4v100_pytorch": "Ajay, 4 V100",
     "kakaobrain_custom-resnet9_4v100-braincloud_pytorch": "Kakao, 4 V100",
@@ -28,82 +31,120 @@ ENTRIES = {  # DAWNBench's files, and what to call them in a picture
     "fastai_pytorch_single_volta": "fast.ai, 1 V100",
     "basenet": "basenet",
 }
+SUFFIXES = (".png", ".svg", ".pdf")
+WIDTH = 3.5  # inches, of a column
+BEHIND, INK = "0.6", "0.0"
+STYLE = {"font.size": 7, "axes.linewidth": 0.5, "svg.fonttype": "none"}
+GOAL_LINE = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
+
+
+def check_picture(option: str, out: Path) -> None:
+    """Raise Refusal if a picture cannot be written to this name."""
+    if out.suffix.lower() not in SUFFIXES:
+        raise Refusal(f"{option} {out} must end in {', '.join(SUFFIXES)}")
+    if not out.absolute().parent.is_dir():
+        raise Refusal(f"{option} {out}: there is no folder {out.absolute().parent}")
+    if out.exists() and not out.is_file():
+        raise Refusal(f"{option} {out} exists and is not a file: choose another name")
+
+
+def new_figure(width: float, height: float):
+    """Return a Matplotlib figure of these inches; imported here because the import takes a second."""
+    # Matplotlib caches its fonts; the home folder may not be writable.
+    os.environ.setdefault("MPLCONFIGDIR", os.path.join(tempfile.gettempdir(), "matplotlib-cache"))
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams.update(STYLE | {"axes.spines.right": False, "axes.spines.top": False})
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_picture(figure, out: Path) -> None:
+    """Write the picture, whole or not at all; raise Refusal if that fails."""
+    try:
+        with written_whole(out.resolve()) as unfinished:  # the target of a link, not the link
+            figure.savefig(unfinished, dpi=200, format=out.suffix[1:].lower())
+    except OSError as error:
+        raise Refusal(
+            f"{out} cannot be written ({error.strerror or error}): free space or choose another --out"
+        ) from error
+
+
+def spread(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
+    """Move places apart, in order, until neighbours are `gap` away from each other, within [low, high] if they fit."""
+    order = np.argsort(places, kind="stable")
+    moved = places[order].astype(float)
+    for _ in range(200):
+        overlap = gap - np.diff(moved)
+        push = np.where(overlap > 1e-9, overlap / 2, 0)
+        moved[:-1] -= push
+        moved[1:] += push
+        moved = np.clip(moved, low, high)
+    return moved[np.argsort(order)]
 
 
 def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
-    """Accuracy against seconds; every line is named at its end, above the picture."""
+    """Draw accuracy against seconds, each line labelled at its end, above the axes."""
     lines = [(label, read_log(str(PUBLISHED / "dawnbench" / f"{name}.tsv")), False) for name, label in ENTRIES.items()]
     lines += [(label, log, True) for label, log in zip(labels, logs, strict=True)]
+    curves = [log.epochs or (log.seconds, log.accuracy) for _, log, _ in lines]
     ends = []
-    for _, log, own in lines:
-        x, y = log.epochs or (log.seconds, log.accuracy)
-        style = {"color": INK, "lw": 1.6, "zorder": 4} if own else {"color": BEHIND, "lw": 0.7, "zorder": 2}
+    for (_, log, own), (x, y) in zip(lines, curves, strict=True):
         if log.epochs:
+            style = {"color": INK, "lw": 1.6, "zorder": 4} if own else {"color": BEHIND, "lw": 0.7, "zorder": 2}
             axes.plot(x, 100 * y, **style)
         else:
             axes.plot(x, 100 * y, "o", ms=2.5, mec=INK, mfc="white" if len(x) > 1 else INK, mew=0.5, zorder=4)
         last = np.argmax(x) if log.epochs else np.argsort(x)[len(x) // 2]
         ends.append((x[last], 100 * y[last]))
-    every = np.concatenate([(log.epochs or (log.seconds,))[0] for _, log, _ in lines])
-    every = every[every > 0]
+    every = np.concatenate([x[x > 0] for x, _ in curves])
     low, high = np.log10(every.min()) - 0.1, np.log10(every.max()) + 0.15
     bottom, top = 40.0, 101.0
     axes.set(xscale="log", xlim=(10**low, 10**high), ylim=(bottom, top), ylabel="test accuracy, %")
     axes.set_xlabel("training time, seconds", labelpad=1)
-    axes.axhline(100 * GOAL, color=INK, lw=0.6, ls=(0, (4, 3)), zorder=3)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.axhline(100 * GOAL, zorder=3, **GOAL_LINE)
     axes.text(10**low, 100 * GOAL + 0.4, " 94%", va="bottom", ha="left", fontsize=6)
     gap = (high - low) * 0.042  # a label's height as a share of the axis
     places = spread(np.log10([x for x, _ in ends]), gap, low + gap / 2, high - gap / 2)
     for (label, _, own), (x, y), place in zip(lines, ends, places, strict=True):
         color, weight = (INK, "bold") if own else ("0.35", "normal")
-        axes.annotate(
-            label,
-            xy=(x, np.clip(y, bottom, top)),
-            xytext=(10**place, 1.05),
-            textcoords=axes.get_xaxis_transform(),
-            rotation=90,
-            ha="center",
-            va="bottom",
-            fontsize=6,
-            color=color,
-            weight=weight,
-            annotation_clip=False,
-            parse_math=False,  # a file may be called $x$
-            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 0},
-        )
+        text = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6, "color": color, "weight": weight}
+        text |= {"annotation_clip": False, "parse_math": False}  # a file may be called $x$
+        arrow = {"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 0}
+        place = {"xytext": (10**place, 1.05), "textcoords": axes.get_xaxis_transform()}
+        axes.annotate(label, xy=(x, np.clip(y, bottom, top)), arrowprops=arrow, **place, **text)
 
 
-def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: float) -> None:
-    """The share of runs at or below each value, one step a run: mine in black, the reference in grey."""
+def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: float, label: str) -> None:
+    """Draw the share of runs at or below each value: mine in black, the reference in grey."""
     for log, name, color in zip(logs, names, (INK, BEHIND), strict=False):
         axes.ecdf(factor * getattr(log, figure), color=color, lw=1, label=name)
     axes.set_ylabel("share of runs")
+    axes.set_xlabel(label, labelpad=1)
     for text in axes.legend(frameon=False, fontsize=6).get_texts():
         text.set_parse_math(False)
 
 
 def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> None:
-    """Draw and save; the runs of the first log that holds several are set over the reference's."""
+    """Draw and save; the runs of the first log with several are drawn over the reference's."""
     campaign = next((i for i, log in enumerate(logs) if len(log.accuracy) > 1), None)
     rows, height = (1, 3.0) if campaign is None else (3, 4.9)
     figure = new_figure(WIDTH, height)
-    axes = figure.subplots(rows, 1, height_ratios=[2.4, 1, 1][:rows], squeeze=False)
-    draw_curves(axes[0, 0], logs, labels)
-    axes[0, 0].xaxis.set_major_formatter("{x:g}")
+    axes = figure.subplots(rows, 1, height_ratios=[2.4, 1, 1][:rows], squeeze=False)[:, 0]
+    draw_curves(axes[0], logs, labels)
     if campaign is not None:
         sides, names = [logs[campaign], reference], [labels[campaign], with_other_images(reference.name, reference)]
         sides = sides[:1] if sides[0].name == reference.name else sides  # the reference is not drawn over itself
-        draw_runs(axes[1, 0], sides, names, "accuracy", 100)
-        axes[1, 0].axvline(100 * GOAL, color=INK, lw=0.6, ls=(0, (4, 3)), zorder=0)
-        axes[1, 0].set_xlabel("final test accuracy, %", labelpad=1)
-        draw_runs(axes[2, 0], sides, names, "seconds", 1)
-        axes[2, 0].set_xlabel("seconds", labelpad=1)
+        draw_runs(axes[1], sides, names, "accuracy", 100, "final test accuracy, %")
+        axes[1].axvline(100 * GOAL, zorder=0, **GOAL_LINE)
+        draw_runs(axes[2], sides, names, "seconds", 1, "seconds")
     save_picture(figure, out)
 
 
 def with_other_images(name: str, log: Log) -> str:
-    """Beside curves of CIFAR-10 a result on other images says so, where its log does, or the table beside it."""
-    images = log.facts.get("images", CIFAR_10)
+    """Return the label, with the images where they are known and not CIFAR-10."""
+    images = log.conditions.get("images", CIFAR_10)
     return name if images == CIFAR_10 else f"{name}, on {images}"
 
 
@@ -112,16 +153,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="+", help="run logs, runs.tsv, timing_log.tsv or other DAWNBench tables")
     parser.add_argument("--out", default="timing.png", help="picture to write: .png, .svg or .pdf (timing.png)")
-    parser.add_argument("--reference", default="published", help="campaign to set the first one over (published)")
+    parser.add_argument("--reference", default="published", help="campaign drawn in grey (published)")
     options = parser.parse_args(arguments)
-    out = Path(options.out)
     with refusals_end("plot"):
-        refuse_picture("--out", out)
+        check_picture("--out", Path(options.out))
         logs, reference = [read_log(name) for name in options.files], read_log(options.reference)
         alone = len(logs) == 1 and logs[0].name != reference.name
         names = ["mine"] if alone else [Path(log.name).name for log in logs]
         labels = [with_other_images(name, log) for name, log in zip(names, logs, strict=True)]
-        picture(logs, labels, reference, out)
+        picture(logs, labels, reference, Path(options.out))
 
 
 if __name__ == "__main__":

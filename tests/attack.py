@@ -27,8 +27,8 @@ from large_batch_cifar_10_fast.data import cifar10
 from large_batch_cifar_10_fast.data.cifar10 import load_images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import prepare_launch
+from large_batch_cifar_10_fast.read_logs import read_log
 from large_batch_cifar_10_fast.request.command_line import RECIPES
-from large_batch_cifar_10_fast.results.logs import read_log
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 
 BAD_VALUES = ["", "--", "-", "-1", "0", "1.5", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb"]

@@ -8,7 +8,7 @@ from conftest import REPO
 from disturbances import fill_disks
 
 from large_batch_cifar_10_fast.data.cifar10 import load_images
-from large_batch_cifar_10_fast.results.logs import read_log
+from large_batch_cifar_10_fast.read_logs import read_log
 
 GOOD = {"refused in one line", "accepted"}
 

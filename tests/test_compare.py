@@ -1,53 +1,26 @@
-"""Conclusions that hold, of any two logs."""
+"""Conclusions, statuses and the choice of the reference, of any two logs."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 
 import numpy as np
-import pandas as pd
 import pytest
 from conftest import REPO
+from test_read_logs import PUBLISHED, our_form, published_form, runs_rows, two_campaigns, written
 
 from large_batch_cifar_10_fast import compare
-from large_batch_cifar_10_fast.results.logs import read_log
-from large_batch_cifar_10_fast.results.tables import COLUMNS
-
-PUBLISHED = pd.read_csv(REPO / "published" / "apple_8xv100_50_runs.tsv", sep="\t")
-SUMMARY = (REPO / "published" / "apple_8xv100_summary.txt").read_text()
-
-
-def published_form(rows: pd.DataFrame = PUBLISHED, shift: float = 0.0, summary: str = SUMMARY) -> str:
-    """The published lines, made from the published table."""
-    lines = ["Uploaded data to GPUs 0.086s", "Compute patch whitening statistics:     0.465s"]
-    lines += [
-        f"Train acc {row.train_acc:.3f} loss {row.train_loss:.3f}, validation acc {row.valid_acc - shift:.3f} "
-        f"loss {row.valid_loss:.3f} wall time {row.seconds:.3f}s"
-        for row in rows.itertuples()
-    ]
-    return "\n".join(lines) + "\n" + summary
-
-
-OUR_HEAD = """# large_batch_cifar_10_fast 0.1.0, commit 0, code 0, 2026-11-21T00:00:00Z
-# 8 workers on 1 process, 1 x NVIDIA H200
-# data CIFAR-10: 50000 training and 10000 test images, SHA-256 0123456789ab
-# recipe apple2019 lr_scaler=1.5 epochs=18 width=64
-# settings runs=1 precision=fp16 out=.
-"""
-
-
-def our_form(accuracies) -> str:
-    lines = [
-        f"Train acc 0.9880 loss 0.920, validation acc {accuracy:.4f} loss 0.991 wall time 4.{i:03d}s"
-        for i, accuracy in enumerate(accuracies)
-    ]
-    return OUR_HEAD + "\n".join(lines) + "\n"
+from large_batch_cifar_10_fast.read_logs import read_log
+from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.results.lines import as_pairs
 
 
 @pytest.fixture
 def run_compare(capsys):
-    """Run the command; its exit status, STDOUT and STDERR."""
+    """Run the command; return its exit status, STDOUT and STDERR."""
 
     def run(*arguments) -> tuple[int, str, str]:
         try:
@@ -61,7 +34,7 @@ def run_compare(capsys):
 
 @pytest.fixture
 def conclusion(run_compare):
-    """Run it with --json; what it told, and the exit status."""
+    """Run it with --json; return its output and the exit status."""
 
     def run(*arguments) -> tuple[dict, int]:
         status, out, err = run_compare(*arguments, "--json")
@@ -71,187 +44,158 @@ def conclusion(run_compare):
     return run
 
 
-def test_a_count_that_rounding_hides_is_bounded_not_guessed(tmp_path, conclusion):
-    path = tmp_path / "log.txt"
-    path.write_text(published_form(summary=""))
-    surely, at_most = int((PUBLISHED["valid_acc"] > 0.9405).sum()), int((PUBLISHED["valid_acc"] > 0.9395).sum())
-    assert (surely, at_most) == (38, 47)
-    assert read_log(str(path)).reached == (surely, at_most)
-    rows = {row["name"]: row for row in conclusion(path, "published")[0]["rows"]}
-    assert rows["reached 94%"]["mine"] == "38 to 47 of 50 (hidden by rounding)"
-    assert rows["reached 94%"]["difference"] is None
+@pytest.fixture
+def log(tmp_path):
+    def write(name: str, content: str):
+        (tmp_path / name).write_text(content)
+        return tmp_path / name
+
+    return write
 
 
-def runs_table(path, **columns):
-    """A runs.tsv of two campaigns, a of one run and b of three."""
-    base = {**dict.fromkeys(COLUMNS, "1"), "share": "0/1"}
-    rows = [
-        {
-            **base,
-            "campaign": "a",
-            "run": "0",
-            "validation_count": "9300",
-            "validation_images": "10000",
-            "goal_seconds": "",
-        },
-        *(
-            {
-                **base,
-                "campaign": "b",
-                "runs": "3",
-                "run": str(i),
-                "seed": str(7 + i),
-                "seconds": str(5 + i),
-                "goal_seconds": goal,
-                "validation_count": str(9399 + i),
-                "validation_images": "10000",
-            }
-            for i, goal in enumerate(("", "4.5", "4.7"))
-        ),
-    ]
-    table = pd.DataFrame(rows, columns=COLUMNS).assign(**columns)
-    table.to_csv(path, sep="\t", index=False)
-    return str(path)
+def verdicts(found: dict) -> list[str]:
+    return [found["conclusions"][name]["verdict"] for name in ("accuracy", "time", "goal")]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "line 1: neither"),
-        ("hello\n", "line 1: neither"),
-        ("epoch\thours\ttop1Accuracy\n1\t0.1\n", "line 2: 2 fields where the header has 3"),
-        ("epoch\thours\ttop1Accuracy\n1\t0.1\t93\n2\tlong\t94\n", "line 3: hours is 'long', not a number"),
-        ("epoch\thours\n1\t0.1\n", "line 1: no column top1Accuracy"),
-        ("epoch\thours\ttop1Accuracy\n", "line 1: a header and nothing below"),
-        ("x\nTrain acc 0.9 loss 0.9, validation acc 0.9", "line 2: not a whole run line"),
-    ],
-)
-def test_unreadable_logs_end_with_status_2_file_line_and_reason(tmp_path, content, message, run_compare):
-    path = tmp_path / "some.tsv"
-    path.write_text(content)
-    status, out, err = run_compare(path, "published")
-    assert (status, out) == (2, "")
-    assert err.startswith(f"compare: {path}, {message}")
-    assert err.count("\n") == 1
+def test_published_against_itself_is_equivalent(conclusion):
+    found, status = conclusion("published", "published")
+    assert (verdicts(found), status) == (["equivalent", "equivalent", "significant"], 0)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["reached 94%"]["mine"] == "41 of 50, 82% [69%, 90%]"
+    np.testing.assert_allclose(rows["accuracy mean, %"]["interval"], [-0.073, 0.073], atol=5e-4)
+    np.testing.assert_allclose(rows["seconds mean"]["interval"], [0.982, 1.019], atol=5e-4)
 
 
-def test_the_command_ends_with_its_status():
+def test_three_tenths_of_a_point_less_is_worse(log, conclusion):
+    path = log("log.txt", published_form(shift=0.003, summary=""))
+    found, status = conclusion(path, "published")
+    assert (verdicts(found)[0], status) == ("worse", 1)
+    found, status = conclusion("published", path)
+    assert (verdicts(found)[0], status) == ("better", 0)
+
+
+def test_slower_counts_only_on_the_same_hardware(log, conclusion):
+    fast = log("fast", our_form(0.9410 + 0.0001 * np.arange(20)))
+    slow = log("slow", fast.read_text().replace("time 4.", "time 8."))
+    other = log("other", slow.read_text().replace("H200", "A100"))
+    found, status = conclusion(slow, fast)
+    assert (verdicts(found)[:2], status) == (["equivalent", "worse"], 1)
+    assert conclusion(other, fast)[1] == 0
+    assert conclusion(fast, slow)[1] == 0
+
+
+def test_three_runs_are_too_few_and_it_says_how_many_are_needed(log, run_compare, conclusion):
+    path = log("log.txt", published_form(PUBLISHED[:3], summary=""))
+    found, status = conclusion(path, "published")
+    assert (verdicts(found)[0], status) == ("open", 0)
+    text = run_compare(path, "published")[1]
+    assert re.search(r"95% confidence interval \[-\d.*\], n = 3 and 50\. Equivalence .* about \d+ runs on each", text)
+    assert "has no summary: its campaign did not finish" in text
+
+
+def test_unreadable_logs_end_with_status_2_and_one_line(log, run_compare):
+    status, out, err = run_compare(log("log.tsv", "epoch\thours\ttop1Accuracy\n1\tlong\t94\n"), "published")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "log.tsv, line 2: hours is 'long'" in err
     command = [sys.executable, "-m", "large_batch_cifar_10_fast.compare", "absent.txt"]
     result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     assert "absent.txt: cannot be read" in result.stderr
 
 
-def test_published_against_itself_is_equivalent(conclusion):
-    told, status = conclusion("published", "published")
-    assert (told["conclusions"]["accuracy"]["verdict"], told["conclusions"]["time"]["verdict"], status) == (
-        "equivalent",
-        "equivalent",
-        0,
-    )
+def test_a_count_that_rounding_hides_is_bounded_not_guessed(log, conclusion):
+    rows = conclusion(log("log.txt", published_form(summary="")), "published")[0]["rows"]
+    assert (rows[1]["mine"], rows[1]["difference"]) == ("38 to 47 of 50 (rounded)", None)
 
 
-@pytest.mark.slow
-def test_three_tenths_of_a_point_less_is_a_shortfall(tmp_path, conclusion):
-    path = tmp_path / "log.txt"
-    path.write_text(published_form(shift=0.003, summary=""))
-    told, status = conclusion(path, "published")
-    assert (told["conclusions"]["accuracy"]["verdict"], status) == ("worse", 1)
-    told, status = conclusion("published", path)
-    assert (told["conclusions"]["accuracy"]["verdict"], status) == ("better", 0)
-
-
-def test_three_runs_tell_nothing_and_it_says_how_many_would(tmp_path, conclusion, run_compare):
-    path = tmp_path / "log.txt"
-    path.write_text(published_form(PUBLISHED[:3], summary=""))
-    told, status = conclusion(path, "published")
-    accuracy = told["conclusions"]["accuracy"]
-    assert (accuracy["verdict"], status) == ("open", 0)
-    assert "too few runs to tell" in accuracy["text"]
-    assert "runs on each side" in accuracy["text"]
-    _, text, _ = run_compare(path, "published")
-    assert "has no summary: its campaign did not finish" in text
-
-
-def test_other_conditions_are_pointed_out_above_the_table(tmp_path, run_compare):
-    path = tmp_path / "log.txt"
-    path.write_text(our_form(0.9410 + 0.0002 * np.arange(20)).replace("H200", "A100"))
-    other = tmp_path / "other.txt"
-    other.write_text(our_form(0.9411 + 0.0002 * np.arange(20)).replace("0123456789ab", "ffff").replace("=18", "=20"))
-    _, text, _ = run_compare(path, other)
-    head, _, rest = text.partition("runs  ")
+def test_differing_conditions_are_listed_above_the_table(log, run_compare):
+    mine = log("log.txt", our_form(0.9410 + 0.0002 * np.arange(20)).replace("H200", "A100"))
+    other = our_form(0.9411 + 0.0002 * np.arange(20)).replace("0123456789ab", "ffff").replace("=18", "=20")
+    head = run_compare(mine, log("other.txt", other))[1].partition("accuracy mean")[0]
     for part in ("digest: 0123456789ab (mine), ffff", "device: 1 x NVIDIA A100", "epochs: 18 (mine), 20"):
         assert part in head
-    assert "seconds median" in rest
+    entry = REPO / "published" / "dawnbench" / "basenet.tsv"
+    assert "clock: set-up and training, not validation (mine), training and validation" in run_compare(mine, entry)[1]
 
 
-@pytest.mark.slow
-def test_slower_counts_only_on_the_same_hardware(tmp_path, conclusion):
-    slow, fast, other = (tmp_path / name for name in ("slow", "fast", "other"))
-    fast.write_text(our_form(0.9410 + 0.0001 * np.arange(20)))
-    slow.write_text(fast.read_text().replace("time 4.", "time 8."))
-    other.write_text(slow.read_text().replace("H200", "A100"))
-    told, status = conclusion(slow, fast)
-    assert (told["conclusions"]["accuracy"]["verdict"], told["conclusions"]["time"]["verdict"], status) == (
-        "equivalent",
-        "worse",
-        1,
-    )
-    assert conclusion(other, fast)[1] == 0
-    assert conclusion(fast, slow)[1] == 0
-
-
-def test_diverged_runs_are_counted_and_their_loss_set_aside(tmp_path, conclusion):
-    path = tmp_path / "log.txt"
+def test_diverged_runs_are_counted_and_left_out_of_the_mean_loss(log, conclusion):
     lines = our_form([0.9410, 0.9412, 0.1000]).splitlines()
     lines[-1] = lines[-1].replace("loss 0.991", "loss nan")
-    path.write_text("\n".join(lines) + "\n")
-    told, _ = conclusion(path, "published")
-    rows = {row["name"]: row for row in told["rows"]}
-    assert rows["loss mean"]["mine"] == "0.991"
-    assert rows["accuracy lowest, %"]["mine"] == "10.000"
-    assert any("1 runs without a finite loss" in note for note in told["notes"])
+    found, _ = conclusion(log("log.txt", "\n".join(lines) + "\n"), "published")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert (rows["loss mean"]["mine"], rows["accuracy lowest, %"]["mine"]) == ("0.991", "10.000")
+    assert any("1 runs diverged" in note for note in found["notes"])
+    path = log("log.txt", our_form([0.1, 0.1, 0.1]).replace("loss 0.991", "loss nan"))
+    found, status = conclusion(path, "published")
+    assert (found["conclusions"]["accuracy"]["text"], status) == ("Accuracy: all 3 runs of mine diverged.", 1)
+    found, status = conclusion("published", path)
+    assert (verdicts(found)[0], status) == ("open", 0)
+    assert found["conclusions"]["accuracy"]["text"] == "Accuracy: all 3 runs of the reference diverged."
 
 
-def test_where_all_runs_diverged_it_says_so(tmp_path, conclusion):
-    path = tmp_path / "log.txt"
-    path.write_text(our_form([0.1, 0.1, 0.1]).replace("loss 0.991", "loss nan"))
-    told, status = conclusion(path, "published")
-    assert told["conclusions"]["accuracy"]["text"] == "Accuracy: all 3 runs of mine diverged."
-    assert {row["name"]: row for row in told["rows"]}["loss mean"]["mine"] == "unknown"
-    assert status == 1
-    told, status = conclusion("published", path)
-    assert told["conclusions"]["accuracy"]["text"] == "Accuracy: all 3 runs of the reference diverged."
-    assert (told["conclusions"]["accuracy"]["verdict"], status) == ("open", 0)
-    entry = REPO / "published" / "dawnbench" / "basenet.tsv"
-    assert "diverged" not in conclusion(entry, "published")[0]["conclusions"]["accuracy"]["text"], "no loss is told"
-
-
-def test_a_clock_that_counts_validation_is_named(tmp_path, capsys):
-    mine = REPO / "logs" / "demo" / "runs.tsv"
-    compare.main([str(mine), str(REPO / "published" / "dawnbench" / "basenet.tsv")])
-    told = capsys.readouterr().out
-    expected = "clock: set-up and training, not validation (mine), training and validation, not set-up (reference)"
-    assert expected in told
-    compare.main([str(mine)])
-    told = capsys.readouterr().out
-    assert "clock:" not in told
-    assert "does not say what its clock counts" not in told
-
-
-def test_a_timing_log_tells_what_the_table_beside_it_does(tmp_path, capsys):
-    entry = str(REPO / "published" / "dawnbench" / "basenet.tsv")
+def test_a_timing_log_has_the_conditions_of_the_table_beside_it(tmp_path, run_compare):
     for name in ("timing_log.tsv", "runs.tsv"):
         shutil.copy(REPO / "logs" / "basenet_bf16" / name, tmp_path)
-    mine = tmp_path / "timing_log.tsv"
-    compare.main([str(mine), entry])
-    told = capsys.readouterr().out
-    assert "  images: cifar10.npz (mine), CIFAR-10 (reference)\n  epochs: 2 (mine), 40 (reference)\n" in told
-    assert "  clock: set-up and training, not validation (mine), training and validation" in told
+    mine, entry = tmp_path / "timing_log.tsv", REPO / "published" / "dawnbench" / "basenet.tsv"
+    text = run_compare(mine, entry)[1]
+    assert "  images: cifar10.npz (mine), CIFAR-10 (reference)\n  epochs: 2 (mine), 40 (reference)\n" in text
     table = (tmp_path / "runs.tsv").read_text()
     for unlike in (table.replace("\t1301.69", "\t1301.7"), "no table", ""):
         (tmp_path / "runs.tsv").write_text(unlike)
-        compare.main([str(mine), entry])
-        told = capsys.readouterr().out
-        assert "mine (" + str(mine) + ") does not say on which images and device\n" in told
-        assert "does not say what its clock counts\n" in told
+        assert f"mine ({mine}): unknown images, device, clock\n" in run_compare(mine, entry)[1]
+
+
+def row_of(*arguments: str, **fields) -> dict:
+    """Return the row that a run of these options would leave."""
+    _, recipe = read_request([*arguments], {})
+    options = {"recipe": recipe.name, "options": as_pairs(asdict(recipe)), "workers": str(recipe.workers)}
+    return runs_rows("c", ["9400"], **options, **fields)[0]
+
+
+def test_the_reference_of_the_demo_is_the_demos_log(tmp_path, run_compare):
+    log = REPO / "logs" / "demo" / "runs.tsv"
+    demo = row_of("--demo", images="synthetic", digest=read_log(str(log)).conditions["digest"])
+    path = written(tmp_path / "runs.tsv", [demo])
+    status, out, _ = run_compare(path)
+    assert out.startswith(f"Reference: {log} (apple2019 with the same options on")
+    assert status == 0
+    for other in ({"digest": "another"}, {"options": demo["options"].replace("epochs=7", "epochs=8")}):
+        path = written(tmp_path / "runs.tsv", [demo | other])
+        status, out, err = run_compare(path)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "name a REFERENCE" in err
+
+
+def test_the_reference_of_apple2019_on_cifar10_is_the_published_campaign(tmp_path, conclusion, run_compare):
+    path = written(tmp_path / "runs.tsv", [row_of(images="CIFAR-10")])
+    found, _ = conclusion(path)
+    assert (found["reference"], found["why"]) == ("published", "apple2019 on CIFAR-10, the 50 published runs")
+    path = written(tmp_path / "runs.tsv", [row_of("--recipe", "basenet", images="CIFAR-10", digest="0")])
+    assert run_compare(path)[0] == 2
+    assert "does not say its recipe and images" in run_compare(REPO / "published" / "dawnbench" / "basenet.tsv")[2]
+
+
+def test_the_reference_on_other_images_is_the_most_similar_log_of_ours(tmp_path, conclusion, monkeypatch):
+    monkeypatch.setattr(compare, "LOGS", tmp_path / "logs")
+    conditions = {"images": "cifar10.npz", "digest": "d", "recipe": "muon", "precision": "bf16", "device": "A"}
+    (tmp_path / "logs").mkdir()
+    for name, runs, more in (
+        ("fp32", 9, {"precision": "fp32"}),
+        ("few", 2, {}),
+        ("more", 3, {"options": "epochs=18.0 tail_epochs=0.0 activation=gelu"}),
+        ("tail", 9, {"options": "epochs=18 tail_epochs=0.5"}),
+        ("pixels", 9, {"options": "epochs=18 pixels=24"}),
+        ("images", 9, {"digest": "e"}),
+    ):
+        written(tmp_path / "logs" / f"runs_{name}.tsv", runs_rows(name, ["9400"] * runs, **(conditions | more)))
+    mine = written(tmp_path / "mine.tsv", runs_rows("mine", ["9400"] * 2, **conditions))
+    assert conclusion(mine)[0]["reference"].endswith("runs_more.tsv"), "same precision, most runs"
+    mine = tmp_path / "logs" / "runs_more.tsv"
+    assert conclusion(mine)[0]["reference"].endswith("runs_few.tsv"), "another log than mine"
+
+
+def test_shares_are_compared_as_one_campaign(tmp_path, conclusion):
+    for i in range(2):
+        rows = [row | {"share": f"{i}/2", "campaign": f"c{i}"} for row in two_campaigns()[1:][i::2]]
+        written(tmp_path / f"share{i}.tsv", rows)
+    assert conclusion(f"{tmp_path}/share0.tsv,{tmp_path}/share1.tsv", "published")[0]["rows"][0]["mine"] == "3"

@@ -5,7 +5,10 @@ from pathlib import Path
 
 from large_batch_cifar_10_fast.settings.settings import PACKAGE
 
-LEVELS = (("settings",), ("training",), ("data",), ("recipes", "results"), ("request", "measuring"), ("train",))
+LEVELS = (
+    *(("settings",), ("training",), ("data",), ("recipes", "results"), ("merge", "stats"), ("read_logs",), ("plot",)),
+    *(("request", "measuring"), ("train",)),
+)
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}  # a command that is none: above all
 
 

@@ -11,11 +11,11 @@ from disturbances import DIFFERENT
 
 from large_batch_cifar_10_fast import merge
 from large_batch_cifar_10_fast.launch import advice
+from large_batch_cifar_10_fast.read_logs import read_log
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request import advice as request_advice
 from large_batch_cifar_10_fast.request.checks import check_out
 from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.results.logs import read_log
 from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.results.tables import COLUMNS, NUMBERS
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
@@ -107,7 +107,7 @@ def test_times_of_several_machines_are_told_apart(tables, tmp_path):
         device="abacus", processes="7"
     ).to_csv(elsewhere, sep="\t", index=False)
     _merge(tmp_path / "merged", tables["0/2"], elsewhere)
-    facts = read_log(str(tmp_path / "merged" / "runs.tsv")).facts
+    facts = read_log(str(tmp_path / "merged" / "runs.tsv")).conditions
     assert facts["device"].endswith(" threads and abacus")
     assert facts["processes"] == "1 and 7"
 

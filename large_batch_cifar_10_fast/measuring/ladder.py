@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..data.shards import MEAN, STD, Batch, Shards
-from ..results.pictures import WIDTH, draw_bars, new_figure, save_picture
+from ..plot import BEHIND, WIDTH, new_figure, save_picture
 from ..training.world import World
 
 PADDING, SIZE = 4, 32
@@ -143,6 +143,15 @@ def as_table(seconds: Seconds) -> str:
 def _spread(values: list[float], places: int) -> str:
     least, middle, most = (f"{f(values):.{places}f}" for f in (min, median, max))
     return middle if len(values) == 1 else f"{middle} ({least} to {most})"
+
+
+def draw_bars(axes, names: list[str], values: list[float], label: str) -> None:
+    """Draw horizontal bars from the top down, each with its value at its end."""
+    bars = axes.barh(names, values, color=BEHIND, height=0.6)
+    axes.bar_label(bars, [f" {value:.3g}" if value < 1000 else f" {value:.0f}" for value in values], fontsize=6)
+    axes.set(xlabel=label, xlim=(0, 1.15 * max(values)))
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
 
 
 def draw_ladder(seconds: Seconds, out: Path) -> None:

@@ -29,7 +29,6 @@ COUNT = Number("a whole number", 0, 2**63, whole=True)
 FROM_ONE = Number("a whole number above 0", 1, 2**63, whole=True)
 RUNS = Number(f"a whole number from 1 to {MOST}", 1, MOST, whole=True)
 FRACTION = Number("a number from 0 to 1", 0, 1)
-PERCENT = Number("a number from 0 to 100", 0, 100)
 LOSS = Number("a number", or_nan=True)  # of a run that diverged
 TIME = Number("a number from 0 up, and finite", 0, LONGEST)
 DURATION = Number("a number above 0, and finite", 1 / LONGEST, LONGEST)
