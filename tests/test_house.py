@@ -5,7 +5,7 @@ from pathlib import Path
 
 from large_batch_cifar_10_fast.settings.settings import PACKAGE
 
-LEVELS = (("settings",), ("training", "images"), ("recipes", "results"), ("request", "measuring"), ("train",))
+LEVELS = (("settings",), ("training", "images"), ("recipes", "results"), ("request",), ("train",))
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}  # a command that is none: above all
 
 
