@@ -215,8 +215,8 @@ def measure_run(settings: Settings, recipe: Recipe, baseline_precision: str, rep
         if world.on_gpu:
             time_launches(step, world, repeats, seconds)
         for seed in range(repeats):
-            epoch = data.train.epoch(seed, epoch=1)
-            timed(world, seconds["augmentation of an epoch"], lambda e=epoch: [None for _ in e])
+            epoch = partial(data.train.epoch, seed, epoch=1)  # sampling counts, too
+            timed(world, seconds["augmentation of an epoch"], lambda e=epoch: [None for _ in e()])
         plain = replace(settings, precision=baseline_precision, compile=False, micro_batches=1)
         network = baseline_network(recipe, plain.precision, world.device)
         recipe.whiten(network, data.train.images)
@@ -236,9 +236,8 @@ def measure_run(settings: Settings, recipe: Recipe, baseline_precision: str, rep
         for name in theirs.keys() & ours.keys():
             parts[name] |= {"baseline": median(theirs[name]), "speedup": speedup(theirs[name], ours[name])}
         of_a_step, count = median(ours["step"]), recipe.batch_size * recipe.workers
-        per_image = {kind: median(took[kind] for took in rounds) / count for kind in earlier} | {
-            last: of_a_step / count
-        }
+        per_image = {kind: median(took[kind] for took in rounds) / count for kind in earlier}
+        per_image[last] = of_a_step / count
         first_epoch = recipe.workers * images_of_an_epoch(recipe, TRAIN, 1) * per_image[stage_of(recipe, 1).kind]
         rate, flop = matrix_rate(settings.precision, world.device), training_flop(recipe, last) * count
         facts |= {"recipe": recipe.name, "workers": recipe.workers, "batch": recipe.batch_size}
