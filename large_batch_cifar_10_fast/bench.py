@@ -522,7 +522,7 @@ class Parser(argparse.ArgumentParser):
         raise Refusal(f"{message}; --help lists the options")
 
 
-def positive(text: str) -> int:
+def positive_number(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return int(text)
@@ -532,22 +532,28 @@ def main() -> None:
     start_up = seconds_since_start()
     parser = Parser(prog="python -m large_batch_cifar_10_fast.bench", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add, mode = parser.add_argument, parser.add_mutually_exclusive_group()
-    mode.add_argument("--against", choices=RECIPES, metavar="RECIPE", help="compare --recipe with another recipe")
-    mode.add_argument("--input_pipelines", action="store_true", help="compare ways to load images")
+    add, modes = parser.add_argument, parser.add_mutually_exclusive_group()
+    modes.add_argument("--against", choices=RECIPES, metavar="RECIPE", help="compare --recipe with another recipe")
+    modes.add_argument("--input_pipelines", action="store_true", help="compare ways to load images")
     add("--json", action="store_true", help="print JSON")
-    add("--repeats", type=positive, help="repetitions (default 5; with --input_pipelines 1)")
+    add("--repeats", type=positive_number, help="repetitions (default 5; with --input_pipelines 1)")
     add("--baseline_precision", choices=list(DTYPES), help="precision of the baseline (default fp32)")
-    add("--rounds", type=positive, help="with --against: rounds (default 7); an interval needs 6")
-    add("--steps", type=positive, help="with --input_pipelines: training steps (default an epoch; 5 without CUDA)")
+    add("--rounds", type=positive_number, help="with --against: rounds (default 7); an interval needs 6")
+    add(
+        "--steps",
+        type=positive_number,
+        help="with --input_pipelines: training steps (default all; 5 without CUDA)",
+    )
     add("--picture", help="with --input_pipelines: file for a picture, .png, .svg or .pdf")
     with refusals_end("bench"):
         options, others = parser.parse_known_args()
-        ways = {"--against": ("rounds",), "--input_pipelines": ("repeats", "steps", "picture")}
-        way = "--against" if options.against else "--input_pipelines" if options.input_pipelines else "the default"
-        for name in ("repeats", "baseline_precision", "rounds", "steps", "picture"):
-            if getattr(options, name) is not None and name not in ways.get(way, ("repeats", "baseline_precision")):
-                raise Refusal(f"--{name} has no effect on {way} measurement: leave it out")
+        mode = "--against" if options.against else "--input_pipelines" if options.input_pipelines else "neither"
+        modes = {"rounds": ["--against"], "steps": ["--input_pipelines"], "picture": ["--input_pipelines"]}
+        modes |= {"repeats": ["neither", "--input_pipelines"], "baseline_precision": ["neither"]}
+        for name, allowed in modes.items():
+            if getattr(options, name) is not None and mode not in allowed:
+                needed = f"needs {allowed[0]}" if allowed[0] != "neither" else f"does not apply to {mode}"
+                raise Refusal(f"--{name} {needed}: add or remove an option")
         if options.steps == 1:
             raise Refusal("--steps 1 must be at least 2")
         if options.picture:

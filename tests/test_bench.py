@@ -88,10 +88,11 @@ def test_a_run_has_the_images_of_all_workers_and_epochs_by_kind_of_step():
 
 def test_recipes_are_measured_in_turn_and_the_ratio_is_of_pairs(measure, monkeypatch):
     """By a clock of ours: a step of muon takes n seconds in round n, one of apple2019 always 6."""
-    taken, now = [], [0]
+    taken, trained, now = [], [], [0]
 
     def timed_step(learner, optimizers, batches, seconds):
         taken.append((learner.recipe.name, batches[0][0].shape[-1], len(batches[0][0])))
+        trained.append(all(weight.requires_grad for weight in learner.network.parameters() if weight.ndim == 1))
         now[0] += learner.recipe.name == "muon" and batches[0][0].shape[-1] == 24
         seconds.append(now[0] if learner.recipe.name == "muon" else 6)
 
@@ -99,6 +100,7 @@ def test_recipes_are_measured_in_turn_and_the_ratio_is_of_pairs(measure, monkeyp
     options = ["--width", "2", "--batch_size", "32", "--epochs", "3", "--precision", "fp32", "--no_compile"]
     result = measure("--recipe", "muon", "--against", "apple2019", "--rounds", "6", *options)
     assert taken == 7 * [("muon", 24, 32), ("muon", 32, 32), ("apple2019", 32, 32)], "a batch of one worker"
+    assert trained == 7 * [True, False, True], "muon's whitening bias, frozen from its second kind of step on"
     ours, theirs = 2000 // 32 + 2 * (1360 // 32), 3 * 8 * (250 // 32)
     assert result["recipes"][0]["training of a run, s"] == pytest.approx([n * ours for n in range(2, 8)])
     assert result["recipes"][1]["training of a run, s"] == pytest.approx(6 * [6 * theirs])
@@ -199,8 +201,8 @@ def test_without_a_gpu_a_step_is_of_one_worker_per_process_unless_workers_is_set
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--picture", "p.png"], "--picture has no effect"),
-        (["--against", "muon", "--steps", "3"], "--steps has no effect"),
+        (["--picture", "p.png"], "--picture needs --input_pipelines"),
+        (["--against", "muon", "--steps", "3"], "--steps needs --input_pipelines"),
         (["--against", "muon", "--input_pipelines"], "not allowed with"),
         (["--against", "muon", "--rounds", "0"], "0 must be at least 1"),
         (["--against", "muon", "--pixels", "9"], "recipe apple2019 has no option --pixels"),
