@@ -3,8 +3,8 @@
 #     bash measure_gpu.sh [--data DATA] [--out DIR] [PART...]
 # Nine minutes, expected (not measured yet); longer at first, as all is compiled: where a call has a limit, give each a few parts.
 # Parts, the most important first: facts tests bench first compare profile nccl; and, worth a call each, campaign (fifty
-# runs), modern (the recipe of today: bench, pace beside the published one, profile, twenty runs each of it and of its
-# start), lineage (the systems of 2018, a run of each, and the ladder) and teams (ten runs one after the other on one
+# runs), modern (the recipe of today: bench, speed against the published one, profile, twenty runs each of it and of its
+# start), lineage (the systems of 2018, a run of each, and their input pipelines) and teams (ten runs one after the other on one
 # GPU, and two side by side on it).
 # A part of a part has a dot: first.bf16, lineage.fastai. A campaign that was broken off is gone on with.
 # DATA as for train_cifar_parallel.sh. Each part has a time limit and a log in DIR (gpu_measured) of its own, so that one
@@ -15,7 +15,7 @@ needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"
 . "$top/choose_python.sh"
 data=$top/data out=gpu_measured parts=""
 names="facts tests bench first first.fp16 first.bf16 compare compare.plain compare.compiled compare.said profile nccl campaign
-modern modern.bench modern.pace modern.profile modern.muon modern.muon2024 lineage lineage.ladder lineage.basenet lineage.page
+modern modern.bench modern.against modern.profile modern.muon modern.muon2024 lineage lineage.input_pipelines lineage.basenet lineage.page
 lineage.fastai teams teams.alone teams.sharing"
 while [ $# -gt 0 ]; do
     case $1 in
@@ -35,7 +35,7 @@ choose_python
 out=$(cd "$out" && pwd)
 case $data in synthetic | /*) ;; *) data=$PWD/$data ;; esac
 export PYTHON="$python" PYTHONUNBUFFERED=1 PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}"
-# MEASURE_OPTIONS, MEASURE_MODERN, MEASURE_PACE and MEASURE_LINEAGE, for a try without a GPU: options that make every run small.
+# MEASURE_OPTIONS, MEASURE_MODERN, MEASURE_AGAINST and MEASURE_LINEAGE, for a try without a GPU: options that make every run small.
 small=(${MEASURE_OPTIONS:-})
 train=(bash "$top/train_cifar_parallel.sh" --data "$data" "${small[@]}")
 short=(--data "$data" "${small[@]}" --epochs 3 --ema_ep 0.3)
@@ -54,7 +54,7 @@ part() { # NAME SECONDS PATTERN COMMAND...: run within the limit, keep the log, 
     timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1
     local status=$?
     [ "$status" = 0 ] || failed=1
-    printf '%-16s status %3d, %4d s  %s\n' "$name" "$status" $((SECONDS - start)) \
+    printf '%-23s status %3d, %4d s  %s\n' "$name" "$status" $((SECONDS - start)) \
         "$(grep -aE "$pattern" "$out/$name.log" | tail -n 1 | cut -c 1-150)" | tee -a "$out/summary.txt"
 }
 
@@ -89,14 +89,15 @@ part nccl 240 '^Train acc' "$python" -m torch.distributed.run --standalone --loc
 going_on='status=2; [ ! -s "$0" ] || { "$@" --resume; status=$?; }; [ $status != 2 ] || exec "$@"; exit $status'
 part campaign 580 'runs reached' bash -c "$going_on" "$out/campaign/runs.tsv" "${train[@]}" --runs 50 --out "$out/campaign"
 part modern.bench 240 '^training of a run' "$python" -m large_batch_cifar_10_fast.bench --recipe muon ${MEASURE_MODERN:-}
-part modern.pace 240 'times as long' "$python" -m large_batch_cifar_10_fast.pace muon apple2019 --rounds 20 ${MEASURE_PACE:-}
+part modern.against 240 'times as long' "$python" -m large_batch_cifar_10_fast.bench --recipe muon --against apple2019 --rounds 20 \
+    ${MEASURE_AGAINST:-}
 part modern.profile 150 '(CPU|CUDA) time total' "$python" -c "$profiled" --recipe muon --data "$data" \
     --out "$out/modern_profile" ${MEASURE_MODERN:-}
 for recipe in muon muon2024; do
     part modern.$recipe 240 'Lowest accuracy' bash "$top/train_cifar_parallel.sh" --data "$data" --recipe $recipe \
         --runs 20 --out "$out/$recipe" ${MEASURE_MODERN:-}
 done
-part lineage.ladder 300 '^. .e.' "$python" -m large_batch_cifar_10_fast.bench --ladder ${MEASURE_LINEAGE:-}
+part lineage.input_pipelines 300 '^.e. ' "$python" -m large_batch_cifar_10_fast.bench --input_pipelines ${MEASURE_LINEAGE:-}
 for recipe in basenet page fastai; do
     part lineage.$recipe 400 '^Train acc' bash "$top/train_cifar_parallel.sh" --data "$data" --recipe $recipe \
         --out "$out/$recipe" ${MEASURE_LINEAGE:-}

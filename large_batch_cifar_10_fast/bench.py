@@ -1,261 +1,590 @@
-"""Where the time goes: the parts of a run, and a step against the baseline's, measured in turn.
+"""Measure speed on random images, in one of three ways:
 
-    python -m large_batch_cifar_10_fast.bench [--json] [--repeats N] [options of train.py]
-    python -m large_batch_cifar_10_fast.bench --ladder [--ladder_steps N] [--repeats N] [--picture FILE] [--json] [...]
+    python -m large_batch_cifar_10_fast.bench [--repeats N] [options of train.py]
+    python -m large_batch_cifar_10_fast.bench --against RECIPE [--rounds N] [options of train.py, for both recipes]
+    python -m large_batch_cifar_10_fast.bench --input_pipelines [--steps N] [--repeats N] [--picture FILE] [...]
 
-The baseline is the same mathematics without any of our speed: contiguous NCHW, eager, the norm as its formula
-stands, the update parameter by parameter, and float32 unless --baseline_precision says otherwise. Without CUDA the
-bench takes one worker a process, or a step would last half a minute. Works under torchrun too.
+By default: the parts of a run, and a training step in turn with one of the baseline. The baseline computes the same
+in contiguous NCHW memory, uncompiled, the norm and the update written as their formulas, in float32 unless
+--baseline_precision names another type. Works under torchrun too.
+--against: a step of every resolution of --recipe and of another recipe in turn, scaled to whole runs; their ratio.
+--input_pipelines: an epoch of images loaded in each way of Page's first article of 2018 (docs/lineage.md).
+
+Without CUDA a step is of one worker per process, unless WORKERS is set: more would take half a minute.
 """
 
 import argparse
+import gc
 import json
 import os
-import statistics
-from collections.abc import Sequence
+import random
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 
+import numpy as np
+import pandas as pd
 import torch
-from torch import Tensor
+from scipy import stats
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
-from .data.cifar10 import Images, random_images
-from .data.shards import Batch
-from .measuring.baseline import baseline_network, baseline_optimizers
-from .measuring.figures import Figures, as_text, ratio, seconds_since_start, summary, timed
-from .measuring.ladder import Seconds, as_table, draw_ladder, rungs, seconds_of_rungs
-from .measuring.launches import measure_launches
-from .plot import check_picture
-from .request.advice import count_cores, settle
+from . import __version__
+from .data.cifar10 import random_images
+from .data.shards import MEAN, STD, Batch, Shards
+from .plot import BEHIND, WIDTH, check_picture, new_figure, save_picture
+from .request.advice import count_cores, precision_on, settle
 from .request.checks import check_images, check_processes
-from .request.command_line import read_request, read_to_measure
+from .request.command_line import RECIPES, read_request, read_to_measure
 from .results.clock import Clock
-from .results.provenance import peak_memory
+from .results.provenance import code_digest, commit, device_name, peak_memory, utc_now
 from .settings.settings import Refusal, Settings, refusals_end
-from .train import Data, Learner, evaluate, make_learner, prepare, take_step, warm_up
+from .train import Learner, evaluate, make_learner, prepare, take_step, warm_up
 from .training.meeting import join_world, launched_world_size
-from .training.networks import DTYPES, autocast, enter, reset, training_flop, weight_dtype, work
-from .training.norm import prepare_norms
-from .training.optimizers import follow_schedules, step_all
+from .training.networks import DTYPES, autocast, cast, enter, make_network, reset, training_flop, weight_dtype, work
+from .training.norm import GhostBatchNorm, norms_of, prepare_norms
+from .training.optimizers import NesterovSGD, follow_schedules, step_all
 from .training.process import allow_tf32, matrix_rate
-from .training.recipe import Recipe, Stage, reduced, stage_of
+from .training.recipe import Recipe, Stage, images_of_an_epoch, images_to_warm_up, reduced, stage_of
 from .training.tally import Tally
 from .training.views import MOST_AT_ONCE
+from .training.world import World
+
+TRAIN, TEST = 50_000, 10_000  # images of CIFAR-10
+PADDING, SIZE = 4, 32
+OFFSETS = 2 * PADDING + 1
+MOST_LOADERS = 4
+PAGE_2018 = (323, 308, 301, 297, None)  # seconds of Page's whole run on a V100 with each input pipeline
+
+Seconds = dict[str, list[float]]  # of each part, one entry per repetition
 
 
-def step_in_parts(learner: Learner, optimizers: Sequence[Optimizer], batch: Batch, figures: Figures) -> None:
-    """Forward, backward, averaging and update, each waited for."""
+# Timing
+
+
+def timed(world: World, seconds: list[float], function: Callable[[], object]) -> object:
+    """Call a function, append its seconds with all devices synchronized before and after, and return its result."""
+    world.synchronize()
+    start = time.perf_counter()
+    result = function()
+    world.synchronize()
+    seconds.append(time.perf_counter() - start)
+    return result
+
+
+def timed_step(learner: Learner, optimizers: list[Optimizer], batches: list[Batch], seconds: list[float]) -> None:
+    """Take a training step in the learner's own precision and append its seconds."""
     allow_tf32(learner.settings.precision == "tf32")
-    (images, labels), world, recipe = batch, learner.world, learner.recipe
-    parts = {name: figures.setdefault(name, []) for name in ("forward", "backward", "averaging", "update")}
-
-    def forward() -> Tensor:
-        with autocast(recipe, learner.settings.precision, world.device):
-            losses = recipe.loss(learner.forward(images), labels)
-        return reduced(recipe, losses, len(world.workers))
-
-    loss = timed(world, parts["forward"], forward)
-    timed(world, parts["backward"], loss.backward)
-    timed(world, parts["averaging"], lambda: world.average_gradients(learner.network, recipe.loss_scale))
-    with autocast(recipe, learner.settings.precision, world.device):
-        timed(world, parts["update"], lambda: step_all(optimizers))
+    tally = Tally(learner.world)
+    timed(learner.world, seconds, lambda: take_step(learner, optimizers, batches, tally))
 
 
-def measure_steps(ours: Learner, baseline: Learner, batches: list[Batch], repeats: int) -> tuple[Figures, Figures]:
-    """Steps of ours and of the baseline in turn, so that a drift of the machine's speed falls on both."""
-    optimizers = ours.recipe.optimizers(ours.network, ours.world)
-    slow_optimizers = baseline_optimizers(baseline.recipe, baseline.network, baseline.world)
-    follow_schedules([*optimizers, *slow_optimizers], epoch=1)
-    whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
-    baseline_batch = (whole[0].to(weight_dtype(ours.recipe, baseline.settings.precision)).contiguous(), whole[1])
-    for repeat in range(repeats + 1):
-        if repeat <= 1:  # what came before was the warm-up
-            our_figures, baseline_figures = {"step": []}, {"step": []}
-        for learner, opts, parts, figures in (
-            (ours, optimizers, batches, our_figures),
-            (baseline, slow_optimizers, [baseline_batch], baseline_figures),
-        ):
-            tally = Tally(learner.world)
-            allow_tf32(learner.settings.precision == "tf32")
-            timed(learner.world, figures["step"], lambda a=(learner, opts, parts, tally): take_step(*a))
-        prepare_norms(ours.network, len(ours.world.workers), tracking=False)
-        if len(batches) == 1:
-            step_in_parts(ours, optimizers, batches[0], our_figures)
-        step_in_parts(baseline, slow_optimizers, baseline_batch, baseline_figures)
-    return our_figures, baseline_figures
+def first_batches(recipe: Recipe, shards: Shards) -> dict[Stage, list[Batch]]:
+    """Return the micro-batches of one step of each kind (resolution, frozen parameters), in the order of training."""
+    kinds: dict[Stage, int] = {}
+    for stage in recipe.stages:
+        kinds.setdefault(stage.kind, stage.first_epoch)
+    return {kind: next(iter(shards.epoch(seed=0, epoch=epoch))) for kind, epoch in kinds.items()}
 
 
-def bench(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: int, start_up: float) -> dict | None:
-    """All figures; None on all processes but the main one."""
+def time_kinds(learner: Learner, optimizers: list[Optimizer], batches: dict[Stage, list[Batch]]) -> dict[Stage, float]:
+    """Take one step of each kind, the first with all parameters trained. Return the seconds of each."""
+    reset(learner.network, learner.recipe, seed=0)
+    seconds = {}
+    for kind, micro_batches in batches.items():
+        enter(learner.network, kind)
+        timed_step(learner, optimizers, micro_batches, took := [])
+        seconds[kind] = took[0]
+    return seconds
+
+
+def images_by_kind(recipe: Recipe, total_images: int) -> Counter[Stage]:
+    """Count the images that all workers take in a run, for each kind of step."""
+    counts: Counter[Stage] = Counter()
+    for epoch in range(1, recipe.epochs + 1):
+        counts[stage_of(recipe, epoch).kind] += recipe.workers * images_of_an_epoch(recipe, total_images, epoch)
+    return counts
+
+
+def speedup(reference: list[float], ours: list[float]) -> float:
+    """Return how many times faster ours is: the median over pairs measured in turn."""
+    return median(r / o for r, o in zip(reference, ours, strict=True))
+
+
+def conditions(world: World) -> dict[str, object]:
+    """Return what a measurement was made with. All processes must call it."""
+    code = {"version": __version__, "commit": commit(), "code": code_digest(), "started": utc_now()}
+    return {**code, "device": device_name(world), "torch": torch.__version__}
+
+
+def spread(values: list[float], digits: int) -> str:
+    low, middle, high = (f"{function(values):.{digits}f}" for function in (min, median, max))
+    return middle if len(values) == 1 else f"{middle} ({low} to {high})"
+
+
+def header(facts: dict[str, object]) -> str:
+    return "# " + ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+# The baseline
+
+
+class BaselineNorm(GhostBatchNorm):
+    """Ghost batch norm, written as its formula."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        groups = x.reshape(-1, self.ghost_batch, *x.shape[1:]).to(self.bias.dtype)
+        variance, mean = torch.var_mean(groups, dim=(1, 3, 4), keepdim=True, correction=0)
+        x_hat = (groups - mean) / torch.sqrt(variance + self.eps)
+        if self.weight is not None:
+            x_hat = x_hat * self.weight.view(-1, 1, 1)
+        return (x_hat + self.bias.view(-1, 1, 1)).reshape(x.shape).to(x.dtype)
+
+
+class BaselineNesterov(Optimizer):
+    """The update of NesterovSGD, one parameter and one operation at a time."""
+
+    def __init__(self, groups: list[dict]) -> None:
+        super().__init__(groups, {})
+        for group in self.param_groups:
+            for w in group["params"]:
+                self.state[w] = torch.zeros_like(w)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for w in group["params"]:
+                v = self.state[w]
+                d = -group["lr"] * (w.grad + group["weight_decay"] * w)
+                v.copy_(group["momentum"] * v + d)
+                w.copy_(w + d + group["momentum"] * v)
+
+
+def baseline_network(recipe: Recipe, precision: str, device: torch.device) -> nn.Module:
+    """Return the recipe's network with seed 0, in contiguous NCHW memory, with BaselineNorm."""
+    network = cast(make_network(recipe, seed=0), weight_dtype(recipe, precision), device)
+    for norm in norms_of(network):
+        norm.__class__ = BaselineNorm
+    return network.to(memory_format=torch.contiguous_format)
+
+
+def baseline_optimizers(recipe: Recipe, network: nn.Module, world: World) -> list[Optimizer]:
+    """Return the recipe's optimizers, with BaselineNesterov in place of NesterovSGD."""
+    made = recipe.optimizers(network, world)
+    return [BaselineNesterov(o.param_groups) if isinstance(o, NesterovSGD) else o for o in made]
+
+
+# The parts of a run
+
+
+def measure_run(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: int, start_up: float) -> dict:
+    """Return conditions, seconds of every part and figures derived from them; {} on all processes but the main one."""
     check_processes(settings, recipe, launched_world_size())
-    check_images(recipe, 50_000)
+    check_images(recipe, TRAIN)
     with join_world(recipe.workers, device=settings.device) as world:
-        settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
-        baseline_settings = replace(settings, precision=baseline_precision or "fp32", compile=False, micro_batches=1)
-        figures: Figures = {}
-        learner = timed(world, figures.setdefault("compilation", []), lambda: make_learner(settings, recipe, world))
-        data = measure_set_up(random_images(50_000, 10_000), learner, repeats, figures)
-        reset(learner.network, recipe, seed=0)
+        settings, seconds = settle(settings, recipe, world, TRAIN), defaultdict(list)
+        learner = timed(world, seconds["compilation"], lambda: make_learner(settings, recipe, world))
+        noise = random_images(TRAIN, TEST)
+        for _ in range(min(repeats, 3)):
+            data = prepare(noise, learner, clock := Clock(world.synchronize))
+            for part, took in clock.seconds.items():
+                seconds[part].append(took)
         if world.on_gpu:
             torch.cuda.reset_peak_memory_stats(world.device)
-        earlier, stage = measure_earlier_stages(learner, data, repeats, figures), recipe.stages[-1]
-        enter(learner.network, stage)
-        batches = next(iter(data.train.epoch(seed=0, epoch=stage.first_epoch)))
-        peak = measure_first_steps(learner, batches, repeats, figures)
-        network = baseline_network(recipe, baseline_settings.precision, world)
-        recipe.whiten(network, data.train.images)
-        enter(network, stage)
-        baseline = Learner(network, network, recipe, baseline_settings, world)
+        optimizers, last = recipe.optimizers(learner.network, world), recipe.stages[-1].kind
+        follow_schedules(optimizers, epoch=1)
+        batches = first_batches(recipe, data.train)
+        earlier = {kind: batch for kind, batch in batches.items() if kind != last}
+        rounds = [time_kinds(learner, optimizers, earlier) for _ in range(repeats + 1)][1:]  # the first is a warm-up
+        for kind in earlier:
+            epoch = next(stage.first_epoch for stage in recipe.stages if stage.kind == kind)
+            seconds[f"step from epoch {epoch} on"] = [took[kind] for took in rounds]
+        enter(learner.network, last)
+        step = partial(take_step, learner, optimizers, batches[last], Tally(world))
+        step()
+        world.synchronize()
+        peak = peak_memory(world.device)  # before the baseline takes memory
+        if world.on_gpu:
+            time_launches(step, world, repeats, seconds)
         for seed in range(repeats):
-            part = figures.setdefault("augmentation of an epoch", [])
-            timed(world, part, lambda s=seed: [None for _ in data.train.epoch(s, epoch=1)])
-        ours, theirs = measure_steps(learner, baseline, batches, repeats)
-        allow_tf32(settings.precision == "tf32")  # again as in training
-        # A CPU would take minutes over 10,000 test images: a chunk, scaled, tells the same.
+            epoch = partial(data.train.epoch, seed, epoch=1)  # sampling counts, too
+            timed(world, seconds["augmentation of an epoch"], lambda e=epoch: [None for _ in e()])
+        plain = replace(settings, precision=baseline_precision, compile=False, micro_batches=1)
+        network = baseline_network(recipe, plain.precision, world.device)
+        recipe.whiten(network, data.train.images)
+        enter(network, last)
+        ours, theirs = time_both(learner, Learner(network, network, recipe, plain, world), batches[last], repeats)
+        allow_tf32(settings.precision == "tf32")
+        # A CPU takes minutes for 10,000 test images: measure a chunk and scale.
         chunk = len(data.test[0]) if world.on_gpu else MOST_AT_ONCE // 4
-        test = data.test[0][:chunk], data.test[1][:chunk]
         for _ in range(min(repeats, 3)):
-            timed(world, validation := [], lambda: evaluate(learner, test))
-            figures.setdefault("validation", []).append(validation[0] * len(data.test[0]) / chunk)
+            timed(world, took := [], lambda: evaluate(learner, (data.test[0][:chunk], data.test[1][:chunk])))
+            seconds["validation"].append(took[0] * len(data.test[0]) / chunk)
+        facts = conditions(world)
         if not world.is_main:
-            return None
-        step, count = statistics.median(ours["step"]), recipe.batch_size * recipe.workers
-        rate, done = matrix_rate(settings.precision, world.device), training_flop(recipe, stage) * count
-        steps = {**earlier, stage.kind: step}
-        epochs = [steps[stage_of(recipe, n).kind] * data.train.steps_of(n) for n in range(1, recipe.epochs + 1)]
+            return {}
+        seconds |= {**ours, "start-up": [start_up]}
+        parts = {n: {"median": median(v), "min": min(v), "max": max(v)} for n, v in seconds.items()}
+        for name in theirs.keys() & ours.keys():
+            parts[name] |= {"baseline": median(theirs[name]), "speedup": speedup(theirs[name], ours[name])}
+        of_a_step, count = median(ours["step"]), recipe.batch_size * recipe.workers
+        per_image = {kind: median(took[kind] for took in rounds) / count for kind in earlier}
+        per_image[last] = of_a_step / count
+        first_epoch = recipe.workers * images_of_an_epoch(recipe, TRAIN, 1) * per_image[stage_of(recipe, 1).kind]
+        rate, flop = matrix_rate(settings.precision, world.device), training_flop(recipe, last) * count
+        facts |= {"recipe": recipe.name, "workers": recipe.workers, "batch": recipe.batch_size}
+        facts |= {"width": getattr(recipe, "width", "-"), "precision": settings.precision}
+        facts |= {"compiled": learner.forward is not learner.network, "baseline precision": plain.precision}
         return {
-            "conditions": {
-                "recipe": recipe.name,
-                "device": str(world.device),
-                "processes": world.world_size,
-                "workers": recipe.workers,
-                "batch": recipe.batch_size,
-                "width": getattr(recipe, "width", "-"),
-                "precision": settings.precision,
-                "compiled": learner.forward is not learner.network,
-                "baseline precision": baseline_settings.precision,
-                "repeats": repeats,
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-            },
-            **{name: summary(values) for name, values in {**figures, **ours}.items()},
-            "start-up": summary([start_up]),
-            "baseline": {name: summary(values) for name, values in theirs.items()},
-            "step": {**summary(ours["step"]), "ratio": ratio(theirs["step"], ours["step"])},
-            "images per second": count / step,
-            "work of a run, PFLOP": work(recipe, 50_000) / 1e15,
-            "training of a run at this pace, s": sum(epochs),
-            "TFLOP/s": done / step / 1e12,
-            "utilization, of the matrix product's rate": done / step / rate / world.world_size,
-            "augmentation, share of an epoch": statistics.median(figures["augmentation of an epoch"]) / epochs[0],
+            "conditions": facts | {"repeats": repeats},
+            "seconds": parts,
+            "images per second": count / of_a_step,
+            "work of a run, PFLOP": work(recipe, TRAIN) / 1e15,
+            "training of a run, s": sum(per_image[kind] * n for kind, n in images_by_kind(recipe, TRAIN).items()),
+            "TFLOP/s": flop / of_a_step / 1e12,
+            "utilization, of the matrix product's rate": flop / of_a_step / rate / world.world_size,
+            "augmentation, share of an epoch": median(seconds["augmentation of an epoch"]) / first_epoch,
             "peak memory per process, GiB": peak / 2**30,
         }
 
 
-def climb(settings: Settings, recipe: Recipe, most: int, rounds: int) -> Seconds:
-    """The ladder's seconds, in so many rounds, of at most so many training steps a rung."""
+def time_both(ours: Learner, baseline: Learner, batches: list[Batch], repeats: int) -> tuple[Seconds, Seconds]:
+    """Take steps of ours and of the baseline in turn, whole and in parts. Return the seconds of both."""
+    sides, taken = [], (defaultdict(list), defaultdict(list))
+    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    images = images.to(weight_dtype(baseline.recipe, baseline.settings.precision)).contiguous()
+    for learner, make, micro_batches in (
+        (ours, ours.recipe.optimizers, batches),
+        (baseline, partial(baseline_optimizers, baseline.recipe), [(images, labels)]),
+    ):
+        follow_schedules(optimizers := make(learner.network, learner.world), epoch=1)
+        sides.append((learner, optimizers, micro_batches))
+    for repeat in range(repeats + 1):
+        if repeat == 1:  # the first was a warm-up
+            taken = defaultdict(list), defaultdict(list)
+        for side, seconds in zip(sides, taken, strict=True):
+            timed_step(*side, seconds["step"])
+        for (learner, optimizers, micro_batches), seconds in zip(sides, taken, strict=True):
+            if len(micro_batches) == 1:
+                time_step_in_parts(learner, optimizers, *micro_batches[0], seconds)
+    return taken
+
+
+def time_step_in_parts(
+    learner: Learner, optimizers: list[Optimizer], images: Tensor, labels: Tensor, seconds: Seconds
+) -> None:
+    """Take a step on images [B, 3, H, W] and labels [B], synchronized after each part."""
+    network, recipe, world, precision = learner.network, learner.recipe, learner.world, learner.settings.precision
+    allow_tf32(precision == "tf32")
+    prepare_norms(network, len(world.workers), tracking=False)
+
+    def forward() -> Tensor:
+        with autocast(recipe, precision, world.device):
+            losses = recipe.loss(learner.forward(images), labels)
+        return reduced(recipe, losses, len(world.workers))
+
+    loss = timed(world, seconds["forward"], forward)
+    timed(world, seconds["backward"], loss.backward)
+    timed(world, seconds["averaging"], lambda: world.average_gradients(network, recipe.loss_scale))
+    with autocast(recipe, precision, world.device):
+        timed(world, seconds["update"], lambda: step_all(optimizers))
+
+
+def time_launches(step: Callable[[], None], world: World, repeats: int, seconds: Seconds) -> None:
+    """Measure when the host has launched a step, and the step as one CUDA graph, which training does not use."""
+    for _ in range(repeats):
+        world.synchronize()
+        start = time.perf_counter()
+        step()
+        seconds["launching of a step"].append(time.perf_counter() - start)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    gc.collect()  # gradients of earlier steps may belong to another stream
+    try:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()  # a capture needs a step on its own stream first
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        replays: list[float] = []
+        for _ in range(repeats):
+            timed(world, replays, graph.replay)
+        seconds["step as one CUDA graph"] = replays
+    except RuntimeError as error:
+        torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
+        print(f"bench: no CUDA graph of a step: {error}", file=sys.stderr)
+
+
+def seconds_since_start() -> float:
+    """Return the age of this process: the interpreter and its imports."""
+    try:
+        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+            ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
+            return float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return float("nan")
+
+
+def run_as_text(result: dict) -> str:
+    table = pd.DataFrame(result["seconds"]).T.rename(columns={"median": "seconds"})
+    figures = [f"{name:42}{value:12.4g}" for name, value in result.items() if isinstance(value, float)]
+    return "\n".join([header(result["conditions"]), "", table.to_string(float_format="%.4f", na_rep="-"), "", *figures])
+
+
+# One recipe against another
+
+
+def run_timer(learner: Learner, images: Counter[Stage]) -> Callable[[], float]:
+    """Return a function that takes a step of each kind and returns the seconds of a run of so many images."""
+    recipe, world = learner.recipe, learner.world
+    noise = random_images(images_to_warm_up(recipe, TRAIN), 1)
+    batches = first_batches(recipe, prepare(noise, learner, Clock(world.synchronize)).train)
+    optimizers, count = recipe.optimizers(learner.network, world), recipe.workers * recipe.batch_size
+    follow_schedules(optimizers, epoch=1)
+    return lambda: sum(images[kind] / count * took for kind, took in time_kinds(learner, optimizers, batches).items())
+
+
+def compare_recipes(asked: list[tuple[Settings, Recipe]], measured: list[Recipe], rounds: int) -> dict:
+    """Measure steps of two recipes in turn. `measured` are the recipes asked for, with the workers of one step."""
+    with join_world(1, device=asked[0][0].device) as world:
+        timers, recipes = [], []
+        for (settings, recipe), small in zip(asked, measured, strict=True):
+            check_processes(settings, small, 1)
+            check_images(small, TRAIN)
+            precision = precision_on(world, settings, recipe, TRAIN)
+            settings = replace(settings, precision=precision, compile=not settings.no_compile)
+            learner = make_learner(settings, small, replace(world, total_workers=small.workers))
+            timers.append(run_timer(learner, images_by_kind(recipe, TRAIN)))
+            facts = {"recipe": recipe.name, "step": f"{small.workers} x {small.batch_size} images"}
+            facts |= {"precision": precision, "compiled": learner.forward is not learner.network}
+            recipes.append(facts | {"work of a run, PFLOP": work(recipe, TRAIN) / 1e15})
+        pairs = [[seconds_of_a_run() for seconds_of_a_run in timers] for _ in range(rounds + 1)][1:]  # after a warm-up
+        ratios = [other / one for one, other in pairs]
+        for facts, took in zip(recipes, zip(*pairs, strict=True), strict=True):
+            facts["training of a run, s"] = list(took)
+        return {"conditions": conditions(world), "recipes": recipes, "ratios": ratios, "interval": interval(ratios)}
+
+
+def interval(values: list[float]) -> tuple[float, float] | None:
+    """Return the 95% confidence interval of the median by ranks (any distribution); None below six values."""
+    low, high = stats.quantile_test(values, p=0.5).confidence_interval(0.95)
+    return (float(low), float(high)) if low <= high else None
+
+
+def comparison_as_text(result: dict) -> str:
+    ratios, one, other = result["ratios"], *(facts["recipe"] for facts in result["recipes"])
+    table = pd.DataFrame(result["recipes"]).set_index("recipe")
+    table["training of a run, s"] = [spread(took, 1) for took in table["training of a run, s"]]
+    text = f"{other} takes {spread(ratios, 2)} times as long as {one}: median (range), n = {len(ratios)}"
+    if result["interval"]:
+        text += "; 95% confidence interval [{:.2f}, {:.2f}]".format(*result["interval"])
+    return "\n".join([header(result["conditions"]), "", table.to_string(), "", text])
+
+
+# Input pipelines
+
+
+class OnCPU(Dataset):
+    """Images [n, 32, 32, 3] of bytes, each padded, cropped and mirrored on the CPU: float32 [3, 32, 32] and a label.
+
+    `prepared`: pad and normalize once, not at every access. `in_bulk`: sample crops for all images of an epoch at once.
+    """
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, prepared: bool, in_bulk: bool) -> None:
+        self.images, self.labels = pad_and_normalize(images) if prepared else images, labels
+        self.prepared, self.in_bulk = prepared, in_bulk
+
+    def sample(self) -> None:
+        self.crops = np.random.default_rng().integers(0, (OFFSETS, OFFSETS, 2), (len(self), 3)).tolist()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = self.images[index] if self.prepared else pad_and_normalize(self.images[index])
+        crop = self.crops[index] if self.in_bulk else [random.randrange(count) for count in (OFFSETS, OFFSETS, 2)]
+        down, across, mirrored = crop
+        image = image[:, down : down + SIZE, across : across + SIZE]
+        return torch.from_numpy(np.ascontiguousarray(image[:, :, ::-1] if mirrored else image)), int(self.labels[index])
+
+
+def pad_and_normalize(images: np.ndarray) -> np.ndarray:
+    """Turn bytes [..., 32, 32, 3] into float32 [..., 3, 40, 40], padded by reflection, normalized by channel."""
+    border = (PADDING, PADDING)
+    padded = np.pad(images, [(0, 0)] * (images.ndim - 3) + [border, border, (0, 0)], mode="reflect")
+    return np.ascontiguousarray(np.moveaxis((padded - np.float32(MEAN)) / np.float32(STD), -1, -3))
+
+
+def input_pipelines(
+    images: np.ndarray, labels: np.ndarray, shards: Shards, cores: int
+) -> dict[str, Callable[[], Iterable[Batch]]]:
+    """Return functions that load an epoch in each of Page's ways, and in ours from `shards`, by name."""
+    processes, size = min(MOST_LOADERS, cores), shards.recipe.batch_size
+    device, dtype = shards.images.device, shards.images.dtype
+
+    def load(dataset: OnCPU, workers: int) -> Iterator[Batch]:
+        if dataset.in_bulk:
+            dataset.sample()
+        for batch, targets in DataLoader(dataset, size, True, num_workers=workers, pin_memory=device.type == "cuda"):
+            # Copy the pinned memory before casting: cast on the host, the batch would no longer be pinned.
+            moved = batch.to(device, non_blocking=True).to(dtype, memory_format=torch.channels_last)
+            yield moved, targets.to(device, non_blocking=True)
+
+    unprepared, prepared, bulk = (OnCPU(images, labels, *how) for how in ((False, False), (True, False), (True, True)))
+    return {
+        f"(a) all for each image, {processes} processes": lambda: load(unprepared, processes),
+        "(b) prepared once, one process": lambda: load(prepared, 1),
+        "(c) crops sampled in bulk": lambda: load(bulk, 1),
+        "(d) on the main thread": lambda: load(bulk, 0),
+        "(e) ours, all on the device": lambda: (step[0] for step in shards.epoch(seed=0, epoch=1)),
+    }
+
+
+def time_epoch(batches: Iterable[Batch], work: Callable[[Batch], None], most: int, steps: int, world: World) -> float:
+    """Return the seconds of an epoch of `steps` batches; if `most` is smaller, measure as many and extrapolate."""
+    world.synchronize()
+    start = time.perf_counter()
+    for taken, batch in zip(range(1, min(most, steps) + 1), batches, strict=False):
+        work(batch)
+        if taken == 1:
+            world.synchronize()
+            first = time.perf_counter() - start
+    world.synchronize()
+    total = time.perf_counter() - start
+    return total if taken == steps else first + (total - first) / (taken - 1) * (steps - 1)
+
+
+def compare_pipelines(settings: Settings, recipe: Recipe, most: int | None, repeats: int) -> dict:
+    """Measure an epoch of every input pipeline, without and with at most `most` training steps, in turn."""
     if recipe.workers > 1 or launched_world_size() > 1:
-        raise Refusal(f"--ladder is of one worker on one process, recipe {recipe.name} has more: use --recipe page")
+        raise Refusal(f"--input_pipelines needs one worker on one process, not recipe {recipe.name}: use --recipe page")
     check_processes(settings, recipe, 1)
-    check_images(recipe, 50_000)
+    check_images(recipe, TRAIN)
     with join_world(recipe.workers, device=settings.device) as world:
-        settings = settle(replace(settings, data="noise"), recipe, world, 50_000)
-        learner, noise = make_learner(settings, recipe, world), random_images(50_000, 1)
+        settings = settle(settings, recipe, world, TRAIN)
+        learner, noise = make_learner(settings, recipe, world), random_images(TRAIN, 1)
         shards = prepare(noise, learner, Clock(world.synchronize)).train
-        warm_up(learner, len(noise.train_images), 1)  # the short last batch, too
+        warm_up(learner, TRAIN, 1)  # with the short last batch
         optimizers, tally = recipe.optimizers(learner.network, world), Tally(world)
         reset(learner.network, recipe, seed=0)
 
         def train(batch: Batch) -> None:
             take_step(learner, optimizers, [batch], tally)
 
-        ladder, steps = rungs(*noise.train, shards, count_cores()), shards.steps_of(epoch=1)
-        most = most or (steps if world.on_gpu else 5)
-        return seconds_of_rungs(ladder, train, most, steps, rounds, world)
+        pipelines, steps = input_pipelines(*noise.train, shards, count_cores()), shards.steps_of(epoch=1)
+        most = min(most or (steps if world.on_gpu else 5), steps)
+        seconds = {name: {"loading": [], "with training": []} for name in pipelines}
+        for repeat in range(repeats):
+            for name, load in [*pipelines.items()][:: -1 if repeat % 2 else 1]:  # a drift of speed falls on all
+                loading = time_epoch(load(), lambda batch: None, steps, steps, world)
+                trained = time_epoch(load(), train, most, steps, world)
+                seconds[name]["loading"].append(loading)
+                seconds[name]["with training"].append(trained)
+        facts = {"recipe": recipe.name, "precision": settings.precision, "training steps": f"{most} of {steps}"}
+        return {"conditions": conditions(world) | facts, "pipelines": seconds}
 
 
-def measure_set_up(noise: Images, learner: Learner, repeats: int, figures: Figures) -> Data:
-    for _ in range(min(repeats, 3)):
-        clock = Clock(learner.world.synchronize)
-        data = prepare(noise, learner, clock)
-        for part, seconds in clock.seconds.items():
-            figures.setdefault(part, []).append(seconds)
-    return data
+def pipelines_as_text(result: dict) -> str:
+    seconds = result["pipelines"]
+    slowest = next(iter(seconds.values()))["loading"]
+    rows = {
+        name: {
+            "loading, s": spread(row["loading"], 2),
+            "speedup": f"{speedup(slowest, row['loading']):.2f}",
+            "with training, s": spread(row["with training"], 1),
+            "Page's run on a V100, s": published or "-",
+        }
+        for (name, row), published in zip(seconds.items(), PAGE_2018, strict=True)
+    }
+    return f"{header(result['conditions'])}\n\nan epoch of {TRAIN} images\n{pd.DataFrame(rows).T.to_string()}"
 
 
-def measure_earlier_stages(learner: Learner, data: Data, repeats: int, figures: Figures) -> dict[Stage, float]:
-    """Median seconds of a step of each kind but the last stage's, which is measured at length."""
-    world, medians = learner.world, {}
-    optimizers, tally = learner.recipe.optimizers(learner.network, world), Tally(world)
-    follow_schedules(optimizers, epoch=1)
-    *earlier, last = learner.recipe.stages
-    for stage in earlier:
-        if stage.kind in (*medians, last.kind):
-            continue
-        enter(learner.network, stage)
-        batches = next(iter(data.train.epoch(seed=0, epoch=stage.first_epoch)))
-        take_step(learner, optimizers, batches, tally)
-        part = figures[f"step from epoch {stage.first_epoch} on"] = []
-        for _ in range(repeats):
-            timed(world, part, lambda b=batches: take_step(learner, optimizers, b, tally))
-        medians[stage.kind] = statistics.median(part)
-    return medians
+def draw_bars(axes, names: list[str], values: list[float], label: str) -> None:
+    """Draw horizontal bars from the top down, each with its value at its end."""
+    bars = axes.barh(names, values, color=BEHIND, height=0.6)
+    axes.bar_label(bars, [f" {value:.3g}" if value < 1000 else f" {value:.0f}" for value in values], fontsize=6)
+    axes.set(xlabel=label, xlim=(0, 1.15 * max(values)))
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
 
 
-def measure_first_steps(learner: Learner, batches: list[Batch], repeats: int, figures: Figures) -> int:
-    """The peak memory, in bytes, of a step of ours before anything of the baseline has run; on a GPU also what
-    launches cost."""
-    world = learner.world
-    optimizers, tally = learner.recipe.optimizers(learner.network, world), Tally(world)
+def draw_pipelines(seconds: dict[str, Seconds], file: Path) -> None:
+    """Draw the median seconds of an epoch as bars."""
+    figure = new_figure(WIDTH, 2.8)
+    for axes, part in zip(figure.subplots(2, 1), ("loading", "with training"), strict=True):
+        draw_bars(axes, list(seconds), [median(row[part]) for row in seconds.values()], f"an epoch, {part}, seconds")
+    save_picture(figure, file)
 
-    def step() -> None:
-        take_step(learner, optimizers, batches, tally)
 
-    step()
-    world.synchronize()
-    peak = peak_memory(world.device)
-    if world.on_gpu:
-        measure_launches(step, world, repeats, figures)
-    return peak
+# The command line
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise Refusal(f"{message}; --help lists the options")
+
+
+def positive_number(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
 
 
 def main() -> None:
     start_up = seconds_since_start()
-    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.bench", description=__doc__)
-    parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
-    parser.add_argument("--json", action="store_true", help="print the same for programs")
-    text = "measured repetitions of a step, or of the ladder (default 5, of the ladder 1)"
-    parser.add_argument("--repeats", type=int, help=text)
-    text = "precision of the baseline (default fp32)"
-    parser.add_argument("--baseline_precision", choices=list(DTYPES), default="", help=text)
-    text = "instead: an epoch of images handed over, in each way that Page's first article tried (docs/lineage.md)"
-    parser.add_argument("--ladder", action="store_true", help=text)
-    parser.add_argument("--picture", default="", help="file for a picture of the ladder: .png, .svg or .pdf")
-    text = "training steps timed on each rung of the ladder (default an epoch's; 5 without CUDA)"
-    parser.add_argument("--ladder_steps", type=int, default=0, help=text)
-    options, others = parser.parse_known_args()
+    parser = Parser(prog="python -m large_batch_cifar_10_fast.bench", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add, modes = parser.add_argument, parser.add_mutually_exclusive_group()
+    modes.add_argument("--against", choices=RECIPES, metavar="RECIPE", help="compare --recipe with another recipe")
+    modes.add_argument("--input_pipelines", action="store_true", help="compare ways to load images")
+    add("--json", action="store_true", help="print JSON")
+    add("--repeats", type=positive_number, help="repetitions (default 5; with --input_pipelines 1)")
+    add("--baseline_precision", choices=list(DTYPES), help="precision of the baseline (default fp32)")
+    add("--rounds", type=positive_number, help="with --against: rounds (default 7); an interval needs 6")
+    add(
+        "--steps",
+        type=positive_number,
+        help="with --input_pipelines: training steps (default all; 5 without CUDA)",
+    )
+    add("--picture", help="with --input_pipelines: file for a picture, .png, .svg or .pdf")
     with refusals_end("bench"):
-        repeats = options.repeats if options.repeats is not None else 1 if options.ladder else 5
-        if repeats < 1:
-            raise Refusal(f"--repeats {repeats} must be at least 1")
-        if options.ladder_steps and options.ladder_steps < 2:
-            raise Refusal(f"--ladder_steps {options.ladder_steps} must be at least 2")
-        if (options.ladder_steps or options.picture) and not options.ladder:
-            raise Refusal("--ladder_steps and --picture belong to --ladder: add it, or leave them out")
+        options, others = parser.parse_known_args()
+        mode = "--against" if options.against else "--input_pipelines" if options.input_pipelines else "neither"
+        modes = {"rounds": ["--against"], "steps": ["--input_pipelines"], "picture": ["--input_pipelines"]}
+        modes |= {"repeats": ["neither", "--input_pipelines"], "baseline_precision": ["neither"]}
+        for name, allowed in modes.items():
+            if getattr(options, name) is not None and mode not in allowed:
+                needed = f"needs {allowed[0]}" if allowed[0] != "neither" else f"does not apply to {mode}"
+                raise Refusal(f"--{name} {needed}: add or remove an option")
+        if options.steps == 1:
+            raise Refusal("--steps 1 must be at least 2")
         if options.picture:
             check_picture("--picture", Path(options.picture))
-        if options.ladder:
-            settings, recipe = read_request(["--recipe", "page", *others], os.environ)
-            seconds = climb(settings, recipe, options.ladder_steps, repeats)
+        if options.against:
+            if launched_world_size() > 1:
+                raise Refusal("--against needs one process: start it without torchrun")
+            requests = [others, [*others, "--recipe", options.against]]
+            asked = [read_request(request, os.environ) for request in requests]
+            measured = [read_to_measure(request, os.environ, 1)[1] for request in requests]
+            result, as_text = compare_recipes(asked, measured, options.rounds or 7), comparison_as_text
+        elif options.input_pipelines:
+            request = read_request(["--recipe", "page", *others], os.environ)
+            result, as_text = compare_pipelines(*request, options.steps, options.repeats or 1), pipelines_as_text
             if options.picture:
-                draw_ladder(seconds, Path(options.picture))
-            print(json.dumps(seconds, indent=2) if options.json else as_table(seconds))
-            return
-        settings, recipe = read_to_measure(others, os.environ, launched_world_size())
-        figures = bench(settings, recipe, options.baseline_precision, repeats, start_up)
-    if figures:
-        print(json.dumps(figures, indent=2) if options.json else as_text(figures))
+                draw_pipelines(result["pipelines"], Path(options.picture))
+        else:
+            request = read_to_measure(others, os.environ, launched_world_size())
+            result = measure_run(*request, options.baseline_precision or "fp32", options.repeats or 5, start_up)
+            as_text = run_as_text
+    if result:
+        print(json.dumps(result, indent=2) if options.json else as_text(result))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from large_batch_cifar_10_fast.settings.settings import PACKAGE
 
 LEVELS = (
     *(("settings",), ("training",), ("data",), ("recipes", "results"), ("merge", "stats"), ("read_logs",), ("plot",)),
-    *(("request", "measuring"), ("train",)),
+    *(("request",), ("train",)),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}  # a command that is none: above all
 

@@ -67,14 +67,14 @@ def test_every_part_asks_the_programs_for_what_they_have(tiny_npz, tmp_path, sta
     asked = [line.split("\t") for line in calls.splitlines()]
     programs = [program for program, *_ in asked]
     assert programs.count("launch") == 12
-    assert {*programs} == {"pytest", "bench", "launch", "compare", "pace", "profile", "torch.distributed.run"}
+    assert {*programs} == {"pytest", "bench", "launch", "compare", "profile", "torch.distributed.run"}
     for program, *arguments in asked:
         if program == "torch.distributed.run":
             arguments = arguments[arguments.index("train") + 1 :]
-        if program == "pace":
-            assert arguments == ["muon", "apple2019", "--rounds", "20"]
+        if "--against" in arguments:
+            assert arguments == ["--recipe", "muon", "--against", "apple2019", "--rounds", "20"]
         elif program not in ("pytest", "compare"):
-            settings, _ = read_request([word for word in arguments if word != "--ladder"], {})
+            settings, _ = read_request([word for word in arguments if word != "--input_pipelines"], {})
             assert settings.data == str(tiny_npz) or program == "bench"
 
 

@@ -1,1 +1,0 @@
-"""What the bench holds its figures against."""
