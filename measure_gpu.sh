@@ -75,9 +75,8 @@ profiled='
 import sys
 from torch.profiler import ProfilerActivity, profile
 from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.request.command_line import read_request
 with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-    train.main(*read_request(sys.argv[1:], {}))
+    train.main(sys.argv[1:])
 by = "cuda_time_total" if train.torch.cuda.is_available() else "cpu_time_total"
 print(seen.key_averages().table(sort_by=by, row_limit=40))'
 part profile 150 '(CPU|CUDA) time total' "$python" -c "$profiled" "${short[@]}" --out "$out/profile"
@@ -104,6 +103,6 @@ for recipe in basenet page fastai; do
 done
 one_gpu=(env CUDA_VISIBLE_DEVICES="$(echo "${CUDA_VISIBLE_DEVICES-0}" | cut -d , -f 1)")
 ten=(bash "$top/train_cifar_parallel.sh" --data "$data" --recipe muon --runs 10 ${MEASURE_MODERN:-})
-part teams.alone 180 'runs reached' "${one_gpu[@]}" NPROC=1 "${ten[@]}" --out "$out/alone"
-part teams.sharing 180 'runs reached' "${one_gpu[@]}" TEAMS=2 TEAMS_PER_GPU=2 "${ten[@]}" --out "$out/sharing"
+part teams.alone 180 'runs reached' "${one_gpu[@]}" "${ten[@]}" --nproc 1 --out "$out/alone"
+part teams.sharing 180 'runs reached' "${one_gpu[@]}" "${ten[@]}" --teams 2 --out "$out/sharing"
 exit "$failed"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on all devices of this machine: picks an interpreter and starts torchrun (see launch.py).
-# All arguments go to train.py: --help lists them. From the environment: WORKERS, NPROC, PYTHON, ...
+# --help lists the options. From the environment: PYTHON, CIFAR10_URL.
 set -eu
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm"

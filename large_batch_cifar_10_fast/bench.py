@@ -10,7 +10,7 @@ in contiguous NCHW memory, uncompiled, the norm and the update written as their 
 --against: a step of every resolution of --recipe and of another recipe in turn, scaled to whole runs; their ratio.
 --input_pipelines: an epoch of images loaded in each way of Page's first article of 2018 (docs/lineage.md).
 
-Without CUDA a step is of one worker per process, unless WORKERS is set: more would take half a minute.
+Without CUDA a step is of one worker per process, unless --workers is given: more would take half a minute.
 """
 
 import argparse
@@ -571,16 +571,16 @@ def main() -> None:
             if launched_world_size() > 1:
                 raise Refusal("--against needs one process: start it without torchrun")
             requests = [others, [*others, "--recipe", options.against]]
-            asked = [read_request(request, os.environ) for request in requests]
-            measured = [read_to_measure(request, os.environ, 1)[1] for request in requests]
+            asked = [read_request(request) for request in requests]
+            measured = [read_to_measure(request, 1)[1] for request in requests]
             result, as_text = compare_recipes(asked, measured, options.rounds or 7), comparison_as_text
         elif options.input_pipelines:
-            request = read_request(["--recipe", "page", *others], os.environ)
+            request = read_request(["--recipe", "page", *others])
             result, as_text = compare_pipelines(*request, options.steps, options.repeats or 1), pipelines_as_text
             if options.picture:
                 draw_pipelines(result["pipelines"], Path(options.picture))
         else:
-            request = read_to_measure(others, os.environ, launched_world_size())
+            request = read_to_measure(others, launched_world_size())
             result = measure_run(*request, options.baseline_precision or "fp32", options.repeats or 5, start_up)
             as_text = run_as_text
     if result:

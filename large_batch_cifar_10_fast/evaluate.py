@@ -7,7 +7,6 @@ others, and --eval_stats first for what was trained with average. Exit status: 0
 """
 
 import argparse
-import os
 import pickle
 import sys
 from dataclasses import asdict, replace
@@ -82,7 +81,7 @@ def main() -> None:
     parser.add_argument("weights", metavar="WEIGHTS", help="what --save wrote")
     options = parser.parse_args(sys.argv[1:2])  # the others are train.py's
     with refusals_end("evaluate"):
-        evaluate_weights(Path(options.weights), *read_request(sys.argv[2:], os.environ))
+        evaluate_weights(Path(options.weights), *read_request(sys.argv[2:]))
 
 
 if __name__ == "__main__":

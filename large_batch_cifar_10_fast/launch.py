@@ -1,4 +1,4 @@
-"""From a request to torchrun: check what can be checked, start the processes that train, and tell how they ended."""
+"""Start the processes that train, for one team or several, again after a failure, and say how they ended."""
 
 import contextlib
 import fcntl
@@ -7,9 +7,11 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch.distributed import run as torchrun
@@ -18,47 +20,146 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from .request.advice import count_cores
 from .request.checks import check_request
-from .request.command_line import read_request
-from .request.planning import SIGNALS, check_meeting, plan_processes, torchrun_arguments
-from .results.journal import Journal
-from .results.resuming import CAMPAIGN, campaign_of_this_launch, is_told_later, rows_of
+from .request.command_line import read_launch, read_request
+from .request.planning import SIGNALS, is_ignored, plan_processes, torchrun_arguments
+from .results.resuming import (
+    CAMPAIGN,
+    STARTED,
+    SUPERVISED,
+    campaign_of_this_launch,
+    finished_rows,
+    is_restart,
+    rows_of,
+    started,
+)
+from .results.run_log import print_summary
 from .results.tables import Row, planned_by
 from .settings.ending import LAUNCH
-from .settings.settings import Refusal, Settings, count_from, is_first_machine, most_restarts, refusals_end
+from .settings.settings import REFUSED, WHOLE, Launch, Refusal, Settings, refusals_end
 from .training.devices import count_gpus
 
+COMMAND = "train_cifar_parallel.sh"
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
 REPORT = "last_failure.txt"  # in --out: all that torchrun and the processes had to say of a failure
 LOGS = (".txt", ".log")  # of torchrun, and of the processes
 
 
-def prepare_launch(arguments: list[str], environment: Mapping[str, str]) -> tuple[Settings, int, dict[str, str]]:
-    """What is asked for, how many processes, and the variables they are to run with; raises Refusal."""
-    settings, recipe = read_request(arguments, environment)
-    machines, gpus, cores = count_from(environment, "NNODES", 1), count_gpus(settings.device), count_cores()
-    count_from(environment, "TIMEOUT", 1)
-    teams, processes = count_from(environment, "TEAMS", 1), plan_processes(recipe, environment, gpus, cores)
-    if is_told_later(settings):
-        if not environment.get("NPROC"):
-            raise Refusal("--resume: give this machine its NPROC; only the first knows the campaign before they meet")
-    else:
-        check_request(settings, recipe, processes * machines // teams)
-        if teams > (planned := len(settings.planned)):
-            raise Refusal(f"TEAMS={teams} is more than the runs to make ({planned}): use fewer, or ask for more --runs")
-    check_meeting(environment)
-    runs = Path(settings.out) / "runs.tsv"
-    if runs.exists() and is_first_machine(environment):
-        Journal(runs).close()  # only one campaign at a time may write it
-    variables = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(max(1, cores // processes)))}
-    variables |= {LAUNCH: str(os.getpid()), CAMPAIGN: campaign_of_this_launch()}
-    if machines == 1:
-        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would listen on all interfaces
-    return settings, processes, variables
+def main() -> None:
+    with refusals_end(COMMAND):
+        sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Make a campaign's runs; return the exit status. Raise Refusal."""
+    launch, settings, processes, gpus = check_launch(arguments)
+    os.environ |= {LAUNCH: str(os.getpid()), CAMPAIGN: campaign_of_this_launch(), STARTED: started()}
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // (processes * launch.teams))))
+    if launch.nnodes == 1:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would listen on all interfaces
+    alone = not is_restart() and launch.is_first_machine
+    with only_campaign_in(Path(settings.out)) if alone else contextlib.nullcontext():
+        if launch.teams > 1 or launch.restarts:
+            return supervise(arguments, launch, settings, processes, gpus)
+        return start_processes(arguments, launch, settings, processes)
+
+
+@contextlib.contextmanager
+def only_campaign_in(out: Path) -> Iterator[None]:
+    """Hold a lock on the folder of the tables. Raise Refusal while another launcher holds it."""
+    out.mkdir(parents=True, exist_ok=True)
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refusal(f"another campaign is running in {out}: wait for it or choose another --out") from None
+    except OSError:  # a file system without locks; rows are safe all the same (journal.py)
+        pass
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
+def start_processes(arguments: Sequence[str], launch: Launch, settings: Settings, processes: int) -> int:
+    """Start the processes of one team, and return the exit status when they have ended. Raise Refusal."""
+    with scratch_folder() as scratch, refusals_tell_how_to_resume(settings, launch):
+        given = [argument.replace("$", "$$") for argument in arguments]  # torchrun takes them for templates
+        return run_processes([*torchrun_arguments(launch, processes, scratch), *given], settings, launch, scratch)
+
+
+def check_launch(arguments: Sequence[str]) -> tuple[Launch, Settings, int, int]:
+    """Return how to launch, the settings, the processes of a team and the GPUs. Raise Refusal."""
+    launch, settings = read_launch(arguments)
+    gpus = count_gpus(settings.device)
+    if settings.resume and not launch.is_first_machine:
+        if not launch.nproc:
+            raise Refusal("--resume: give this machine its --nproc; only the first knows the campaign before they meet")
+        return launch, settings, launch.nproc, gpus
+    settings, recipe = read_request(arguments)
+    processes = plan_processes(recipe, launch, gpus, count_cores())
+    if launch.teams > len(settings.planned):
+        raise Refusal(f"--teams {launch.teams} is more than the runs to make ({len(settings.planned)}): use fewer")
+    finished = finished_rows(settings) if settings.resume else []
+    check_request(settings, recipe, processes * launch.nnodes, launch.is_first_machine, finished)
+    return launch, settings, processes, gpus
+
+
+def supervise(arguments: Sequence[str], launch: Launch, settings: Settings, processes: int, gpus: int) -> int:
+    """Run a launch for each team, one that fails up to --restarts times again, and print the summary.
+
+    A launch that starts again finds the campaign's rows in the table, and makes the runs that are missing.
+    """
+    interrupted: list[int] = []
+    for name in SIGNALS:
+        if not is_ignored(number := getattr(signal, name)):
+            signal.signal(number, lambda number, _: interrupted.append(number))
+    places = visible_gpus(gpus)
+    command = [sys.executable, "-m", "large_batch_cifar_10_fast.launch", *arguments, "--nproc", str(processes)]
+    command += ["--teams", "1", "--restarts", "0"]
+
+    def start(team: int) -> subprocess.Popen:
+        mine = {SUPERVISED: "1"}
+        if places:
+            share = [places[(team * processes + i) % len(places)] for i in range(processes)]
+            mine["CUDA_VISIBLE_DEVICES"] = ",".join(share)
+        return subprocess.Popen([*command, "--team", f"{team}/{launch.teams}"], env={**os.environ, **mine})
+
+    running, left, status = {team: start(team) for team in range(launch.teams)}, launch.restarts, 0
+    while running:
+        time.sleep(0.05)
+        for team, process in [*running.items()]:
+            if (ended := process.poll()) is None:
+                continue
+            del running[team]
+            if ended not in (0, REFUSED) and left and not interrupted and not status:
+                left -= 1
+                print(f"Warning: started again, {left} of {launch.restarts} restarts left", file=sys.stderr, flush=True)
+                running[team] = start(team)
+            elif ended:
+                status = status or ended
+        if (interrupted or status) and running:
+            for process in running.values():
+                process.send_signal(interrupted[0] if interrupted else signal.SIGTERM)
+            for process in running.values():
+                process.wait()
+            running = {}
+    if interrupted:
+        print(f"{COMMAND}: ended by {signal.Signals(interrupted[0]).name}; {advice(settings, launch)}", file=sys.stderr)
+        return 128 + interrupted[0]
+    if not status and launch.teams > 1:
+        print_summary(made(settings))
+    return status
+
+
+def visible_gpus(gpus: int) -> list[str]:
+    """Return what CUDA_VISIBLE_DEVICES calls the GPUs that torch can use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (named.split(",") if named else [str(index) for index in range(gpus)])[:gpus]
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[str]:
-    """A folder for temporary files, gone when the launch ends; what launches left that were killed goes now."""
+    """Yield a folder for temporary files, removed when the launch ends; those of killed launches are removed now."""
     with contextlib.ExitStack() as until_the_end:
         try:
             for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*/lock"):
@@ -74,30 +175,34 @@ def scratch_folder() -> Iterator[str]:
         yield folder
 
 
-def run_processes(arguments: list[str], settings: Settings, scratch: str) -> int:
-    """Be torchrun until all processes have ended; the status, and one line about any end but the usual one. Raises
-    Refusal if a process has refused."""
-    logger, healing = logging.getLogger("torch.distributed"), Restarting(most_restarts(os.environ), scratch)
-    logger.handlers, logger.propagate = [logging.FileHandler(f"{scratch}/torchrun.txt"), healing], False
+def run_processes(arguments: list[str], settings: Settings, launch: Launch, scratch: str) -> int:
+    """Be torchrun until all processes have ended; return the status, and print one line about any end but the usual.
+
+    Raise Refusal if a process has refused.
+    """
+    logger = logging.getLogger("torch.distributed")
+    logger.handlers, logger.propagate = [logging.FileHandler(f"{scratch}/torchrun.txt")], False
     try:
         torchrun.run(torchrun.parse_args(arguments))
         return 0
     except SignalException as end:
         how, status, report = f"ended by {end.sigval.name}", 128 + end.sigval, ""
+        if launch.team != WHOLE:
+            return status  # the launcher of all teams says it
     except Refusal:
         raise
     except ChildFailedError as failed:
         refuse_as_processes_did(scratch)
         how, status, report = what_failed(*failed.get_first_failure()), 1, failed.format_msg()
     except Exception as fault:  # whatever torchrun may say where machines do not meet
-        machines, status, report = count_from(os.environ, "NNODES", 1), 1, repr(fault)
-        how = f"the {machines} machines, each with a NODE_RANK of its own, did not meet"
-        if machines == 1:
+        how = f"the {launch.nnodes} machines, each with a --node_rank of its own, did not meet"
+        status, report = 1, repr(fault)
+        if launch.nnodes == 1:
             how = f"the processes did not start ({first_line(fault)})"
     finally:
         for name in SIGNALS:  # torchrun's answer to them is an exception, which nobody would catch any more
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    print(f"train_cifar_parallel.sh: {how}; {advice(settings)}{kept(report, settings, scratch)}", file=sys.stderr)
+    print(f"{COMMAND}: {how}; {advice(settings, launch)}{kept(report, settings, scratch)}", file=sys.stderr)
     return status
 
 
@@ -110,71 +215,50 @@ def refuse_as_processes_did(scratch: str) -> None:
                 raise Refusal(text)
 
 
-class Restarting(logging.Handler):
-    """Warns of a failure after which torchrun goes on by itself; it tells nobody but its own log. Raises Refusal where
-    a process has refused: started anew it would again."""
-
-    def __init__(self, most: int, scratch: str) -> None:
-        super().__init__()
-        self.left, self.scratch = most, scratch
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if str(record.msg).startswith("failed (exitcode: %s) local_rank: %s") and self.left:
-            refuse_as_processes_did(self.scratch)
-            self.left -= 1
-            status, rank, *_ = record.args
-            print(f"Warning: {ended(rank, status)}; the processes are started anew", file=sys.stderr)
-
-
 def what_failed(rank: int, failure: ProcessFailure) -> str:
-    """The failure that came first, in words; the others followed from it."""
+    """Return the failure that came first, in words; the others followed from it."""
     if isinstance(failure.message, dict):
         return f"process {rank} failed ({first_line(failure.message['message'])})"
-    return ended(rank, failure.exitcode)
+    if failure.exitcode >= 0:
+        return f"process {rank} ended with status {failure.exitcode}"
+    memory = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
+    return f"process {rank} was ended by {signal.Signals(-failure.exitcode).name}{memory}"
 
 
-def ended(rank: int, status: int) -> str:
-    if status >= 0:
-        return f"process {rank} ended with status {status}"
-    memory = " (out of memory?)" if status == -signal.SIGKILL else ""
-    return f"process {rank} was ended by {signal.Signals(-status).name}{memory}"
-
-
-def first_line(said: object) -> str:
-    return (str(said).strip().splitlines() or [type(said).__name__])[0]
+def first_line(text: object) -> str:
+    return (str(text).strip().splitlines() or [type(text).__name__])[0]
 
 
 def made(settings: Settings) -> list[Row]:
-    """The rows of this launch's campaign; raises Refusal if somebody spoilt the table in the meantime."""
+    """Return the rows of this launch's campaign; raise Refusal if somebody damaged the table in the meantime."""
     return rows_of(settings.out, "" if settings.resume else os.environ[CAMPAIGN])
 
 
 @contextlib.contextmanager
-def refusals_tell_how_to_go_on(settings: Settings) -> Iterator[None]:
-    """What is refused when runs have been made (memory ran out, say) is no reason to make them again."""
-    before = count_made(settings)
+def refusals_tell_how_to_resume(settings: Settings, launch: Launch) -> Iterator[None]:
+    """Add to an error after which runs have been made (memory ran out, say) how to keep them."""
+    before = count_made(settings, launch)
     try:
         yield
     except Refusal as refusal:
-        if count_made(settings) > before:
-            raise Refusal(f"{refusal}; {advice(settings)}") from None
+        if count_made(settings, launch) > before:
+            raise Refusal(f"{refusal}; {advice(settings, launch)}") from None
         raise
 
 
-def count_made(settings: Settings) -> int:
-    """As far as this machine can tell."""
-    with contextlib.suppress(Refusal):  # the table was spoilt: the answer to that is another's
-        return len(made(settings)) if is_first_machine(os.environ) else 0
+def count_made(settings: Settings, launch: Launch) -> int:
+    with contextlib.suppress(Refusal):
+        return len(made(settings)) if launch.is_first_machine else 0
     return 0
 
 
-def advice(settings: Settings) -> str:
-    """What is made of this launch's campaign, and how to go on."""
-    if not is_first_machine(os.environ):
+def advice(settings: Settings, launch: Launch) -> str:
+    """Return how many runs of this launch's campaign are made, and how to continue."""
+    if not launch.is_first_machine:
         return "the first machine tells what is made"
     try:
         rows = made(settings)
-    except Refusal as refusal:  # somebody spoilt the table in the meantime
+    except Refusal as refusal:  # somebody damaged the table in the meantime
         return str(refusal)
     if not rows:
         return "no run was finished"
@@ -185,27 +269,16 @@ def advice(settings: Settings) -> str:
 
 
 def kept(report: str, settings: Settings, scratch: str) -> str:
-    """Put what torchrun and the processes said into one file, and name it."""
+    """Put what torchrun and the processes printed into one file, and name it."""
     if not report:
         return ""
-    said = [path.read_text(errors="replace") for path in sorted(Path(scratch).rglob("*")) if path.suffix in LOGS]
+    printed = [path.read_text(errors="replace") for path in sorted(Path(scratch).rglob("*")) if path.suffix in LOGS]
     path = Path(settings.out) / REPORT
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join([report, *said]))
+        path.write_text("\n".join([report, *printed]))
         return f" (details: {path})"
     return ""
-
-
-def main() -> None:
-    with refusals_end("train_cifar_parallel.sh"):
-        settings, processes, variables = prepare_launch(sys.argv[1:], os.environ)
-        os.environ.update(variables)
-        with scratch_folder() as scratch, refusals_tell_how_to_go_on(settings):
-            given = [argument.replace("$", "$$") for argument in sys.argv[1:]]  # torchrun takes them for templates
-            arguments = [*torchrun_arguments(os.environ, processes, scratch), *given]
-            status = run_processes(arguments, settings, scratch)
-    sys.exit(status)
 
 
 if __name__ == "__main__":

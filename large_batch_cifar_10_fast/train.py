@@ -5,8 +5,8 @@ What is trained, and how, is a recipe (recipes/). "Section 6" is that of docs/me
 """
 
 import math
-import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,13 +17,14 @@ from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .request.advice import explaining_memory, settle
 from .request.checks import check_agreement, check_request
-from .request.command_line import read_request
+from .request.command_line import read_launch, read_request
 from .results.clock import Clock
-from .results.resuming import finished_rows
+from .results.resuming import rows_from_main
 from .results.run_log import RunLog
+from .results.tables import Row
 from .settings.settings import Settings
 from .training.compiling import compiled
-from .training.meeting import join_world, launched_teams, launched_world_size, refusing_together
+from .training.meeting import join_world
 from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
 from .training.norm import norms_of, prepare_norms
 from .training.optimizers import follow_schedules, step_all
@@ -33,20 +34,23 @@ from .training.tally import Score, Tally
 from .training.world import World
 
 
-def main(settings: Settings, recipe: Recipe) -> None:
-    check_request(settings, recipe, launched_world_size() // launched_teams())
-    joining = join_world(recipe.workers, launched_teams(), settings.device)
-    with joining as world, explaining_memory(settings, recipe, world):
-        train_campaign(settings, recipe, world)
+def main(arguments: Sequence[str]) -> None:
+    launch, asked = read_launch(arguments)
+    with join_world(device=asked.device, timeout=launch.timeout) as world:
+        finished = rows_from_main(asked, world)
+        settings, recipe = read_request(arguments, finished)
+        check_request(settings, recipe, world.world_size, world.is_main, finished)
+        world = replace(world, total_workers=recipe.workers)
+        with explaining_memory(settings, recipe, world):
+            train_campaign(settings, recipe, world, finished, launch.team)
 
 
-def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
+def train_campaign(settings: Settings, recipe: Recipe, world: World, finished: list[Row], team: str) -> None:
     """All runs of a launch: what they share is made once; what comes before `clock` is not timed."""
     images = load_images(settings.data)
     settings = settle(settings, recipe, world, len(images.train_images))
-    finished = finished_rows(settings)
     check_agreement(settings, recipe, images, finished, world)
-    log = RunLog(settings, recipe, world, images.metadata, finished)
+    log = RunLog(settings, recipe, world, images.metadata, finished, team)
     learner = make_learner(settings, recipe, world)
     if not settings.no_warmup:
         warm_up(learner, len(images.train_images), len(images.test_images) if world.on_gpu else world.world_size)
@@ -54,7 +58,7 @@ def train_campaign(settings: Settings, recipe: Recipe, world: World) -> None:
     clock = Clock(world.synchronize)
     data = prepare(images, learner, clock)
     log.set_up(clock, len(images.train_images), compiled=learner.forward is not learner.network)
-    for run in world.take_next(log.runs_to_make):
+    for run in log.runs_to_make:
         train_once(run, learner, data, clock.fork(), log)
     log.summary()
 
@@ -171,5 +175,5 @@ def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
 
 
 if __name__ == "__main__":
-    with leaving(), refusing_together():
-        main(*read_request(sys.argv[1:], os.environ))
+    with leaving():
+        main(sys.argv[1:])

@@ -20,16 +20,16 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from conftest import LAUNCHER, TINY, VARIABLES, train_here, write_npz
+from conftest import LAUNCHER, TINY, train_here, write_npz
 from disturbances import fill_disks, heal_campaign, kill_campaigns
 
 from large_batch_cifar_10_fast.data import cifar10
 from large_batch_cifar_10_fast.data.cifar10 import load_images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.launch import prepare_launch
+from large_batch_cifar_10_fast.launch import check_launch
 from large_batch_cifar_10_fast.read_logs import read_log
 from large_batch_cifar_10_fast.request.command_line import RECIPES
-from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import Launch, Refusal, Settings
 
 BAD_VALUES = ["", "--", "-", "-1", "0", "1.5", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb"]
 BAD_VALUES += ["a\tb", "a\udcff", "/", "/dev/null", "/dev/full", "no/such/name", "x" * 300, "http://127.0.0.1/x", "%s"]
@@ -51,21 +51,18 @@ def answer(attempt: Callable[[], object]) -> str:
 
 
 def bad_requests(npz: Path, place: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every option of every recipe, and every variable, with every bad value; no mirror is asked for anything."""
+    """Every option of every recipe with every bad value; no mirror is asked for anything."""
     os.chdir(place)
     with mock.patch.object(cifar10, "MIRRORS", (NOBODY,)):
         for recipe in RECIPES.values():
-            options = [entry.name for owner in (recipe, Settings) for entry in fields(owner) if entry.type != "bool"]
+            options = [
+                entry.name for owner in (recipe, Settings, Launch) for entry in fields(owner) if entry.type != "bool"
+            ]
             for name in [*options, "recipe", "no_such_option"]:
                 for value in BAD_VALUES:
                     images = [] if name == "data" else ["--data", str(npz)]
                     given = ["--recipe", recipe.name, *images, f"--{name}={value}"]
-                    yield f"{recipe.name} --{name}={value[:20]!r}", partial(prepare_launch, given, {})
-        for name in VARIABLES:
-            for value in BAD_VALUES:
-                given = {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "127.0.0.1:2", name: value}
-                attempt = partial(prepare_launch, ["--demo", "--data", str(npz)], given)
-                yield f"{name}={value[:20]!r}", attempt
+                    yield f"{recipe.name} --{name}={value[:20]!r}", partial(check_launch, given)
 
 
 def damaged(original: bytes, dice: random.Random) -> bytes:
@@ -91,7 +88,7 @@ def unfinished_table(npz: Path, folder: Path) -> Path:
 def go_on_with(table: str) -> None:
     """As far as the launcher looks at it; no mirror is asked for images that the table may name."""
     with mock.patch.object(cifar10, "MIRRORS", (NOBODY,)):
-        prepare_launch(["--resume", "--out", str(Path(table).parent)], {"NPROC": "1"})
+        check_launch(["--resume", "--out", str(Path(table).parent), "--nproc", "1"])
 
 
 def damages(read: Callable[[str], object], path: Path, times: int, dice: random.Random) -> Counter:

@@ -17,7 +17,6 @@ from forked import FORKS, train_forked
 
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.request.command_line import read_request
 
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER = REPO / "train_cifar_parallel.sh"
@@ -40,11 +39,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGQUIT, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 
-# What a user may set for train_cifar_parallel.sh, and launchers tell processes of theirs: no test is to see it.
-VARIABLES = ("WORKERS", "NPROC", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RESTARTS", "TIMEOUT", "TEAMS")
-VARIABLES += ("TEAMS_PER_GPU",)
+# What launchers set for processes of theirs: no test is to see it.
 for name in [*os.environ]:
-    if name in VARIABLES or name.startswith(("LARGE_BATCH_", "TORCHELASTIC_")):
+    if name.startswith(("LARGE_BATCH_", "TORCHELASTIC_")):
         del os.environ[name]
 
 # Eight workers of 16 images in two ghost groups, five steps an epoch: every part of the method in about a second.
@@ -78,15 +75,21 @@ def environment(**variables: object) -> dict[str, str]:
 
 
 def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:
-    """Start the launcher in `cwd` and wait for its end."""
+    """Start the launcher in `cwd` and wait for its end. Keywords in lower case are options, others variables."""
     return subprocess.run(
-        ["bash", str(script), *map(str, arguments)],
+        ["bash", str(script), *map(str, arguments), *options_among(variables)],
         cwd=cwd,
         env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=280,
     )
+
+
+def options_among(variables: dict[str, object]) -> list[str]:
+    """Take those in lower case out of them, as options of the command line."""
+    names = [name for name in variables if name.islower() and not name.endswith("_proxy")]
+    return [word for name in names for word in (f"--{name}", str(variables.pop(name)))]
 
 
 def free_port() -> int:
@@ -139,7 +142,7 @@ def _train_forked(processes: list[tuple[list[str], dict[str, str], Path]]) -> su
 
 def train_here(*arguments: object) -> None:
     """One process, in this one: no interpreter to start, no torch to import. Results go to --out."""
-    train.main(*read_request([*map(str, arguments)], {}))
+    train.main([*map(str, arguments)])
 
 
 class Recorder:

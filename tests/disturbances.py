@@ -79,7 +79,7 @@ def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> 
     for teams in (1, 2):
         place = folder / f"undisturbed_{teams}"
         place.mkdir(parents=True)
-        undisturbed = start(place, npz, TEAMS=teams)
+        undisturbed = start(place, npz, teams=teams, nproc=3 - teams)
         assert undisturbed.wait() == 0, undisturbed.stderr.read()
         expected[teams] = pd.read_csv(place / "runs.tsv", sep="\t").sort_values("run", ignore_index=True)[same]
     faults = (
@@ -96,7 +96,7 @@ def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> 
         place = folder / f"campaign_{found['campaigns']}"
         place.mkdir()
         teams = 1 + found["campaigns"] % 2
-        process, there = start(place, npz, TEAMS=teams), set()
+        process, there = start(place, npz, teams=teams, nproc=3 - teams), set()
         while True:
             blow = strike(process, place / "runs.tsv", dice) if done < kills else None
             try:
@@ -119,7 +119,7 @@ def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> 
             found["ends of their own"] += not blow and (process.returncode != 0 or made < RUNS)
             if made == RUNS or found["ends of their own"]:  # a blow may come after the last row
                 break
-            process = start(place, npz, *(["--resume", "--data", npz] if made else []), TEAMS=teams)
+            process = start(place, npz, *(["--resume", "--data", npz] if made else []), teams=teams, nproc=3 - teams)
         rows = pd.read_csv(place / "runs.tsv", sep="\t")
         found["rows lost"] += len(set(range(RUNS)) - set(rows["run"]))
         found["rows lost at once"] += len(there - rows_on_disk(place / "runs.tsv"))
@@ -132,12 +132,12 @@ def kill_campaigns(npz: Path, folder: Path, kills: int, dice: random.Random) -> 
 
 
 def heal_campaign(npz: Path, folder: Path, kills: int, dice: random.Random) -> dict[str, object]:
-    """One campaign with RESTARTS, a process of which is ended so many times, held against one that was left alone."""
+    """One campaign with --restarts, a process of which is ended so many times, held against one that was left alone."""
     runs, tables, struck = 4 * kills, [], Counter()
     for name, restarts in (("undisturbed", 0), ("healed", kills)):
         place = folder / name
         place.mkdir(parents=True)
-        process = start(place, npz, runs=runs, RESTARTS=restarts)
+        process = start(place, npz, runs=runs, restarts=restarts)
         for _ in range(restarts):
             made = (place / "runs.tsv").read_bytes().count(b"\n") if (place / "runs.tsv").exists() else 1
             while process.poll() is None and not (place / "runs.tsv").exists():

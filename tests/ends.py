@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import LAUNCHER, children_of, environment, is_alive
+from conftest import LAUNCHER, children_of, environment, is_alive, options_among
 
 
 def start(folder: Path, *arguments: object, stdout: int = subprocess.PIPE, **variables: object) -> subprocess.Popen:
     """A launch of two processes in `folder`."""
     return subprocess.Popen(
-        ["bash", str(LAUNCHER), *map(str, arguments)],
+        ["bash", str(LAUNCHER), *map(str, arguments), *options_among({"nproc": 2} | variables)],
         cwd=folder,
-        env=environment(NPROC=2, OMP_NUM_THREADS=1, **variables),
+        env=environment(OMP_NUM_THREADS=1, **{name: v for name, v in variables.items() if name.isupper()}),
         text=True,
         start_new_session=True,
         stdout=stdout,

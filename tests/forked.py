@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.settings.settings import refusals_end
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -26,4 +25,4 @@ def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, t
     os.environ |= environment
     torch.set_num_threads(1)
     with refusals_end("train_cifar_parallel.sh"):
-        train.main(*read_request(arguments, environment))
+        train.main(arguments)

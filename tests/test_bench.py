@@ -37,7 +37,6 @@ def measure(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["bench", "--json", *arguments])
         monkeypatch.setattr(bench, "TRAIN", 2000)
         monkeypatch.setattr(bench, "TEST", 250)
-        monkeypatch.delenv("WORKERS", raising=False)
         bench.main()
         return json.loads(capsys.readouterr().out)
 
@@ -75,7 +74,7 @@ def test_the_parts_of_a_step_add_up_and_a_run_has_the_images_of_each_kind_of_ste
     share = seconds["augmentation of an epoch"] / (4 * small)
     assert result["augmentation, share of an epoch"] == pytest.approx(share)
     assert result["images per second"] == pytest.approx(500 / large)
-    assert result["work of a run, PFLOP"] == work(read_request(MUON, {})[1], 2000) / 1e15
+    assert result["work of a run, PFLOP"] == work(read_request(MUON)[1], 2000) / 1e15
 
 
 def test_a_run_has_the_images_of_all_workers_and_epochs_by_kind_of_step():
@@ -189,12 +188,12 @@ def test_input_pipelines_print_json_and_draw(measure, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variables", "gpus", "shape"),
-    [({}, 0, (2, 1000)), ({"WORKERS": ""}, 0, (2, 1000)), ({"WORKERS": "4"}, 0, (4, 500)), ({}, 1, (1, 2000))],
+    ("given", "gpus", "shape"),
+    [([], 0, (2, 1000)), (["--workers=4"], 0, (4, 500)), (["--workers", "4"], 1, (4, 500)), ([], 1, (1, 2000))],
 )
-def test_without_a_gpu_a_step_is_of_one_worker_per_process_unless_workers_is_set(variables, gpus, shape, monkeypatch):
+def test_without_a_gpu_a_step_is_of_one_worker_per_process_unless_workers_is_set(given, gpus, shape, monkeypatch):
     monkeypatch.setattr(command_line, "count_gpus", lambda device: gpus)
-    recipe = command_line.read_to_measure(["--recipe", "muon"], variables, processes=2)[1]
+    recipe = command_line.read_to_measure(["--recipe", "muon", *given], processes=2)[1]
     assert (recipe.workers, recipe.batch_size) == shape
 
 

@@ -1,6 +1,5 @@
 """A campaign loses nothing: killed and resumed it equals an uninterrupted one; and what it refuses."""
 
-import contextlib
 import os
 import signal
 import tempfile
@@ -10,12 +9,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, children_of, is_alive, train_together
+from conftest import TINY, children_of, is_alive, launch, train_together
 from disturbances import DIFFERENT
 from ends import ENDS, listening, started, until, workers_of
 
-from large_batch_cifar_10_fast.launch import prepare_launch, scratch_folder
-from large_batch_cifar_10_fast.results.journal import Journal
+from large_batch_cifar_10_fast.launch import check_launch, only_campaign_in, scratch_folder
 from large_batch_cifar_10_fast.results.tables import COLUMNS
 from large_batch_cifar_10_fast.settings.settings import Refusal
 
@@ -99,28 +97,20 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(
 
 def test_with_restarts_a_campaign_heals_itself_and_equals_an_undisturbed_one(tiny_npz, tmp_path, uninterrupted):
     (tmp_path / "runs.tsv").write_text((uninterrupted[0] / "runs.tsv").read_text())  # another campaign's rows
-    with started(tmp_path, *_arguments(tiny_npz, "--runs", RUNS), RESTARTS=1) as process:
+    with started(tmp_path, *_arguments(tiny_npz, "--runs", RUNS), restarts=1) as process:
         until(tmp_path, RUNS + 2, process)
         os.kill(workers_of(process)[-1], signal.SIGKILL)
         told, errors = process.communicate(timeout=200)
-    assert (process.returncode, errors.count("\n")) == (0, 1), errors
-    assert errors.endswith(" was ended by SIGKILL (out of memory?); the processes are started anew\n")
+    assert (process.returncode, errors.count("\n")) == (0, 2), errors
+    assert "process 1 was ended by SIGKILL (out of memory?)" in errors
+    assert errors.endswith("Warning: started again, 0 of 1 restarts left\n")
     rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[RUNS:].reset_index(drop=True)
     same = [name for name in COLUMNS if name not in DIFFERENT]
     pd.testing.assert_frame_equal(rows[same], pd.read_csv(uninterrupted[0] / "runs.tsv", sep="\t")[same])
     assert rows["campaign"].nunique() == 1
-    assert told.count("# restart 1 of 1: ") == 1
-    assert told.count("# data ") == 1
+    assert ", 0 of 10 runs made before" in told
+    assert told.count("# data ") == 2, "a restart is a resume, with a log of its own"
     assert told.splitlines()[-1] == uninterrupted[1].splitlines()[-1]
-
-
-def test_teams_of_several_processes_make_the_rows_of_one(tiny_npz, tmp_path, uninterrupted):
-    """Bit for bit, of two processes each."""
-    result = train_together(4, *_arguments(tiny_npz, "--runs", RUNS), cwd=tmp_path, TEAMS=2, OMP_NUM_THREADS=1)
-    assert (result.returncode, result.stderr) == (0, "")
-    rows, expected = (pd.read_csv(folder / "runs.tsv", sep="\t") for folder in (tmp_path, uninterrupted[0]))
-    same = [name for name in COLUMNS if name not in (*DIFFERENT, "device")]
-    pd.testing.assert_frame_equal(rows.sort_values("run", ignore_index=True)[same], expected[same])
 
 
 def test_teams_make_the_same_rows_and_weights_as_one_after_the_other(tiny_npz, tmp_path):
@@ -129,7 +119,7 @@ def test_teams_make_the_same_rows_and_weights_as_one_after_the_other(tiny_npz, t
     made = {}
     for teams in (1, 2):
         (tmp_path / str(teams)).mkdir()
-        result = train_together(teams, *arguments, cwd=tmp_path / str(teams), TEAMS=teams)
+        result = launch(*arguments, cwd=tmp_path / str(teams), teams=teams, nproc=1, OMP_NUM_THREADS=1)
         assert (result.returncode, result.stderr) == (0, "")
         rows = pd.read_csv(tmp_path / str(teams) / "runs.tsv", sep="\t")
         made[teams] = rows, torch.load(tmp_path / str(teams) / "w.pt", weights_only=True), result.stdout
@@ -157,7 +147,7 @@ def _refused(folder: Path, monkeypatch, *arguments: str) -> str:
     """What the launcher says before it starts anything."""
     monkeypatch.chdir(folder)
     with pytest.raises(Refusal) as refusal:
-        prepare_launch([*arguments], {"NPROC": "2"})
+        check_launch([*arguments, "--nproc", "2"])
     return str(refusal.value)
 
 
@@ -213,11 +203,14 @@ def test_resume_refuses_where_there_is_nothing_to_resume(uninterrupted, tmp_path
     assert again.endswith(f"for its last run's weights train that again: --seed {RUNS - 1} --save")
 
 
-def test_a_second_campaign_in_the_same_folder_is_refused(unfinished, tiny_npz, monkeypatch):
-    with contextlib.closing(Journal(unfinished / "runs.tsv")):
-        assert _refused(unfinished, monkeypatch, *_arguments(tiny_npz)).startswith(
-            "another campaign is writing runs.tsv"
-        )
+def test_a_second_campaign_in_the_same_folder_is_refused_while_the_first_runs(tmp_path):
+    with only_campaign_in(tmp_path / "out"):
+        with pytest.raises(Refusal, match="another campaign is running in"), only_campaign_in(tmp_path / "out"):
+            pass
+        with only_campaign_in(tmp_path / "another"):
+            pass
+    with only_campaign_in(tmp_path / "out"):
+        pass
 
 
 def test_campaigns_are_appended_under_one_header(unfinished, tiny_npz):

@@ -41,13 +41,13 @@ def nvidia_smi(tmp_path, monkeypatch) -> Path:
 @pytest.mark.slow
 def test_gpus_that_torch_cannot_use_end_a_launch_unless_the_cpu_is_asked_for(nvidia_smi, tiny_npz, tmp_path):
     small = ["--demo", *TINY, "--data", tiny_npz, "--no_compile"]
-    result = launch(*small, cwd=tmp_path, NPROC=1)
+    result = launch(*small, cwd=tmp_path, nproc=1)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
     for text in (f"torch {torch.__version__} ", "driver 535.183.06", "--device cpu trains on the CPU"):
         assert text in result.stderr
-    on_cpu = launch(*small, "--device", "cpu", cwd=tmp_path, NPROC=1)
+    on_cpu = launch(*small, "--device", "cpu", cwd=tmp_path, nproc=1)
     assert (on_cpu.returncode, on_cpu.stderr) == (0, "")
-    hidden = launch(*small, cwd=tmp_path, NPROC=1, CUDA_VISIBLE_DEVICES="")
+    hidden = launch(*small, cwd=tmp_path, nproc=1, CUDA_VISIBLE_DEVICES="")
     assert (hidden.returncode, hidden.stderr) == (0, "")
 
 

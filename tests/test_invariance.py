@@ -35,8 +35,8 @@ def few_npz(tmp_path_factory):
 
 def _train(recipe, npz, folder, processes, micro_batches):
     options = ["--data", npz, "--precision", "fp64", "--micro_batches", micro_batches, "--save", folder / "weights.pt"]
-    variables = {"WORKERS": WORKERS[recipe]} if recipe in WORKERS else {}
-    result = train_together(processes, "--recipe", recipe, *SMALL[recipe], *options, cwd=folder, **variables)
+    workers = ["--workers", WORKERS[recipe]] if recipe in WORKERS else []
+    result = train_together(processes, "--recipe", recipe, *SMALL[recipe], *workers, *options, cwd=folder)
     assert (result.returncode, result.stderr) == (0, "")
     return torch.load(folder / "weights.pt", weights_only=True), pd.read_csv(folder / "runs.tsv", sep="\t").iloc[0]
 
@@ -82,9 +82,13 @@ def _on_two_machines(folder, commands, **variables):
     port, machines = free_port(), []
     for rank, (name, command) in enumerate(commands.items()):
         (folder / name).mkdir(exist_ok=True)
-        more = environment(NPROC=1, NNODES=2, NODE_RANK=rank, RDZV_ENDPOINT=f"127.0.0.1:{port}", **variables)
+        where = ["--nproc", "1", "--nnodes", "2", "--node_rank", str(rank), "--rdzv_endpoint", f"127.0.0.1:{port}"]
         pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        machines.append(subprocess.Popen(["bash", str(LAUNCHER), *command], cwd=folder / name, env=more, **pipes))
+        machines.append(
+            subprocess.Popen(
+                ["bash", str(LAUNCHER), *command, *where], cwd=folder / name, env=environment(**variables), **pipes
+            )
+        )
     told = [machine.communicate(timeout=100) for machine in machines]
     return [(machine.returncode, *words) for machine, words in zip(machines, told, strict=True)]
 
@@ -106,53 +110,6 @@ def test_two_machines_equal_one_and_go_on_with_what_the_first_has_finished(few_n
     assert second[:2] == (0, "")
     assert pd.read_csv(table, sep="\t")["seed"].tolist() == [0, 1]
     assert not list((tmp_path / "second").iterdir()), "only the first machine writes"
-
-
-# Python reads it at its start: the first team has no row on the disk before the second told one of its own.
-AFTER_ANOTHER = """
-import json, os, time
-dumps, fsync, told, asked = json.dumps, os.fsync, os.environ["TOLD"], []
-def telling(thing, **more):
-    if isinstance(thing, list):
-        open(told, "w").close()
-    return dumps(thing, **more)
-def waiting(file):
-    asked.append(file)
-    while len(asked) > 1 and not os.path.exists(told):  # after the header
-        time.sleep(0.1)
-    fsync(file)
-if os.environ.get("RANK") == "1":
-    json.dumps = telling
-elif os.environ.get("RANK") == "0":
-    os.fsync = waiting
-"""
-
-
-def test_teams_on_two_machines_make_one_table(few_npz, tmp_path, alone):
-    """The first machine's; the other needs neither its folder nor a table."""
-    _, expected = alone("apple2019")
-    (tmp_path / "sitecustomize.py").write_text(AFTER_ANOTHER)
-    command = [*SMALL["apple2019"], "--data", str(few_npz), "--precision", "fp64", "--runs", "4"]
-    variables = {"TEAMS": 2, "OMP_NUM_THREADS": 1, "PYTHONPATH": tmp_path, "TOLD": tmp_path / "told"}
-    first, second = _on_two_machines(tmp_path, {"first": command, "second": command}, **variables)
-    assert (tmp_path / "told").exists(), "the second made a run"
-    assert first[0] == 0, first
-    assert second == (0, "", "")
-    rows = pd.read_csv(tmp_path / "first" / "runs.tsv", sep="\t")
-    assert sorted(rows["run"]) == [0, 1, 2, 3]
-    assert rows["campaign"].nunique() == 1
-    assert set(rows["processes"]) == {1}
-    assert rows[rows["run"] == 0].iloc[0]["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-9)
-    assert first[1].count("Train acc") == 4
-    assert not list((tmp_path / "second").iterdir())
-
-
-def test_two_machines_of_which_one_goes_on_with_a_campaign_refuse_together(tiny_npz, tmp_path):
-    command = [*SMALL["apple2019"], "--data", str(tiny_npz)]
-    told = _on_two_machines(tmp_path, {"first": command, "second": ["--resume", "--data", str(tiny_npz)]})
-    message = "--resume: the first machine was not asked to go on with a campaign: ask all for the same\n"
-    assert told[0] == (2, "", f"train_cifar_parallel.sh: process 1: {message}")
-    assert told[1] == (2, "", f"train_cifar_parallel.sh: {message}")
 
 
 def test_two_machines_that_were_asked_for_different_things_train_nothing(tiny_npz, tmp_path):

@@ -18,7 +18,7 @@ from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
 from large_batch_cifar_10_fast.request.planning import torchrun_arguments
 from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.settings.ending import LAUNCH
-from large_batch_cifar_10_fast.settings.settings import Settings
+from large_batch_cifar_10_fast.settings.settings import Launch, Settings
 
 pytestmark = pytest.mark.slow
 
@@ -53,17 +53,17 @@ def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported():
 
 def test_advice_names_what_is_wrong_with_a_table_that_was_spoilt_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setenv(CAMPAIGN, "mine")
-    assert advice(Settings(out=str(tmp_path))) == "no run was finished"
+    assert advice(Settings(out=str(tmp_path)), Launch()) == "no run was finished"
     (tmp_path / "runs.tsv").write_text("a\tb\n")
-    assert "has other columns" in advice(Settings(out=str(tmp_path)))
+    assert "has other columns" in advice(Settings(out=str(tmp_path)), Launch())
 
 
 def test_a_signal_that_is_ignored_goes_on_being_ignored(monkeypatch):
     """As nohup has it."""
-    assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT" in torchrun_arguments({}, 1, "scratch")
+    assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT" in torchrun_arguments(Launch(), 1, "scratch")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT" in torchrun_arguments({}, 1, "scratch")
+        assert "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT" in torchrun_arguments(Launch(), 1, "scratch")
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -156,7 +156,7 @@ def test_in_bf16_gradients_point_where_those_of_float64_do(kind):
 )
 def test_what_a_recipe_cannot_do_is_refused(arguments, message):
     with pytest.raises(Refusal, match=message):
-        read_request(arguments, {})
+        read_request(arguments)
 
 
 @pytest.mark.parametrize("system", lineage.SYSTEMS, ids=lambda system: system.name)

@@ -74,7 +74,7 @@ def test_every_part_asks_the_programs_for_what_they_have(tiny_npz, tmp_path, sta
         if "--against" in arguments:
             assert arguments == ["--recipe", "muon", "--against", "apple2019", "--rounds", "20"]
         elif program not in ("pytest", "compare"):
-            settings, _ = read_request([word for word in arguments if word != "--input_pipelines"], {})
+            settings, _ = read_request([word for word in arguments if word != "--input_pipelines"])
             assert settings.data == str(tiny_npz) or program == "bench"
 
 

@@ -3,16 +3,23 @@
 import pytest
 import torch
 
+from large_batch_cifar_10_fast.launch import visible_gpus
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.request.planning import plan_processes, torchrun_arguments
-from large_batch_cifar_10_fast.settings.settings import Refusal
+from large_batch_cifar_10_fast.settings.settings import Launch, Refusal
 from large_batch_cifar_10_fast.training import meeting, process
 
 
+def _on(machines: int) -> Launch:
+    return Launch(nnodes=machines, rdzv_endpoint="ten.example:2911")
+
+
 def test_no_more_processes_than_gpus():
-    with pytest.raises(Refusal, match="NPROC=4 is more than fit this machine's 2 GPUs"):
-        plan_processes(Apple2019(), {"NPROC": "4"}, gpus=2, cores=64)
+    with pytest.raises(Refusal, match="--nproc 4 is more than the 2 GPUs here: use at most 2"):
+        plan_processes(Apple2019(), Launch(nproc=4), gpus=2, cores=64)
+    with pytest.raises(Refusal, match="--nproc 2 of 2 teams is more than the 2 GPUs here: use at most 1"):
+        plan_processes(Apple2019(), Launch(nproc=2, teams=2), gpus=2, cores=64)
 
 
 @pytest.mark.parametrize(
@@ -30,59 +37,48 @@ def test_no_more_processes_than_gpus():
     ],
 )
 def test_as_many_processes_as_divide_the_workers_and_fit(gpus, cores, workers, machines, processes):
-    assert plan_processes(Apple2019(workers=workers), {"NNODES": str(machines)}, gpus, cores) == processes
+    assert plan_processes(Apple2019(workers=workers), _on(machines), gpus, cores) == processes
 
 
-def test_teams_take_as_many_processes_as_fit_their_workers():
-    plan = {teams: plan_processes(Apple2019(), {"TEAMS": str(teams)}, 0, 6) for teams in (1, 2, 3, 6)}
-    assert plan == {1: 4, 2: 4, 3: 6, 6: 6}
-    assert plan_processes(MuonRecipe(), {"TEAMS": "5"}, 8, 64) == 5
-    for teams, sharing in (("5", "1"), ("9", "2")):
-        with pytest.raises(Refusal, match=f"NPROC={teams} is more than fit this machine's 4 GPUs: use at most"):
-            plan_processes(MuonRecipe(), {"TEAMS": teams, "TEAMS_PER_GPU": sharing}, 4, 64)
-    for wrong, gpus in (({"NPROC": "4"}, 2), ({}, 0), ({"TEAMS": "1", "NPROC": "2"}, 1)):
-        with pytest.raises(Refusal, match="TEAMS_PER_GPU=2 is for teams of one process each"):
-            plan_processes(Apple2019(), {"TEAMS": "2", "TEAMS_PER_GPU": "2", **wrong}, gpus, 64)
-    assert plan_processes(MuonRecipe(), {"TEAMS": "4", "TEAMS_PER_GPU": "2"}, 2, 64) == 4
-    assert plan_processes(Apple2019(), {"TEAMS": "2", "TEAMS_PER_GPU": "2"}, 2, 64) == 2, "one process a team"
-    arguments = torchrun_arguments({"TEAMS": "2"}, 4, "scratch")
-    assert "--redirects=1:2,2:2,3:2" in arguments, "the first speaks for all"
+def test_teams_share_the_gpus_or_cores_and_a_gpu_where_there_are_too_few():
+    assert [plan_processes(Apple2019(), Launch(teams=teams), 0, 6) for teams in (1, 2, 3, 6)] == [4, 2, 2, 1]
+    assert [plan_processes(Apple2019(), Launch(teams=teams), 8, 64) for teams in (1, 2, 8, 9)] == [8, 4, 1, 1]
+    assert plan_processes(MuonRecipe(), Launch(teams=5), 8, 64) == 1
 
 
-def test_teams_on_several_machines_are_of_as_many_processes_each():
-    def plan(recipe, teams, machines, gpus, **more):
-        return plan_processes(recipe, {"TEAMS": str(teams), "NNODES": str(machines), **more}, gpus, 64)
+@pytest.mark.parametrize(
+    ("visible", "names"), [(None, ["0", "1"]), ("3,GPU-7a", ["3", "GPU-7a"]), ("5,6,9", ["5", "6"])]
+)
+def test_teams_get_the_gpus_by_the_names_they_have(visible, names, monkeypatch):
+    """Of three names torch can use two: the third GPU is not there."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus(2) == names
 
-    assert [plan(Apple2019(), teams, 2, 8) for teams in (1, 2, 4, 16)] == [4, 8, 8, 8]
-    assert plan(Apple2019(), 1, 2, 3) == 2, "a team of both machines"
-    assert plan(MuonRecipe(), 4, 2, 1, TEAMS_PER_GPU="2") == 2
-    with pytest.raises(Refusal, match="TEAMS=3 cannot be made of NPROC=1 processes on 2 machines"):
-        plan(MuonRecipe(), 3, 2, 8, NPROC="1")
 
-
-@pytest.mark.parametrize(("teams_per_gpu", "backend"), [("1", "nccl"), ("2", "gloo")])
-def test_teams_that_share_gpus_take_turns_and_join_where_nccl_would_refuse(teams_per_gpu, backend, monkeypatch):
+def test_gpus_communicate_by_nccl_each_process_on_its_own(monkeypatch):
     """No GPU is needed: what would touch one is replaced."""
     joined = {}
-    monkeypatch.setattr(process, "count_gpus", lambda device: 2)
+    monkeypatch.setattr(process, "count_gpus", lambda device: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(meeting, "meet", lambda *_: torch.distributed.HashStore())
+    monkeypatch.setattr(meeting, "rendezvous_store", lambda *_: torch.distributed.HashStore())
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda kind, **how: joined.update(kind=kind, **how))
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # and put back
-    variables = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "TEAMS_PER_GPU": teams_per_gpu}
-    variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    variables = {"RANK": "7", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with meeting.join_world(1, teams=4) as joining:
-        assert (joining.device, joining.team, joining.world_size) == (torch.device("cuda:1"), 3, 1)
-    assert joined["kind"] == backend
-    assert joined["device_id"] == (joining.device if backend == "nccl" else None)
+    with meeting.join_world(8, timeout=7) as joining:
+        assert (joining.device, joining.rank, joining.world_size) == (torch.device("cuda:3"), 7, 8)
+    assert (joined["kind"], joined["device_id"], joined["timeout"].total_seconds()) == ("nccl", joining.device, 7)
 
 
 def test_several_machines_meet_where_asked_and_one_machine_in_a_file():
-    arguments = torchrun_arguments({"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": "ten.example:2911"}, 4, "scratch")
+    launch = Launch(nnodes=2, node_rank=1, rdzv_endpoint="ten.example:2911")
+    arguments = torchrun_arguments(launch, 4, "scratch")
     assert "--rdzv-endpoint=ten.example:2911" in arguments
     assert "--node-rank=1" in arguments
-    alone = torchrun_arguments({}, 4, "scratch")
+    alone = torchrun_arguments(Launch(), 4, "scratch")
     assert {"--rdzv-conf=store_type=file", "--rdzv-endpoint=scratch/rendezvous"} <= set(alone)
+    assert "--redirects=1:2,2:2,3:2" in alone, "the first process speaks for all"

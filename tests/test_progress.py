@@ -33,7 +33,7 @@ SHOWN: list[Shown] = []
 def test_progress_goes_by_work_so_that_the_time_left_is_right(tiny_npz, tmp_path, monkeypatch):
     """The second epoch has half the steps, and several times the work."""
     monkeypatch.setattr(run_log, "tqdm", Shown)
-    _, recipe = read_request(MUON, {})
+    _, recipe = read_request(MUON)
     first, second = (work_of_epoch(recipe, 643, epoch) for epoch in (1, 2))
     assert first + second == work(recipe, 643)
     assert second > 3 * first

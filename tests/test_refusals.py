@@ -7,22 +7,22 @@ from dataclasses import fields
 
 import pytest
 import torch
-from conftest import environment, free_port, launch, write_npz
+from conftest import environment, free_port, launch, options_among, write_npz
 
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.launch import prepare_launch
+from large_batch_cifar_10_fast.launch import check_launch
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO as PRESET
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.checks import check_out, holds_weights
 from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import Launch, Refusal, Settings
 
 DEMO = ("--demo",)
 CASES = {
-    "P does not divide W": (DEMO, {"NPROC": 3}, "WORKERS=8 cannot be spread over NPROC=3 processes: use 1 or 2 or"),
-    "more processes than workers": (DEMO, {"NPROC": 16}, "NPROC=16"),
-    "no number of processes": (DEMO, {"NPROC": "two"}, "NPROC=two is not a number"),
-    "no workers": (DEMO, {"WORKERS": 0}, "WORKERS=0 is not a number of 1 to 999999"),
+    "P does not divide W": (DEMO, {"nproc": 3}, "--workers 8 cannot be split over 3 processes: use 1 or 2 or"),
+    "more processes than workers": (DEMO, {"nproc": 16}, "over 16 processes"),
+    "no number of processes": (DEMO, {"nproc": "two"}, "argument --nproc: invalid int value"),
+    "no workers": (DEMO, {"workers": 0}, "--workers 0 must be greater than 0"),
     "step larger than the set": ((*DEMO, "--batch_size", "2048"), {}, "16384 images a step, more than the"),
     "a share that is no step": (
         ("--recipe", "muon", "--data", "synthetic", "--batch_size", "100", "--kept", "1,0.01"),
@@ -52,7 +52,7 @@ CASES = {
     "an unknown precision": ((*DEMO, "--precision", "fp8"), {}, "fp8"),
     "a split worker": (
         (*DEMO, "--micro_batches", "3"),
-        {"NPROC": 2},
+        {"nproc": 2},
         "--micro_batches 3 does not divide the 4 workers",
     ),
     "a missing file": ((*DEMO, "--data", "absent.npz"), {}, "absent.npz cannot be read as a .npz file"),
@@ -71,26 +71,23 @@ CASES = {
     "a name too long": ((*DEMO, "--out", "x" * 300), {}, "--out or --save cannot be written: "),
     "a name of two lines": ((*DEMO, "--data", "a\nb"), {}, "--data 'a\\nb' cannot stand in a table"),
     "a name that is no text": ((*DEMO, "--out", "a\udcff"), {}, "--out 'a\\udcff' cannot stand in a table"),
-    "a machine too many": (DEMO, {"NNODES": 2, "NODE_RANK": 2, "RDZV_ENDPOINT": "localhost:1"}, "NODE_RANK=2 must be"),
+    "a machine too many": (DEMO, {"nnodes": 2, "node_rank": 2}, "--node_rank 2 must be"),
     "two processes for one worker": (
         ("--recipe", "basenet", "--data", "synthetic"),
-        {"NPROC": 2},
-        "the workers of recipe basenet (1) cannot be spread over NPROC=2 processes: use 1",
+        {"nproc": 2},
+        "the workers of recipe basenet (1) cannot be split over 2 processes: use 1",
     ),
-    "workers for a recipe that has its own": (("--recipe", "page"), {"WORKERS": 2}, "recipe page has its own number"),
-    "teams that do not come out even": (DEMO, {"TEAMS": 2, "NPROC": 1}, "TEAMS=2 cannot be made of NPROC=1 processes"),
-    "more teams than runs": (DEMO, {"TEAMS": 999999}, "TEAMS=999999 is more than the runs to make (1)"),
+    "workers for a recipe that has its own": (
+        ("--recipe", "page"),
+        {"workers": 2},
+        "recipe page has no option --workers",
+    ),
+    "more teams than runs": (DEMO, {"teams": 99999}, "--teams 99999 is more than the runs to make (1)"),
     "a recipe beyond reason": (("--recipe", "page", "--width", "9" * 30), {}, "must lie in 16 to 100000"),
-    "weights of any machine": (
-        [*DEMO, "--save", "w.pt"],
-        {"TEAMS": 2, "NPROC": 1, "NNODES": 2, "NODE_RANK": 0, "RDZV_ENDPOINT": "localhost:1"},
-        "--save: a team on any machine may make the last run",
-    ),
-    "no time": (DEMO, {"TIMEOUT": "0"}, "TIMEOUT=0 is not a number of 1 to 999999"),
-    "restarts on several machines": (DEMO, {"NNODES": 2, "RESTARTS": 1}, "RESTARTS is for one machine"),
-    "a number beyond reason": (DEMO, {"WORKERS": "9" * 5000}, "is not a number of 1 to 999999"),
-    "no plain digits": (DEMO, {"NNODES": 2, "NODE_RANK": "²", "RDZV_ENDPOINT": "x:1"}, "NODE_RANK=² must be 0 to 1"),
-    "no meeting point": (DEMO, {"NNODES": 2, "NODE_RANK": 0}, "RDZV_ENDPOINT= must be host:port"),
+    "no time": (DEMO, {"timeout": "0"}, "--timeout 0 must be greater than 0"),
+    "restarts on several machines": (DEMO, {"nnodes": 2, "restarts": 1}, "--teams and --restarts are for one machine"),
+    "a number beyond reason": (DEMO, {"workers": "9" * 30}, "and at most 100000"),
+    "no meeting point": (DEMO, {"nnodes": 2}, "--rdzv_endpoint  must be host:port"),
 }
 
 
@@ -99,10 +96,10 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(case
     arguments, variables, message = CASES[case]
     variables = {name: str(value) for name, value in variables.items()}
     monkeypatch.chdir(tmp_path)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    for name in filter(str.isupper, variables):
+        monkeypatch.setenv(name, variables[name])
     with pytest.raises(Refusal) as refusal:
-        prepare_launch(list(arguments), variables)
+        check_launch([*arguments, *options_among(variables)])
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not list(tmp_path.iterdir())
@@ -113,7 +110,7 @@ def test_images_in_a_folder_whose_name_cannot_stand_in_a_table_are_refused(tiny_
     shutil.copy(tiny_npz, folder / "t.npz")
     monkeypatch.chdir(folder)
     with pytest.raises(Refusal, match=r"--data t.npz: the name of the folder it lies in cannot stand in a table"):
-        prepare_launch(["--demo", "--data", "t.npz"], {})
+        check_launch(["--demo", "--data", "t.npz"])
 
 
 @pytest.mark.parametrize("out", ["x" * 300, "table"])
@@ -121,7 +118,7 @@ def test_a_campaign_that_cannot_be_read_is_not_gone_on_with(out, tmp_path, monke
     (tmp_path / "table" / "runs.tsv").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Refusal, match=r"runs.tsv cannot be read \(.*\): give another --out"):
-        prepare_launch(["--resume", "--out", out], {})
+        check_launch(["--resume", "--out", out])
 
 
 def test_a_damaged_archive_is_not_taken_for_weights(tmp_path):
@@ -133,18 +130,18 @@ def test_a_damaged_archive_is_not_taken_for_weights(tmp_path):
 
 @pytest.mark.slow
 def test_the_launcher_answers_a_refusal_with_one_line_and_status_2(tmp_path):
-    result = launch("--demo", cwd=tmp_path, NPROC=3)
-    line = "train_cifar_parallel.sh: WORKERS=8 cannot be spread over NPROC=3 processes: use 1 or 2 or 4 or 8\n"
+    result = launch("--demo", cwd=tmp_path, nproc=3)
+    line = "train_cifar_parallel.sh: --workers 8 cannot be split over 3 processes: use 1 or 2 or 4 or 8\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_a_machine_that_never_comes_is_waited_for_no_longer_than_asked(tmp_path):
-    alone = {"NNODES": 2, "NODE_RANK": 0, "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "TIMEOUT": 1}
+    alone = {"nnodes": 2, "node_rank": 0, "rdzv_endpoint": f"127.0.0.1:{free_port()}", "timeout": 1}
     result = launch("--demo", cwd=tmp_path, **alone)
     line = (
-        "train_cifar_parallel.sh: the 2 machines, each with a NODE_RANK of its own, did not meet; no run was finished"
+        "train_cifar_parallel.sh: the 2 machines, each with a --node_rank of its own, did not meet; no run was finished"
     )
     assert (result.returncode, result.stdout, result.stderr) == (1, "", f"{line} (details: last_failure.txt)\n")
 
@@ -162,14 +159,14 @@ def test_a_truncated_npz_is_refused(tmp_path):
     path = write_npz(tmp_path / "cut.npz", *draw_shapes(200, 20))
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(Refusal, match="cannot be read as a"):
-        prepare_launch(["--demo", "--data", str(path)], {})
+        check_launch(["--demo", "--data", str(path)])
 
 
 def test_wrong_labels_are_refused(tmp_path):
     images, labels, *test = draw_shapes(200, 20)
     path = write_npz(tmp_path / "labels.npz", images, labels + 1, *test)
     with pytest.raises(Refusal, match="labels are 1 to 10, not 0 to 9"):
-        prepare_launch(["--demo", "--data", str(path)], {})
+        check_launch(["--demo", "--data", str(path)])
 
 
 @pytest.mark.slow
@@ -177,7 +174,7 @@ def test_train_alone_refuses_likewise(tmp_path):
     command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", "--demo", "--epochs", "-1"]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr == "train_cifar_parallel.sh: --epochs -1 must be greater than 0, and at most 100000\n"
+    assert result.stderr == "train: --epochs -1 must be greater than 0, and at most 100000\n"
 
 
 @pytest.mark.slow
@@ -186,7 +183,7 @@ def test_a_fault_that_only_shows_in_reading_is_told_once_by_all_processes(tmp_pa
     content = bytearray(path.read_bytes())
     content[100_000] ^= 1
     path.write_bytes(content)
-    result = launch("--demo", "--data", path, "--batch_size", "16", cwd=tmp_path, NPROC=2)
+    result = launch("--demo", "--data", path, "--batch_size", "16", cwd=tmp_path, nproc=2)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
     assert "cannot be read as a .npz file" in result.stderr
@@ -194,26 +191,25 @@ def test_a_fault_that_only_shows_in_reading_is_told_once_by_all_processes(tmp_pa
 
 
 def test_demo_is_a_preset_that_can_be_overridden():
-    settings, recipe = read_request(["--epochs", "3", "--demo"], {"WORKERS": "4"})
+    settings, recipe = read_request(["--epochs", "3", "--demo", "--workers", "4"])
     assert (settings.data, settings.demo) == ("synthetic", True)
     assert recipe == Apple2019(**PRESET | {"epochs": 3, "workers": 4})
-    assert read_request([], {}) == (Settings(), Apple2019())
+    assert read_request([]) == (Settings(), Apple2019())
 
 
 def test_the_published_command_line_still_works():
     line = "--lr_scaler 1.5 --lr_scaler_end_fraction 0.1 --epochs 18 --warmup_fraction 5 --ema_ep 2 --batch_size 256"
-    assert read_request([*line.split(), "--runs", "50"], {}) == (Settings(runs=50), Apple2019())
+    assert read_request([*line.split(), "--runs", "50"]) == (Settings(runs=50), Apple2019())
 
 
 def test_help_answers_without_training(capsys):
     with pytest.raises(SystemExit) as end:
-        prepare_launch(["--help"], {})
+        check_launch(["--help"])
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    for entry in (*fields(Settings), *fields(Apple2019)):
-        assert entry.name == "workers" or f"--{entry.name}" in shown
+    for entry in (*fields(Settings), *fields(Launch), *fields(Apple2019)):
+        assert entry.name == "team" or f"--{entry.name}" in shown
     assert "the recipe apple2019:" in shown
-    assert "WORKERS (default 8)" in " ".join(shown.split())
 
 
 def test_weights_may_take_the_place_of_weights_but_not_of_images(tmp_path, tiny_npz):

@@ -18,7 +18,7 @@ from large_batch_cifar_10_fast.request.checks import check_out
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.results.tables import COLUMNS, NUMBERS
-from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import Launch, Refusal, Settings
 from large_batch_cifar_10_fast.training.world import World
 
 RUNS, SHARES = 5, ("0/1", "0/3", "2/3")
@@ -90,14 +90,14 @@ def test_a_broken_share_is_resumed_as_what_it_is(tables, tmp_path, capsys, monke
     assert told.endswith(" out of 3\n")
     pd.testing.assert_frame_equal(_result(tmp_path / "runs.tsv"), _result(tables["0/2"]))
     with pytest.raises(Refusal, match=r"has all its 3 runs; for its last run's weights .* --seed 11 --save"):
-        read_request(["--resume", "--out", str(tmp_path), "--save", "w.pt"], {})
+        read_request(["--resume", "--out", str(tmp_path), "--save", "w.pt"])
     (tmp_path / "runs.tsv").write_text(lines[0] + lines[3])
     with pytest.raises(Refusal, match="--save keeps the last run's weights, and run 4 is made: leave out --save"):
-        read_request(["--resume", "--out", str(tmp_path), "--save", "w.pt"], {})
+        read_request(["--resume", "--out", str(tmp_path), "--save", "w.pt"])
     monkeypatch.setenv(CAMPAIGN, lines[1].split("\t")[0])
-    assert advice(Settings(out=str(tmp_path))) == "1 of its 3 runs are made, go on with --resume"
+    assert advice(Settings(out=str(tmp_path)), Launch()) == "1 of its 3 runs are made, go on with --resume"
     with pytest.raises(Refusal, match=r"had other share \(0/2 then, 1/2 now\)"):
-        read_request(["--resume", "--out", str(tmp_path), "--share", "1/2"], {})
+        read_request(["--resume", "--out", str(tmp_path), "--share", "1/2"])
 
 
 @pytest.mark.slow

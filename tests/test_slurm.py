@@ -63,9 +63,9 @@ def test_an_array_makes_a_campaign_a_task_that_is_put_off_goes_on_and_merge_find
 
 
 def test_a_job_of_two_machines_trains_one_campaign(tiny_npz, tmp_path):
-    job = {"SLURM_JOB_NUM_NODES": 2, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": os.getpid(), "NPROC": 1}
+    job = {"SLURM_JOB_NUM_NODES": 2, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": os.getpid()}
     out = ["--out", tmp_path / "out"]
-    result = _submit("slurm_machines.sbatch", tmp_path, "--demo", *TINY, "--data", tiny_npz, *out, **job)
+    result = _submit("slurm_machines.sbatch", tmp_path, "--demo", *TINY, "--nproc", 1, "--data", tiny_npz, *out, **job)
     assert result.returncode == 0, result.stderr
     assert "# 8 workers on 2 processes, " in result.stdout
     assert pd.read_csv(tmp_path / "out" / "runs.tsv", sep="\t")["processes"].tolist() == [2]

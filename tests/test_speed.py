@@ -44,7 +44,7 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
             assert device == gpu
 
         def manual_seed(self, seed):
-            pass
+            return self
 
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(torch, "randperm", lambda n, generator, device: torch.arange(n, device=device))

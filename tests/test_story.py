@@ -130,20 +130,16 @@ def two_recipes(monkeypatch):
 
 
 def test_a_recipe_has_its_own_options_and_refuses_anothers(two_recipes, capsys):
-    assert read_request(["--recipe", "stock", "--epochs", "3"], {})[1] == Stock(epochs=3)
-    for arguments, variables, message in (
-        (["--recipe", "stock", "--lr_scaler", "1"], {}, "recipe stock has no option --lr_scaler; --help lists"),
-        (["--recipe", "stock", "--demo"], {}, "--demo is apple2019, small, not stock"),
-        (
-            ["--recipe", "stock"],
-            {"WORKERS": "4"},
-            "WORKERS=4 cannot be set: recipe stock has its own number of workers; unset it",
-        ),
+    assert read_request(["--recipe", "stock", "--epochs", "3"])[1] == Stock(epochs=3)
+    for arguments, message in (
+        (["--recipe", "stock", "--lr_scaler", "1"], "recipe stock has no option --lr_scaler; --help lists"),
+        (["--recipe", "stock", "--demo"], "--demo is apple2019, small, not stock"),
+        (["--recipe", "stock", "--workers", "4"], "recipe stock has no option --workers"),
     ):
         with pytest.raises(Refusal, match=message):
-            read_request(arguments, variables)
+            read_request(arguments)
     with pytest.raises(SystemExit):
-        read_request(["--recipe", "stock", "--help"], {})
+        read_request(["--recipe", "stock", "--help"])
     shown = capsys.readouterr().out
     assert "--batch_size" in shown
     assert "--lr_scaler" not in shown

@@ -48,7 +48,7 @@ class Apple2019:
     width: int = option(64, "channels of the first block; the others scale with it")
     ghost_batch: int = option(0, f"images a norm takes together; 0: a {GROUPS}th of the batch")
     eval_stats: str = option("first", "ghost groups whose statistics evaluation uses", choices=("first", "average"))
-    workers: int = option(8, "replicas, each with its own shard", environment="WORKERS")
+    workers: int = option(8, "replicas, each with its own shard")
 
     name: ClassVar = "apple2019"
     augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_balanced)

@@ -64,7 +64,7 @@ class MuonRecipe:
     label_smoothing: float = option(0.2, "share of a label that all classes get")
     norm_momentum: float = option(0.4, "weight of a new batch in the running statistics")
     views: str = option("six", "of a test image, after the last epoch", choices=tuple(VIEWS))
-    workers: int = option(1, "replicas, each with its own shard", environment="WORKERS")
+    workers: int = option(1, "replicas, each with its own shard")
 
     name: ClassVar = "muon"
     whole_epochs: ClassVar = False  # full batches alone

@@ -92,6 +92,6 @@ def explaining_memory(settings: Settings, recipe: Recipe, world: World) -> Itera
         count = len(world.workers)
         images = f"{count} workers x {recipe.batch_size} images in {settings.micro_batches} micro-batches"
         advice = (
-            f"raise --micro_batches (at most {count}), or use more processes, fewer WORKERS or a smaller --batch_size"
+            f"raise --micro_batches (at most {count}), or use more processes, fewer --workers or a smaller --batch_size"
         )
         raise Refusal(f"out of memory with {images} on {world.device}: {advice}") from error

@@ -9,10 +9,9 @@ from pathlib import Path
 from ..data.cifar10 import Images, count_training_images, load_images
 from ..results.lines import as_pairs, from_pairs
 from ..results.provenance import code_digest
-from ..results.resuming import finished_rows, refuse_other
+from ..results.resuming import refuse_other
 from ..results.tables import Row, read_rows
-from ..settings.settings import SYNTHETIC, Refusal, Settings, count_from, has_option, is_first_machine, spelled
-from ..training.meeting import has_other_machines
+from ..settings.settings import SYNTHETIC, Refusal, Settings, has_option, spelled
 from ..training.recipe import Recipe, images_of_an_epoch
 from ..training.world import World
 
@@ -20,18 +19,18 @@ TABLES = ("runs.tsv", "timing_log.tsv")
 LONGEST_NAME = 240  # bytes: files have 255, and while they are written a few more than their names
 
 
-def check_request(settings: Settings, recipe: Recipe, world_size: int) -> None:
-    """Raise Refusal for what cannot be trained; CIFAR-10 is fetched here if need be."""
+def check_request(settings: Settings, recipe: Recipe, world_size: int, writes: bool, finished: list[Row]) -> None:
+    """Raise Refusal for what cannot be trained; CIFAR-10 is fetched here if need be.
+
+    `writes`: whether this process, or its launcher, writes the tables. `finished`: the rows of a resumed campaign.
+    """
     check_processes(settings, recipe, world_size)
-    if is_first_machine(os.environ):
+    if writes:
         check_out(settings)
-    several_machines = has_other_machines() or count_from(os.environ, "NNODES", 1) > 1  # of a process, or its launcher
-    if settings.save and count_from(os.environ, "TEAMS", 1) > 1 and several_machines:
-        raise Refusal("--save: a team on any machine may make the last run; leave it out, or make that run by itself")
     if settings.data != SYNTHETIC and not os.path.abspath(settings.data).isprintable():
         raise Refusal(f"--data {settings.data}: the name of the folder it lies in cannot stand in a table; move it")
     check_images(recipe, count_training_images(settings.data))
-    for row in finished_rows(settings)[-1:]:
+    for row in finished[-1:]:
         refuse_other(row, processes=world_size, digest=load_images(settings.data).digest)
 
 
@@ -56,7 +55,7 @@ def check_processes(settings: Settings, recipe: Recipe, world_size: int) -> None
     """Refuse a number of processes, or of micro-batches, that would split a worker."""
     if recipe.workers % world_size:
         fitting = " or ".join(str(p) for p in range(1, recipe.workers + 1) if recipe.workers % p == 0)
-        raise Refusal(f"{_workers_of(recipe)} cannot be spread over NPROC={world_size} processes: use {fitting}")
+        raise Refusal(f"{_workers_of(recipe)} cannot be split over {world_size} processes: use {fitting}")
     if (recipe.workers // world_size) % settings.micro_batches:
         here = f"the {recipe.workers // world_size} workers of a process"
         raise Refusal(f"{spelled(settings, 'micro_batches')} does not divide {here}")

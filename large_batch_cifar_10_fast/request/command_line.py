@@ -15,9 +15,9 @@ from ..recipes.fastai import FastAI
 from ..recipes.muon import Muon2024, MuonRecipe
 from ..recipes.page import Page
 from ..results.lines import as_pairs, from_pairs
-from ..results.resuming import finished_rows, is_told_later, refuse_other
+from ..results.resuming import finished_rows, is_restart, refuse_other
 from ..results.tables import CONDITIONS, Row, planned_by
-from ..settings.settings import Refusal, Settings, count_from, has_option, is_first_machine, restarts
+from ..settings.settings import Launch, Refusal, Settings, has_option
 from ..training.devices import count_gpus
 from ..training.recipe import Recipe
 
@@ -28,33 +28,40 @@ PRESET = {"data": "synthetic", **DEMO}
 CHANGED = "somebody changed its table; put it back, or start without --resume"
 
 
-def read_request(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Settings, Recipe]:
-    """The settings and the recipe asked for; with --resume those of the last campaign in --out.
+def read_request(arguments: Sequence[str], rows: Sequence[Row] | None = None) -> tuple[Settings, Recipe]:
+    """Return the settings and the recipe asked for; with --resume those of the last campaign in --out.
 
-    Raises Refusal for what they cannot be; if there is no such campaign; if what is given anew, or the code,
-    differs from the campaign's.
+    `rows` are the campaign's, where somebody else read them; None: read them here. Raise Refusal for values that make
+    no sense, for --resume without a campaign, and where new values or the code differ from the campaign's.
     """
     name = _recipe_asked_for(arguments)
     kind = RECIPES[name or DEFAULT]
-    asked = vars(_parser(kind).parse_args(arguments)) | _variables(kind, environment)
+    asked = vars(_parser(kind).parse_args(arguments))
     asked.pop("recipe", None)
     if asked.get("demo"):
         if kind is not RECIPES[DEFAULT]:
             raise Refusal(f"--demo is {DEFAULT}, small, not {kind.name}: leave out one of them")
         asked = PRESET | asked
     settings, recipe = _made_of(Settings, asked), _made_of(kind, asked)
-    is_known = settings.resume and not is_told_later(settings)
-    return _resumed(settings, name, asked) if is_known else (settings, recipe)
+    if not settings.resume:
+        return settings, recipe
+    return _resumed(settings, name, asked, finished_rows(settings) if rows is None else rows)
 
 
-def read_to_measure(
-    arguments: Sequence[str], environment: Mapping[str, str], processes: int
-) -> tuple[Settings, Recipe]:
-    """The same, for steps that are measured: without CUDA they are of a worker a process, unless WORKERS says otherwise
-    or the recipe has its own number, or one would last half a minute."""
-    settings, recipe = read_request(arguments, environment)
-    if has_option(recipe, "workers") and not environment.get("WORKERS") and not count_gpus(settings.device):
-        return read_request(arguments, {**environment, "WORKERS": str(processes)})
+def read_launch(arguments: Sequence[str]) -> tuple[Launch, Settings]:
+    """Return how processes are started, and the settings before --resume adds a campaign's. Raise Refusal."""
+    kind = RECIPES[_recipe_asked_for(arguments) or DEFAULT]
+    asked = vars(_parser(kind).parse_args(arguments))
+    return _made_of(Launch, asked), _made_of(Settings, asked)
+
+
+def read_to_measure(arguments: Sequence[str], processes: int) -> tuple[Settings, Recipe]:
+    """Return the same for measured steps: on a CPU of one worker a process, unless --workers is given or the recipe has
+    its own number, because a step would last half a minute."""
+    settings, recipe = read_request(arguments)
+    given = any(argument.split("=")[0] == "--workers" for argument in arguments)
+    if has_option(recipe, "workers") and not given and not count_gpus(settings.device):
+        return read_request([*arguments, "--workers", str(processes)])
     return settings, recipe
 
 
@@ -66,16 +73,6 @@ def _recipe_asked_for(arguments: Sequence[str]) -> str | None:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe", choices=RECIPES)
     return parser.parse_known_args(arguments)[0].recipe
-
-
-def _variables(kind: type, environment: Mapping[str, str]) -> dict[str, int]:
-    """WORKERS, for a recipe that leaves the number of workers open."""
-    if not environment.get("WORKERS"):
-        return {}
-    workers = count_from(environment, "WORKERS", 1)
-    if not has_option(kind, "workers"):
-        raise Refusal(f"WORKERS={workers} cannot be set: recipe {kind.name} has its own number of workers; unset it")
-    return {"workers": workers}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,24 +95,18 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(kind: type) -> _Parser:
     """All options of a recipe and of the settings; those left out leave no trace, so that what was asked shows."""
-    workers = f"WORKERS (default {kind.workers}), " if has_option(kind, "workers") else ""
     parser = _Parser(
         prog="train_cifar_parallel.sh",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=f"recipe {kind.name}: {kind.__doc__.splitlines()[0]}",
-        epilog=f"From the environment: {workers}NPROC (processes on this machine; default: as many as fit), TEAMS (of "
-        "processes, each of which makes whole runs; default 1), TEAMS_PER_GPU (of one process each; default 1), PYTHON "
-        "(interpreter), RESTARTS (times that it goes on by itself after a failure; default 0), TIMEOUT (seconds that "
-        "processes wait for each other; default 3600), "
-        "CIFAR10_URL (a mirror of your own), and for several machines NNODES, NODE_RANK, RDZV_ENDPOINT=host:port.",
+        epilog="From the environment: PYTHON (interpreter), CIFAR10_URL (a mirror of your own).",
     )
     parser.add_argument("--recipe", choices=RECIPES, help=f"what is trained, and how (default {DEFAULT})")
-    for title, owner in ((f"the recipe {kind.name}", kind), ("settings", Settings)):
+    for title, owner in ((f"the recipe {kind.name}", kind), ("settings", Settings), ("processes", Launch)):
         group, kinds = parser.add_argument_group(title), get_type_hints(owner)
         for entry in fields(owner):
-            if "environment" not in entry.metadata:
-                _add_option(group, entry, kinds[entry.name])
+            _add_option(group, entry, kinds[entry.name])
     text = f"large_batch_cifar_10_fast {__version__} (Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=text)
     return parser
@@ -128,22 +119,25 @@ def _add_option(group, entry, kind: type) -> None:
         return
     choices = entry.metadata.get("choices")
     shown = f"{text} (default {'none' if entry.default == '' else entry.default})"
+    if text == argparse.SUPPRESS:
+        shown = text
     metavar = None if choices else kind.__name__.upper()
     group.add_argument(f"--{entry.name}", type=kind, choices=choices, help=shown, metavar=metavar)
 
 
-def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) -> tuple[Settings, Recipe]:
+def _resumed(
+    settings: Settings, name: str | None, asked: Mapping[str, object], rows: Sequence[Row]
+) -> tuple[Settings, Recipe]:
     """The campaign's own settings and recipe, unless something given anew contradicts them."""
-    rows = finished_rows(settings)
     if not rows:
         raise Refusal(f"--resume: there is no campaign in {settings.out}: start one without --resume")
     row, planned = rows[-1], planned_by(rows[-1])
-    if len(rows) >= len(planned) and not restarts(os.environ):
+    if len(rows) >= len(planned) and not is_restart():
         message = f"the last campaign in {settings.out}, {row['campaign']}, has all its {len(planned)} runs"
         last_seed = int(row["seed"]) - int(row["run"]) + planned[-1]
         advice = f"; for its last run's weights train that again: --seed {last_seed} --save" if settings.save else ""
         raise Refusal(f"--resume: {message}{advice}")
-    if settings.save and str(planned[-1]) in {row["run"] for row in rows} and not restarts(os.environ):
+    if settings.save and str(planned[-1]) in {row["run"] for row in rows} and not is_restart():
         raise Refusal(f"--resume: --save keeps the last run's weights, and run {planned[-1]} is made: leave out --save")
     if row["recipe"] not in RECIPES:
         raise Refusal(f"--resume: this version has no recipe {row['recipe']}: start without --resume")
@@ -161,7 +155,7 @@ def _resumed(settings: Settings, name: str | None, asked: Mapping[str, object]) 
 
 def _images_here(row: Row, settings: Settings) -> str:
     """A campaign's images; on another machine than the first, where they may lie elsewhere, in the usual place."""
-    elsewhere = os.path.isabs(row["data"]) and not os.path.exists(row["data"]) and not is_first_machine(os.environ)
+    elsewhere = os.path.isabs(row["data"]) and not os.path.exists(row["data"]) and os.environ.get("RANK", "0") != "0"
     return settings.data if elsewhere else row["data"]
 
 

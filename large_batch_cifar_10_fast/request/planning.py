@@ -1,71 +1,42 @@
 """How many processes, where they meet, and what ends them: what torchrun is told."""
 
-import math
-import re
 import signal
-from collections.abc import Mapping
 
-from ..settings.settings import Refusal, count_from, most_restarts
+from ..settings.settings import Launch, Refusal
 from ..training.recipe import Recipe
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a launch in order
-MEETING = 900  # seconds that machines wait for each other at first, unless TIMEOUT says otherwise
+RENDEZVOUS = 900  # seconds that machines wait for each other at most
 
 
-def plan_processes(recipe: Recipe, environment: Mapping[str, str], gpus: int, cores: int) -> int:
-    """NPROC, or the most processes on this machine that divide the workers, one per GPU or core."""
-    machines = count_from(environment, "NNODES", 1)
-    teams, sharing = count_from(environment, "TEAMS", 1), count_from(environment, "TEAMS_PER_GPU", 1)
-    places = gpus * sharing or cores
-    least = teams // math.gcd(teams, machines)  # with which all teams are of as many processes
-    fitting = [n for n in range(least, places + 1, least) if recipe.workers % (n * machines // teams) == 0]
-    processes = count_from(environment, "NPROC", least if sharing > 1 else max(fitting, default=least))
-    if processes * machines % teams:
-        there = f"NPROC={processes} processes on {machines} machines"
-        raise Refusal(f"TEAMS={teams} cannot be made of {there}: as many processes in each team")
-    if sharing > 1 and not (gpus and processes * machines == teams):
-        here = f"TEAMS={teams} and NPROC={processes} on {gpus} GPUs"
-        raise Refusal(f"TEAMS_PER_GPU={sharing} is for teams of one process each that share GPUs, not for {here}")
+def plan_processes(recipe: Recipe, launch: Launch, gpus: int, cores: int) -> int:
+    """Return --nproc, or the most processes of a team that divide the workers, each with a GPU or core of its own."""
+    places = max(1, (gpus or cores) // launch.teams)
+    fitting = [n for n in range(1, places + 1) if recipe.workers % (n * launch.nnodes) == 0]
+    processes = launch.nproc or max(fitting, default=1)
     if gpus and processes > places:
-        advice = f"use at most {places}, or let teams share a GPU with TEAMS_PER_GPU"
-        raise Refusal(f"NPROC={processes} is more than fit this machine's {gpus} GPUs: {advice}")
+        of_teams = f" of {launch.teams} teams" if launch.teams > 1 else ""
+        raise Refusal(f"--nproc {processes}{of_teams} is more than the {gpus} GPUs here: use at most {places}")
     return processes
 
 
-def torchrun_arguments(environment: Mapping[str, str], processes: int, scratch: str) -> list[str]:
-    """Where the processes meet: without any port of torchrun's own on one machine, at RDZV_ENDPOINT on several."""
-    machines = count_from(environment, "NNODES", 1)
-    if machines == 1:
+def torchrun_arguments(launch: Launch, processes: int, scratch: str) -> list[str]:
+    """Return torchrun's arguments. On one machine the processes meet in a file, and torchrun opens no port."""
+    if launch.nnodes == 1:
         where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={scratch}/rendezvous"]
         where += ["--rdzv-id=large_batch", "--local-addr=127.0.0.1"]
     else:
-        endpoint, rank = environment["RDZV_ENDPOINT"], environment["NODE_RANK"]
-        host, _, port = endpoint.rpartition(":")
-        where = ["--rdzv-backend=static", f"--nnodes={machines}", f"--node-rank={rank}"]
-        where += [f"--rdzv-endpoint={endpoint}", f"--master-addr={host}", f"--master-port={port}"]
-        where += [f"--rdzv-conf=timeout={count_from(environment, 'TIMEOUT', MEETING)}"]
+        host, _, port = launch.rdzv_endpoint.rpartition(":")
+        where = ["--rdzv-backend=static", f"--nnodes={launch.nnodes}", f"--node-rank={launch.node_rank}"]
+        where += [f"--rdzv-endpoint={launch.rdzv_endpoint}", f"--master-addr={host}", f"--master-port={port}"]
+        where += [f"--rdzv-conf=timeout={min(launch.timeout, RENDEZVOUS)}"]
     others = ",".join(f"{rank}:2" for rank in range(1, processes))  # whose STDERR goes to a file instead
     kept = [f"--log-dir={scratch}/log", *([f"--redirects={others}"] if others else [])]
-    handled = [name for name in SIGNALS if not _is_ignored(name)]
-    ends = [f"--signals-to-handle={','.join(handled)}", f"--max-restarts={most_restarts(environment)}"]
-    return [*where, *kept, *ends, f"--nproc-per-node={processes}", "-m", "large_batch_cifar_10_fast.train"]
+    handled = ",".join(name for name in SIGNALS if not is_ignored(getattr(signal, name)))
+    ends = [f"--signals-to-handle={handled}", "--max-restarts=0"]
+    return [*where, *kept, *ends, f"--nproc-per-node={processes}", "-m", "--", "large_batch_cifar_10_fast.train"]
 
 
-def check_meeting(environment: Mapping[str, str]) -> None:
-    """Refuse several machines that could not find each other, and what only one machine can do."""
-    machines = count_from(environment, "NNODES", 1)
-    if machines == 1:
-        return
-    if most_restarts(environment):
-        raise Refusal("RESTARTS is for one machine: the others would not know; unset it, and go on with --resume")
-    endpoint, rank = environment.get("RDZV_ENDPOINT", ""), environment.get("NODE_RANK", "")
-    if rank not in map(str, range(machines)):
-        raise Refusal(f"NODE_RANK={rank} must be 0 to {machines - 1} with NNODES={machines}")
-    host, _, port = endpoint.rpartition(":")
-    if not host or not re.fullmatch("[0-9]{1,5}", port):
-        raise Refusal(f"RDZV_ENDPOINT={endpoint} must be host:port of the first machine with NNODES={machines}")
-
-
-def _is_ignored(name: str) -> bool:
-    """As nohup has it of SIGHUP."""
-    return signal.getsignal(getattr(signal, name)) == signal.SIG_IGN
+def is_ignored(number: int) -> bool:
+    """Return whether a signal is ignored, as nohup has it of SIGHUP."""
+    return signal.getsignal(number) == signal.SIG_IGN

@@ -2,8 +2,6 @@
 
 import contextlib
 import hashlib
-import math
-import os
 import platform
 import resource
 import subprocess
@@ -42,15 +40,14 @@ def software() -> dict[str, object]:
     return {"python": platform.python_version(), "torch": torch.__version__, "cuda": cuda, "cudnn": cudnn, "nccl": nccl}
 
 
-def device_name(world: World) -> str:
-    """Of all processes of all teams; every one of them has to ask."""
-    teams = f"{world.teams} teams of " if world.teams > 1 else ""
+def device_name(world: World, teams: int = 1) -> str:
+    """Return the devices of all processes, by name; every process has to ask. Teams share their machine's memory and
+    bandwidth: their times compare with those of as many teams."""
     kinds = " and ".join(sorted(set(world.all_gather_words("device", _kind_of_device(world)))))
+    of_teams = f"{teams} teams of " if teams > 1 else ""
     if not world.on_gpu:
-        return f"CPU {kinds}, {teams}{world.world_size} x {torch.get_num_threads()} threads"
-    a_gpu = math.ceil(int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / torch.cuda.device_count())
-    shared = f", {a_gpu} {'teams' if world.teams > 1 else 'processes'} a GPU" if a_gpu > 1 else ""
-    return f"{teams}{world.world_size} x {kinds}{shared}"
+        return f"CPU {kinds}, {of_teams}{world.world_size} x {torch.get_num_threads()} threads"
+    return f"{of_teams}{world.world_size} x {kinds}"
 
 
 def _kind_of_device(world: World) -> str:

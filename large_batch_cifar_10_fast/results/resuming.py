@@ -7,12 +7,14 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from ..settings.settings import Refusal, Settings, is_first_machine, restarts
-from ..training.meeting import has_other_machines, store_of_all
-from .provenance import code_digest
+from ..settings.settings import Refusal, Settings
+from ..training.world import World
+from .provenance import code_digest, utc_now
 from .tables import Row, read_rows, rows_of_campaign
 
-CAMPAIGN = "LARGE_BATCH_CAMPAIGN"  # the variable by which the launcher tells its processes the campaign's name
+CAMPAIGN = "LARGE_BATCH_CAMPAIGN"  # the variable with the campaign's name, from the launcher to its processes
+STARTED = "LARGE_BATCH_STARTED"  # and the time at which it started
+SUPERVISED = "LARGE_BATCH_SUPERVISED"  # set by the launcher of several teams, or with --restarts, in theirs
 
 
 def campaign_of_this_launch() -> str:
@@ -20,36 +22,33 @@ def campaign_of_this_launch() -> str:
     return os.environ.get(CAMPAIGN) or f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
 
 
+def started() -> str:
+    """Return when this launch's campaign started."""
+    return os.environ.get(STARTED) or utc_now()
+
+
+def is_restart() -> bool:
+    """Return whether another launcher started this launch, and checked before that there are runs to make."""
+    return SUPERVISED in os.environ
+
+
 def finished_rows(settings: Settings) -> list[Row]:
-    """The rows of the campaign to go on with: with --resume the last in --out, after a restart this launch's own.
-    Raises Refusal if they are of other code: it may not even have their recipe's options."""
-    if has_other_machines():
-        rows = _rows_of_the_first_machine(settings)
-    elif settings.resume:
-        rows = [] if is_told_later(settings) else rows_of(settings.out)
-    else:
-        rows = rows_of(settings.out, campaign_of_this_launch()) if restarts(os.environ) else []
+    """Return the campaign's rows: with --resume the last one's in --out, after a restart this launch's own.
+
+    Raise Refusal if they are of other code: it may not even have their recipe's options.
+    """
+    if not settings.resume and not is_restart():
+        return []
+    rows = rows_of(settings.out, "" if settings.resume else campaign_of_this_launch())
     for row in rows[-1:]:
         refuse_other(row, code=code_digest(), torch=version("torch"))
     return rows
 
 
-def _rows_of_the_first_machine(settings: Settings) -> list[Row]:
-    """Its first process reads them and tells all others, which need not have its folder."""
-    store = store_of_all()
-    if os.environ["RANK"] == "0":
-        store.set("finished", json.dumps(rows_of(settings.out) if settings.resume else None))
-    if not settings.resume:
-        return []
-    rows = json.loads(store.get("finished"))
-    if rows is None:
-        raise Refusal("--resume: the first machine was not asked to go on with a campaign: ask all for the same")
-    return rows
-
-
-def is_told_later(settings: Settings) -> bool:
-    """Whether this is the launcher of another machine than the first: what to go on with is told to its processes."""
-    return settings.resume and not is_first_machine(os.environ) and not has_other_machines()
+def rows_from_main(settings: Settings, world: World) -> list[Row]:
+    """Return the campaign's rows as rank 0 reads them, on all processes: other machines need not have its folder."""
+    mine = json.dumps(finished_rows(settings)) if world.is_main else ""
+    return json.loads(world.all_gather_words("finished", mine)[0])
 
 
 def rows_of(out: str, campaign: str = "") -> list[Row]:

@@ -1,12 +1,9 @@
 """What a campaign says: the lines on STDOUT, the progress on a terminal, and what goes into its two tables."""
 
-import json
 import os
 import statistics
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,49 +14,49 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..data.shards import Batch, Epoch
-from ..settings.settings import SYNTHETIC, Refusal, Settings, most_restarts, restarts
+from ..settings.settings import SYNTHETIC, WHOLE, Settings
 from ..training.networks import work, work_of_epoch
 from ..training.recipe import Recipe
 from ..training.tally import Score
-from ..training.teams import answer_teams, say_alive, say_finished, tell_first
 from ..training.world import World, warn
 from . import lines
 from .clock import PARTS, Clock
-from .journal import Journal, write_timing_log, written_whole
-from .provenance import code_digest, commit, device_name, driver_and_clocks, peak_memory, software, utc_now
-from .resuming import campaign_of_this_launch, refuse_other
+from .journal import append, write_timing_log, written_whole
+from .provenance import code_digest, commit, device_name, driver_and_clocks, peak_memory, software
+from .resuming import campaign_of_this_launch, refuse_other, started
 from .tables import CONDITIONS, GOAL, Row, diverged, reached_goal
-
-SIGNS = 0.5  # seconds at least between two signs of life
 
 
 class RunLog:
-    """Prints and writes, in the first process, which is told the rows of other teams by their main ones."""
+    """Prints and writes, in rank 0; of several teams each its own runs, and the first the rest of the log."""
 
     def __init__(
-        self, settings: Settings, recipe: Recipe, world: World, images: Callable[[], dict], finished: list[Row]
+        self,
+        settings: Settings,
+        recipe: Recipe,
+        world: World,
+        images: Callable[[], dict],
+        finished: list[Row],
+        team: str = WHOLE,
     ) -> None:
         """`images` gives facts of the data set, `finished` are the rows of a resumed campaign. Raises Refusal."""
         self.settings, self.recipe, self.world = settings, recipe, world
-        self.rows = {int(row["run"]): row for row in finished}
-        self.runs_to_make = [run for run in settings.planned if run not in self.rows]  # of all teams
-        self.facts: dict[str, object] = {}  # what all rows have alike; the main process's alone
+        first, self.teams = map(int, team.split("/"))
+        self.speaks = world.is_main and first == 0  # for all teams
+        planned = settings.planned[first :: self.teams]
+        self.rows = {int(row["run"]): row for row in finished if int(row["run"]) in planned}
+        self.runs_to_make = [run for run in planned if run not in self.rows]
+        self.facts: dict[str, object] = {}  # what all rows have alike; rank 0's alone
         self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
-        self._alive = time.monotonic()  # when this process last gave a sign of life
-        self._problem: Exception | None = None  # with what other teams told
-        device = device_name(world)
+        device = device_name(world, self.teams)
         if finished:
             refuse_other(finished[0], device=device)
         if world.is_main:
             self._take_down(images, finished, device)
-        name = {key: self.facts[key] for key in ("campaign", "started", "data")} if world.is_first else {}
-        words = world.all_gather_words("campaign", json.dumps(name))
-        if world.is_main:
-            self.facts |= json.loads(words[0])
 
     def _take_down(self, images: Callable[[], dict], finished: list[Row], device: str) -> None:
         settings, recipe, world = self.settings, self.recipe, self.world
-        known = finished[0] if finished else {"campaign": campaign_of_this_launch(), "started": utc_now()}
+        known = finished[0] if finished else {"campaign": campaign_of_this_launch(), "started": started()}
         self.facts = {name: known[name] for name in ("campaign", "started")}
         self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
         self.facts |= {"runs": settings.runs, "share": settings.share, "processes": world.world_size, "device": device}
@@ -67,17 +64,9 @@ class RunLog:
         self.facts |= {name: getattr(settings, name) for name in CONDITIONS}
         self.facts["data"] = settings.data if settings.data == SYNTHETIC else os.path.abspath(settings.data)
         self.facts |= {"version": __version__, "commit": commit(), "code": code_digest(), "torch": version("torch")}
-        self.restart = restarts(os.environ)
-        if not world.is_first:
-            return
-        Path(settings.out).mkdir(parents=True, exist_ok=True)
-        self._journal, self._entering = Journal(Path(settings.out) / "runs.tsv", finished), threading.Lock()
-        if self._journal.mend():
-            warn(f"the last row of {self._journal.path} was half-written: it is in {self._journal.path}.broken now")
-        if self.restart:  # the log goes on
-            made = {"made": len(self.rows), "runs": len(settings.planned)}
-            self._print(lines.RESTART, restart=self.restart, most=most_restarts(os.environ), **made)
-        else:
+        self._table = Path(settings.out) / "runs.tsv"
+        append(self._table, self.rows.values())  # a table that cannot be written is found before the training
+        if self.speaks:
             self._head()
 
     def _head(self) -> None:
@@ -94,9 +83,9 @@ class RunLog:
         Refusal where the runs made before were compiled, and now that failed."""
         for row in [*self.rows.values()][:1]:
             refuse_other(row, compile=compiled)
-        hidden = None if self.world.is_first else True  # None: where there is no terminal
+        hidden = None if self.speaks else True  # None: where there is no terminal
         self._train_images, a_run = train_images, work(self.recipe, train_images)
-        parts = {"total": a_run * len(self.settings.planned), "initial": a_run * len(self.rows)}
+        parts = {"total": a_run * (len(self.rows) + len(self.runs_to_make)), "initial": a_run * len(self.rows)}
         # Time left goes by work, as steps of different stages take different times, and by the mean of all so far.
         how = {"unit": "FLOP", "unit_scale": True, "smoothing": 0, "miniters": 1}
         self._bar = tqdm(**parts, **how, file=sys.stderr, disable=hidden)
@@ -105,13 +94,11 @@ class RunLog:
             torch.cuda.reset_peak_memory_stats(self.world.device)  # what was tried before is no run's
         if self.world.is_main:
             self.facts |= driver_and_clocks(self.world)  # now: before the warm-up a GPU is at rest, and its clocks, too
-        if not self.world.is_first:
-            return
-        if not self.restart:  # or the log goes on
+        if self.speaks:
             self._print_set_up(clock, compiled)
-        if self.world.teams > 1:
-            self._others = threading.Thread(target=self._answer_teams, daemon=True)
-            self._others.start()
+        if self.world.is_main:
+            for run in sorted(self.rows):
+                self._print_run(self.rows[run])
 
     def _print_set_up(self, clock: Clock, compiled: bool) -> None:
         if compiled != self.settings.compile:
@@ -121,8 +108,6 @@ class RunLog:
             self._print(lines.GPU, **self.facts)
         self._print(lines.UPLOAD, **clock.seconds)
         self._print(lines.WHITENING, **clock.seconds)
-        for run in sorted(self.rows):
-            self._print_run(self.rows[run])
 
     def progress(self, steps: Epoch, run: int, epoch: int) -> Iterator[list[Batch]]:
         """The same steps, shown going by."""
@@ -133,9 +118,6 @@ class RunLog:
         for step in steps:
             yield step
             self._bar.update(flop)
-            if time.monotonic() - self._alive > SIGNS:
-                self._alive = time.monotonic()
-                say_alive(self.world)
 
     def epoch(self, clock: Clock, validation: Score) -> None:
         self.epochs.append((clock.total, validation.accuracy))
@@ -156,56 +138,20 @@ class RunLog:
         row["peak_memory"] = peak_memory(self.world.device)
         if self.settings.save and run == self.settings.planned[-1]:  # before its row: what has a row is not made again
             self._save(network)
-        if self.world.is_first:
-            self._enter(row, epochs)
-        elif answer := tell_first(self.world, json.dumps([row, epochs])):
-            kind, _, problem = answer.partition(": ")
-            raise (Refusal if kind == Refusal.__name__ else OSError)(problem)
-
-    def _answer_teams(self) -> None:
-        try:
-            answer_teams(self.world, self._enter_told)
-        except Exception as problem:
-            self._problem = problem
-
-    def _enter_told(self, word: str) -> str:
-        """Another team's row. Returns what went wrong: that team ends of it, and this one when it has finished."""
-        try:
-            self._enter(*json.loads(word))
-            self._bar.update(self._bar.total // len(self.settings.planned))
-        except Exception as problem:
-            self._problem = problem
-            return f"{type(problem).__name__}: {problem}"
-        return ""
-
-    def _enter(self, row: dict[str, object], epochs: list[tuple[float, float]]) -> None:
-        """A run into the table, and then into the log; of the first its epochs."""
-        with self._entering:
-            if row["run"] == self.settings.planned[0]:
-                write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
-            if not self._journal.append(row):
-                warn(f"somebody changed {self._journal.path} in the meantime: it has this campaign's rows again")
-            self.rows[row["run"]] = row
-            self._print_run(row)
-            if diverged(row):
-                when = f"stopped after epoch {len(epochs)} of {self.recipe.epochs}: its loss is not finite"
-                warn(f"run {row['run']} (seed {row['seed']}) {when}; lower the learning rate, or try --precision fp32")
+        if run == self.settings.planned[0]:
+            write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
+        self.rows[run] = row
+        append(self._table, self.rows.values())
+        self._print_run(row)
+        if diverged(row):
+            when = f"stopped after epoch {len(epochs)} of {self.recipe.epochs}: its loss is not finite"
+            warn(f"run {run} (seed {row['seed']}) {when}; lower the learning rate, or try --precision fp32")
 
     def summary(self) -> None:
-        """The three lines that close the published log, over the whole seconds of each run."""
-        say_finished(self.world)
-        if not self.world.is_first:
-            return
-        if self.world.teams > 1:
-            self._others.join()
+        """Print the lines that close the published log; of several teams the launcher does, when all have ended."""
         self._bar.close()
-        if self._problem:
-            raise self._problem
-        seconds = [float(row["seconds"]) for row in self.rows.values()]
-        accuracies = [float(row["validation_accuracy"]) for row in self.rows.values()]
-        self._print(lines.SLOWEST, maximum=max(seconds), median=statistics.median(seconds))
-        self._print(lines.LOWEST, lowest=min(accuracies), median=round(statistics.median(accuracies), 6))
-        self._print(lines.REACHED, reached=sum(map(reached_goal, self.rows.values())), total=len(self.rows))
+        if self.speaks and self.teams == 1:
+            print_summary(self.rows.values())
 
     def _save(self, network: nn.Module) -> None:
         """Weights and statistics; read them with torch.load(FILE, weights_only=True)."""
@@ -223,5 +169,18 @@ class RunLog:
             self._print(lines.ASIDE, **figures, with_validation=with_validation, gib=figures["peak_memory"] / 2**30)
 
     def _print(self, line: lines.Line, **values: object) -> None:
-        with tqdm.external_write_mode():
-            print(line.write(**values), flush=True)
+        print_line(line, **values)
+
+
+def print_line(line: lines.Line, **values: object) -> None:
+    with tqdm.external_write_mode():
+        print(line.write(**values), flush=True)
+
+
+def print_summary(rows: Iterable[Row]) -> None:
+    """Print the three lines that close the published log, over the whole seconds of each run."""
+    rows = list(rows)
+    seconds, accuracies = ([float(row[name]) for row in rows] for name in ("seconds", "validation_accuracy"))
+    print_line(lines.SLOWEST, maximum=max(seconds), median=statistics.median(seconds))
+    print_line(lines.LOWEST, lowest=min(accuracies), median=round(statistics.median(accuracies), 6))
+    print_line(lines.REACHED, reached=sum(map(reached_goal, rows)), total=len(rows))

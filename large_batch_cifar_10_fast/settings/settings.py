@@ -1,10 +1,11 @@
 """What does not decide the weights: where and how a campaign runs. And how options are declared and refused."""
 
+import argparse
 import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def refusals_end(command: str) -> Iterator[None]:
 
 
 def option(default, text: str, **more):
-    """A dataclass field that is an option of the command line, or with `environment` a variable."""
+    """Return a dataclass field that is an option of the command line."""
     return field(default=default, metadata={"help": text, **more})
 
 
@@ -54,9 +55,8 @@ def has_option(owner: object, name: str) -> bool:
 
 
 def spelled(value: object, name: str) -> str:
-    """An option as the user wrote it: `--epochs 0`, `WORKERS=0`."""
-    variable = value.__dataclass_fields__[name].metadata.get("environment")
-    return f"{variable}={getattr(value, name)}" if variable else f"--{name} {getattr(value, name)}"
+    """Return an option as the user writes it: `--epochs 0`."""
+    return f"--{name} {getattr(value, name)}"
 
 
 def refuse_unless_positive(value: object, *names: str) -> None:
@@ -74,30 +74,6 @@ def refuse_out_of_reason(value: object, *names: str) -> None:
 def refuse_outside(value: object, name: str, least: int, most: float, why: str) -> None:
     if not least <= getattr(value, name) <= most:
         raise Refusal(f"{spelled(value, name)} must lie in {least} to {most}: {why}")
-
-
-def count_from(environment: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
-    """A whole number from an environment variable; raises Refusal if it is none, too small or beyond reason."""
-    text = environment.get(name) or str(default)
-    if not re.fullmatch("[0-9]{1,6}", text) or int(text) < least:
-        raise Refusal(f"{name}={text} is not a number of {least} to 999999")
-    return int(text)
-
-
-def is_first_machine(environment: Mapping[str, str]) -> bool:
-    """Whether this is the one of several machines that reads and writes tables; asked by its launcher, or a process."""
-    alone = count_from(environment, "NNODES", 1) == 1  # whatever NODE_RANK is left over from another launch
-    return environment.get("GROUP_RANK", "0" if alone else environment.get("NODE_RANK", "0")) == "0"
-
-
-def most_restarts(environment: Mapping[str, str]) -> int:
-    """RESTARTS: how often torchrun may start the processes anew, after a failure."""
-    return count_from(environment, "RESTARTS", 0, least=0)
-
-
-def restarts(environment: Mapping[str, str]) -> int:
-    """How often it has."""
-    return int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def runs_of(share: str, runs: int) -> range:
@@ -148,3 +124,36 @@ class Settings:
     def planned(self) -> range:
         """The runs that this launch makes, or has made before."""
         return runs_of(self.share, self.runs)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The processes of a launch. None of it decides the weights."""
+
+    nproc: int = option(0, "processes on this machine (of a team); 0: as many as fit its GPUs or cores")
+    nnodes: int = option(1, "machines; start the script on each")
+    node_rank: int = option(0, "number of this machine, from 0")
+    rdzv_endpoint: str = option("", "host:port of the first machine, where the machines meet")
+    teams: int = option(1, "launches on this machine that share the runs, each with its own GPUs or cores")
+    restarts: int = option(0, "times that a launch that failed is started again, for the missing runs")
+    timeout: int = option(3600, "seconds that processes wait for each other")
+    team: str = option("0/1", argparse.SUPPRESS)  # which of the teams this launch is
+
+    def __post_init__(self) -> None:
+        refuse_unless_positive(self, "nnodes", "teams", "timeout")
+        refuse_out_of_reason(self, "nproc", "restarts", "node_rank")
+        runs_of(self.team, MOST)
+        if self.nnodes == 1:
+            return
+        if self.teams > 1 or self.restarts:
+            raise Refusal("--teams and --restarts are for one machine: use --share and --resume on several")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise Refusal(f"--node_rank {self.node_rank} must be 0 to {self.nnodes - 1} with --nnodes {self.nnodes}")
+        host, _, port = self.rdzv_endpoint.rpartition(":")
+        if not host or not re.fullmatch("[0-9]{1,5}", port):
+            raise Refusal(f"--rdzv_endpoint {self.rdzv_endpoint} must be host:port of the first machine")
+
+    @property
+    def is_first_machine(self) -> bool:
+        """Whether this machine reads and writes the tables."""
+        return self.nnodes == 1 or self.node_rank == 0

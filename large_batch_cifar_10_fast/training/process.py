@@ -3,9 +3,11 @@
 import contextlib
 import ctypes
 import os
+import re
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 
 import torch
@@ -16,14 +18,12 @@ from ..settings.settings import REFUSED, Refusal, refusals_end
 from .devices import count_gpus
 from .networks import DTYPES
 
+LOST = 3  # seconds in which torchrun finds the process that was lost: its end is the cause, this one's follows
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def take_device(device: str = "") -> torch.device:
-    """Return this process's GPU, or the CPU with `--device cpu` or where there is no GPU. Raise Refusal as count_gpus.
-
-    Teams that share GPUs take them in turn.
-    """
+    """Return this process's GPU; the CPU where there is none, or with `--device cpu`. Raise Refusal as count_gpus."""
     gpus = count_gpus(device)
     if not gpus:
         keep_freed_memory()
@@ -70,22 +70,28 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Do this, and end the process. Under torchrun a fault is left in the file that it names, for the launcher to tell,
-    and under ours a refusal, too: so it is heard once, whichever process has to refuse.
+    """Run the body, then end the process. Under torchrun leave an exception in the file that the launcher reads.
 
-    An ordinary exit would run PyTorch's static destructors beside its threads, which aborted 5 of 90 two-process
-    launches after their last line ("terminate called without ..."), and takes a while, in which others may notice.
+    torchrun's children end by os._exit: an ordinary exit runs PyTorch's static destructors beside its threads, which
+    aborted 5 of 90 launches of two processes after their last line.
     """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        with refusals_end("train"):
+            yield
+        return
     status = 0
     try:
-        with contextlib.nullcontext() if LAUNCH in os.environ else refusals_end("train_cifar_parallel.sh"):
+        with contextlib.nullcontext() if LAUNCH in os.environ else refusals_end("train"):
             yield
     except SystemExit as end:
         status = end.code
     except Exception as fault:
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-            raise
-        get_error_handler().record_exception(fault)
+        if re.search("connection|remote process", str(fault), re.IGNORECASE):
+            time.sleep(LOST)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            get_error_handler().record_exception(fault)
+        else:
+            traceback.print_exc()
         status = REFUSED if isinstance(fault, Refusal) else 1
     sys.stdout.flush()
     sys.stderr.flush()
