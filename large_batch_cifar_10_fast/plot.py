@@ -93,6 +93,9 @@ def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
         if log.epochs:
             style = {"color": INK, "lw": 1.6, "zorder": 4} if own else {"color": BEHIND, "lw": 0.7, "zorder": 2}
             axes.plot(x, 100 * y, **style)
+            if log.spread:
+                low, high = log.spread
+                axes.fill_between(x, 100 * low, 100 * high, color=INK, alpha=0.15, lw=0, zorder=3)
         else:
             axes.plot(x, 100 * y, "o", ms=2.5, mec=INK, mfc="white" if len(x) > 1 else INK, mew=0.5, zorder=4)
         last = np.argmax(x) if log.epochs else np.argsort(x)[len(x) // 2]

@@ -51,7 +51,8 @@ class Log:
 
     Accuracies are fractions, each within `rounding` of the true one (0: exact). `loss` is of validation, NaN where a
     run diverged, empty where the log has no losses. `reached` bounds the number of runs that reached 94%.
-    `conditions` are settings, images and hardware. `epochs` is the first run's curve: seconds and accuracies.
+    `conditions` are settings, images and hardware. `epochs` is a curve, seconds and
+    accuracies: the first run's, or the median over the runs, whose range is `spread`.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Log:
     lowest: float = math.nan  # from a summary, more exact than the rounded accuracies
     median: float = math.nan
     epochs: tuple[np.ndarray, np.ndarray] | None = None
+    spread: tuple[np.ndarray, np.ndarray] | None = None  # least and greatest accuracy after each epoch, over the runs
 
     @property
     def diverged(self) -> int:
@@ -185,7 +187,27 @@ def _from_runs(path: str, rows: pd.DataFrame) -> Log:
     notes = (f"{path} holds {len(rows)} of the campaign's {planned} runs",) if len(rows) < planned else ()
     hardware = {name: " and ".join(rows[name].unique()) for name in ("device", "processes") if name in rows}
     conditions = _conditions(rows.iloc[-1].to_dict() | hardware)
-    return Log(path, count / images, loss, seconds, goal, (reached, reached), conditions=conditions, notes=notes)
+    more = {"conditions": conditions, "notes": notes} | _epochs_beside(Path(path), rows["campaign"].iloc[-1])
+    return Log(path, count / images, loss, seconds, goal, (reached, reached), **more)
+
+
+def _epochs_beside(path: Path, campaign: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the median curve of a campaign's runs and its range, from the epochs.tsv beside a runs.tsv, if any."""
+    beside = path.with_name("epochs.tsv")
+    if not beside.is_file():
+        return {}
+    name = str(beside)
+    table = read_table(name, _text(name))
+    limits = {"run": LONGEST, "epoch": LONGEST, "seconds": LONGEST, "validation_accuracy": 1}
+    numbers = pd.DataFrame({column: _numbers(name, table, column, 0, high) for column, high in limits.items()})
+    mine = numbers[(_column(name, table, "campaign") == campaign).to_numpy()].drop_duplicates(
+        ["run", "epoch"], keep="last"
+    )
+    if mine.empty:
+        return {}
+    seconds, accuracy = (mine.groupby("epoch")[column] for column in ("seconds", "validation_accuracy"))
+    curve = seconds.median().to_numpy(), accuracy.median().to_numpy()
+    return {"epochs": curve, "spread": (accuracy.min().to_numpy(), accuracy.max().to_numpy())}
 
 
 def _from_epochs(path: str, table: pd.DataFrame) -> Log:

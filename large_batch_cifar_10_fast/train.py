@@ -124,7 +124,7 @@ def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog
         with clock.counting("validation"):  # a part that is told, but not counted (section 6)
             validation = evaluate(learner, data.test, at_end=epoch == recipe.epochs)
         train = tally.read()
-        log.epoch(clock, validation)
+        log.epoch(clock, train, validation)
         if not math.isfinite(train.loss + validation.loss):  # the weights will not recover: the log warns of it
             break
     log.run(run, clock, train, validation, learner.network)

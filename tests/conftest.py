@@ -154,7 +154,7 @@ class Recorder:
     def progress(self, steps, run, epoch):
         return steps
 
-    def epoch(self, clock, validation):
+    def epoch(self, clock, train, validation):
         self.validations.append(validation)
 
     def run(self, run, clock, train, validation, network):

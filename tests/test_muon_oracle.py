@@ -86,9 +86,9 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
     trained = []
 
     class Log(Recorder):
-        def epoch(self, clock, validation):
+        def epoch(self, clock, train, validation):
             trained.append(ours["whitening.bias"].requires_grad)
-            super().epoch(clock, validation)
+            super().epoch(clock, train, validation)
 
     train_once(0, learner, data, Clock(world.synchronize), log := Log())
     assert trained == [True, False, False, False], "its rate is 0 then, too: this is the work saved"

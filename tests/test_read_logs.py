@@ -301,3 +301,17 @@ def test_a_file_too_large_for_a_log_is_refused(tmp_path):
         file.truncate(LARGEST + 1)
     assert "larger than 64 MiB" in refusal(path)
     assert "larger than 64 MiB" in refusal("/dev/zero")
+
+
+def test_epochs_beside_a_table_give_the_median_curve_and_its_range(tmp_path):
+    """Of the last campaign; what a killed run left of itself does not count."""
+    table = pd.read_csv(REPO / "logs" / "demo" / "runs.tsv", sep="\t", dtype=str, keep_default_na=False)
+    table.to_csv(tmp_path / "runs.tsv", sep="\t", index=False)
+    campaign = table["campaign"].iloc[-1]
+    rows = [("older", 0, 1, 99, 0.9), (campaign, 0, 1, 50, 0.8)]
+    rows += [(campaign, run, epoch, 10 * epoch + run, (epoch + run) / 10) for run in range(3) for epoch in (1, 2)]
+    epochs = pd.DataFrame(rows, columns=["campaign", "run", "epoch", "seconds", "validation_accuracy"])
+    epochs.to_csv(tmp_path / "epochs.tsv", sep="\t", index=False)
+    log = read_log(str(tmp_path / "runs.tsv"))
+    assert [values.tolist() for values in log.epochs] == [[11, 21], [0.2, 0.3]]
+    assert [values.tolist() for values in log.spread] == [[0.1, 0.2], [0.3, 0.4]]

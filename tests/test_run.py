@@ -108,6 +108,16 @@ def test_timing_log_is_dawnbenchs(campaign):
     assert table["top1Accuracy"].iloc[-1] == pytest.approx(100 * rows["validation_accuracy"][0], rel=1e-5)
 
 
+def test_epochs_tsv_has_every_epoch_of_every_run(campaign):
+    folder, _ = campaign
+    rows, epochs = (pd.read_csv(folder / name, sep="\t") for name in ("runs.tsv", "epochs.tsv"))
+    assert epochs[["run", "epoch"]].to_numpy().tolist() == [[run, epoch] for run in rows["run"] for epoch in (1, 2)]
+    assert set(epochs["campaign"]) == set(rows["campaign"])
+    last = epochs[epochs["epoch"] == 2].reset_index(drop=True)
+    for name in ("seconds", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy"):
+        assert last[name].tolist() == pytest.approx(rows[name].tolist()), name
+
+
 def test_a_run_of_a_campaign_equals_a_single_run_with_its_seed(tiny_npz, tmp_path):
     base = ["--demo", *TINY, "--data", tiny_npz]
     train_here(*base, "--runs", 3, "--seed", 5, "--out", tmp_path / "three", "--save", tmp_path / "three.pt")

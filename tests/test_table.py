@@ -11,8 +11,8 @@ import pytest
 from conftest import REPO, environment
 from disturbances import no_file_beyond
 
-from large_batch_cifar_10_fast.results.journal import append
-from large_batch_cifar_10_fast.results.tables import COLUMNS, read_rows
+from large_batch_cifar_10_fast.results.journal import append, append_epochs
+from large_batch_cifar_10_fast.results.tables import COLUMNS, EPOCHS, read_rows
 from large_batch_cifar_10_fast.settings.settings import Refusal
 
 
@@ -95,6 +95,15 @@ def test_a_row_that_a_full_disk_cut_off_is_written_when_there_is_room(table):
         append(table, [_row(0), _row(1), _row(2)])
     append(table, [_row(0), _row(1), _row(2), _row(3)])
     assert _runs(table) == ["0", "1", "2", "3"]
+
+
+def test_half_a_line_of_epochs_tsv_is_removed(tmp_path):
+    path, epoch = tmp_path / "epochs.tsv", dict.fromkeys(EPOCHS, 1)
+    append_epochs(path, [epoch])
+    whole = path.read_text()
+    path.write_text(whole + "1\t1")
+    append_epochs(path, [epoch, epoch])
+    assert path.read_text() == whole + 2 * whole.splitlines(keepends=True)[1]
 
 
 APPEND_TWENTY = """

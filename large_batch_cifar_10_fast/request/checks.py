@@ -15,7 +15,7 @@ from ..settings.settings import SYNTHETIC, Refusal, Settings, has_option, spelle
 from ..training.recipe import Recipe, images_of_an_epoch
 from ..training.world import World
 
-TABLES = ("runs.tsv", "timing_log.tsv")
+TABLES = ("runs.tsv", "epochs.tsv", "timing_log.tsv")
 LONGEST_NAME = 240  # bytes: files have 255, and while they are written a few more than their names
 
 

@@ -15,6 +15,7 @@ from ..recipes.fastai import FastAI
 from ..recipes.muon import Muon2024, MuonRecipe
 from ..recipes.page import Page
 from ..results.lines import as_pairs, from_pairs
+from ..results.provenance import commit
 from ..results.resuming import finished_rows, is_restart, refuse_other
 from ..results.tables import CONDITIONS, Row, planned_by
 from ..settings.settings import Launch, Refusal, Settings, has_option
@@ -107,7 +108,7 @@ def _parser(kind: type) -> _Parser:
         group, kinds = parser.add_argument_group(title), get_type_hints(owner)
         for entry in fields(owner):
             _add_option(group, entry, kinds[entry.name])
-    text = f"large_batch_cifar_10_fast {__version__} (Python {platform.python_version()})"
+    text = f"large_batch_cifar_10_fast {__version__}, commit {commit()} (Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=text)
     return parser
 

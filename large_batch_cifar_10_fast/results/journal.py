@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from ..settings.settings import Refusal
 from ..training.world import warn
-from .tables import COLUMNS, CURVE, HEAD, read_rows, split_whole
+from .tables import COLUMNS, CURVE, EPOCHS, HEAD, read_rows, split_whole
 
 
 def append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
@@ -43,6 +43,20 @@ def append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         while content:
             content = content[file.write(content) :]
         os.fsync(file.fileno())
+
+
+def append_epochs(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Append the epochs of a run to epochs.tsv. A run that is made again after a kill has its epochs twice, and the
+    last ones count; a half-written last line is removed."""
+    with open(path, "a+b", buffering=0) as file:
+        lock(file)
+        file.seek(0)
+        kept = file.read().rfind(b"\n") + 1
+        file.truncate(kept)
+        lines = ["\t".join(str(row[name]) for name in EPOCHS) for row in rows]
+        content = "".join(f"{line}\n" for line in ([] if kept else ["\t".join(EPOCHS)]) + lines).encode()
+        while content:
+            content = content[file.write(content) :]
 
 
 def lock(file: BinaryIO) -> None:

@@ -6,12 +6,15 @@ import platform
 import resource
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 
 import torch
 
 from ..settings.settings import PACKAGE, REPO
 from ..training.devices import nvidia_smi
 from ..training.world import World
+
+DECIDING = ("train.py", "recipes/*.py", "training/*.py", "data/*.py")
 
 
 def utc_now() -> str:
@@ -20,14 +23,15 @@ def utc_now() -> str:
 
 
 def code_digest() -> str:
-    """The first 12 hexadecimal digits of the SHA-256 over every source file of this package, committed or not."""
+    """Return 12 hexadecimal digits of the SHA-256 over the source files that decide the weights, committed or not."""
     total = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(path for part in DECIDING for path in PACKAGE.glob(part)):
         total.update(str(path.relative_to(PACKAGE)).encode())
         total.update(path.read_bytes())
     return total.hexdigest()[:12]
 
 
+@cache
 def commit() -> str:
     """The commit of this code, with -dirty if it was changed since; "unknown" outside a git checkout."""
     return _said_by("git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12") or "unknown"

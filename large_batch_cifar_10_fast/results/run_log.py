@@ -21,7 +21,7 @@ from ..training.tally import Score
 from ..training.world import World, warn
 from . import lines
 from .clock import PARTS, Clock
-from .journal import append, write_timing_log, written_whole
+from .journal import append, append_epochs, write_timing_log, written_whole
 from .provenance import code_digest, commit, device_name, driver_and_clocks, peak_memory, software
 from .resuming import campaign_of_this_launch, refuse_other, started
 from .tables import CONDITIONS, GOAL, Row, diverged, reached_goal
@@ -47,7 +47,7 @@ class RunLog:
         self.rows = {int(row["run"]): row for row in finished if int(row["run"]) in planned}
         self.runs_to_make = [run for run in planned if run not in self.rows]
         self.facts: dict[str, object] = {}  # what all rows have alike; rank 0's alone
-        self.epochs: list[tuple[float, float]] = []  # seconds and accuracy after each epoch of this run
+        self.epochs: list[dict[str, float]] = []  # of this run, the rows of epochs.tsv
         device = device_name(world, self.teams)
         if finished:
             refuse_other(finished[0], device=device)
@@ -119,8 +119,10 @@ class RunLog:
             yield step
             self._bar.update(flop)
 
-    def epoch(self, clock: Clock, validation: Score) -> None:
-        self.epochs.append((clock.total, validation.accuracy))
+    def epoch(self, clock: Clock, train: Score, validation: Score) -> None:
+        losses = {"train_loss": train.loss, "validation_loss": validation.loss}
+        accuracies = {"train_accuracy": train.accuracy, "validation_accuracy": validation.accuracy}
+        self.epochs.append({"epoch": len(self.epochs) + 1, "seconds": clock.total, **losses, **accuracies})
 
     def run(self, run: int, clock: Clock, train: Score, validation: Score, network: nn.Module) -> None:
         """A finished run: its row, and the last's weights. The main process returns when the row is on the disk."""
@@ -133,13 +135,16 @@ class RunLog:
         row |= {"validation_count": validation.correct, "validation_images": validation.images}
         row |= {part: clock.seconds[part] for part in PARTS}
         row |= {"seconds": clock.total, "last_validation": clock.last["validation"]}
-        at_goal = ((i, seconds) for i, (seconds, accuracy) in enumerate(epochs, 1) if accuracy >= GOAL)
+        at_goal = ((e["epoch"], e["seconds"]) for e in epochs if e["validation_accuracy"] >= GOAL)
         row["goal_epoch"], row["goal_seconds"] = ("", "") if diverged(row) else next(at_goal, ("", ""))
         row["peak_memory"] = peak_memory(self.world.device)
         if self.settings.save and run == self.settings.planned[-1]:  # before its row: what has a row is not made again
             self._save(network)
         if run == self.settings.planned[0]:
-            write_timing_log(Path(self.settings.out) / "timing_log.tsv", epochs)
+            curve = [(epoch["seconds"], epoch["validation_accuracy"]) for epoch in epochs]
+            write_timing_log(self._table.with_name("timing_log.tsv"), curve)
+        name = {"campaign": row["campaign"], "run": run}
+        append_epochs(self._table.with_name("epochs.tsv"), [name | epoch for epoch in epochs])
         self.rows[run] = row
         append(self._table, self.rows.values())
         self._print_run(row)

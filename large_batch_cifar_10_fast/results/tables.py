@@ -22,6 +22,16 @@ COLUMNS = [
 ]
 HEAD = {name: name for name in COLUMNS}
 OLDER = [name for name in COLUMNS if name != "share"]  # of tables written before there were shares
+EPOCHS = (
+    "campaign",
+    "run",
+    "epoch",
+    "seconds",
+    "train_loss",
+    "train_accuracy",
+    "validation_loss",
+    "validation_accuracy",
+)
 CURVE = ("epoch", "hours", "top1Accuracy")  # the columns of timing_log.tsv, which are DAWNBench's
 Row = dict[str, str]
 
