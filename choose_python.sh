@@ -28,7 +28,7 @@ has_gpus() {
 
 # Whether an interpreter's torch can use them: the driver is new enough, and torch has kernels for each.
 can_use_gpus() {
-    PYTHONPATH="$top" PYTHONSAFEPATH=1 "$1" -c 'from large_batch_cifar_10_fast.training.devices import count_gpus; count_gpus()' 2>/dev/null
+    PYTHONPATH="$top" PYTHONSAFEPATH=1 "$1" -c 'from large_batch_cifar_10_fast.devices import count_gpus; count_gpus()' 2>/dev/null
 }
 
 is_complete() { cmp -s "$top/requirements.txt" "$top/.venv/complete" && is_made_of "$1"; }

@@ -38,7 +38,14 @@ from torch.utils.data import DataLoader, Dataset
 from . import __version__
 from .data.cifar10 import random_images
 from .data.shards import MEAN, STD, Batch, Shards
+from .devices import DTYPES, allow_tf32, matrix_rate
+from .distributed import World, join_world, launched_world_size
+from .layers import GhostBatchNorm, norms_of, prepare_norms
+from .metrics import MOST_AT_ONCE, Tally
+from .networks import autocast, cast, enter, make_network, reset, training_flop, weight_dtype, work
+from .optim import NesterovSGD, follow_schedules, step_all
 from .plot import BEHIND, WIDTH, check_picture, new_figure, save_picture
+from .recipe import Recipe, Stage, images_of_an_epoch, images_to_warm_up, reduced, stage_of
 from .request.advice import count_cores, precision_on, settle
 from .request.checks import check_images, check_processes
 from .request.command_line import RECIPES, read_request, read_to_measure
@@ -46,15 +53,6 @@ from .results.clock import Clock
 from .results.provenance import code_digest, commit, device_name, peak_memory, utc_now
 from .settings.settings import Refusal, Settings, refusals_end
 from .train import Learner, evaluate, make_learner, prepare, take_step, warm_up
-from .training.meeting import join_world, launched_world_size
-from .training.networks import DTYPES, autocast, cast, enter, make_network, reset, training_flop, weight_dtype, work
-from .training.norm import GhostBatchNorm, norms_of, prepare_norms
-from .training.optimizers import NesterovSGD, follow_schedules, step_all
-from .training.process import allow_tf32, matrix_rate
-from .training.recipe import Recipe, Stage, images_of_an_epoch, images_to_warm_up, reduced, stage_of
-from .training.tally import Tally
-from .training.views import MOST_AT_ONCE
-from .training.world import World
 
 TRAIN, TEST = 50_000, 10_000  # images of CIFAR-10
 PADDING, SIZE = 4, 32

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from . import __version__
 from .data.cifar10 import load_images
 from .data.shards import normalise, upload_test
+from .distributed import join_world, launched_world_size
+from .networks import weight_dtype
+from .recipe import Recipe
 from .request.advice import precision_on
 from .request.checks import check_processes, holds_weights
 from .request.command_line import read_request
@@ -26,9 +29,6 @@ from .results.clock import Clock
 from .results.provenance import code_digest, commit, utc_now
 from .settings.settings import Refusal, Settings, refusals_end
 from .train import evaluate, make_learner
-from .training.meeting import join_world, launched_world_size
-from .training.networks import weight_dtype
-from .training.recipe import Recipe
 
 
 def load_weights(network: nn.Module, path: Path) -> None:

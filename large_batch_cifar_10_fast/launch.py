@@ -18,6 +18,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from .devices import count_gpus
 from .request.advice import count_cores
 from .request.checks import check_request
 from .request.command_line import read_launch, read_request
@@ -36,7 +37,6 @@ from .results.run_log import print_summary
 from .results.tables import Row, planned_by
 from .settings.ending import LAUNCH
 from .settings.settings import REFUSED, WHOLE, Launch, Refusal, Settings, refusals_end
-from .training.devices import count_gpus
 
 COMMAND = "train_cifar_parallel.sh"
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with

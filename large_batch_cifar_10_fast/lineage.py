@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from .networks import work
 from .plot import BEHIND, INK, WIDTH, check_picture, new_figure, save_picture, spread
+from .recipe import Recipe
 from .recipes.apple2019 import Apple2019
 from .recipes.basenet import Basenet
 from .recipes.fastai import FastAI
 from .recipes.muon import Muon2024, MuonRecipe
 from .recipes.page import Page
 from .settings.settings import refusals_end
-from .training.networks import work
-from .training.recipe import Recipe
 
 TRAINING_IMAGES = 50_000
 

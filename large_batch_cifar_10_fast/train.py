@@ -13,8 +13,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .compiling import compiled
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Shards, normalise, upload_shards, upload_test
+from .devices import allow_tf32
+from .distributed import World, join_world, leaving
+from .layers import norms_of, prepare_norms
+from .metrics import Score, Tally
+from .networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
+from .optim import follow_schedules, step_all
+from .recipe import Recipe, images_to_warm_up, reduced, stage_of
 from .request.advice import explaining_memory, settle
 from .request.checks import check_agreement, check_request
 from .request.command_line import read_launch, read_request
@@ -23,15 +31,6 @@ from .results.resuming import rows_from_main
 from .results.run_log import RunLog
 from .results.tables import Row
 from .settings.settings import Settings
-from .training.compiling import compiled
-from .training.meeting import join_world
-from .training.networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
-from .training.norm import norms_of, prepare_norms
-from .training.optimizers import follow_schedules, step_all
-from .training.process import allow_tf32, leaving
-from .training.recipe import Recipe, images_to_warm_up, reduced, stage_of
-from .training.tally import Score, Tally
-from .training.world import World
 
 
 def main(arguments: Sequence[str]) -> None:

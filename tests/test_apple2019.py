@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from large_batch_cifar_10_fast.layers import norms_of, prepare_norms
+from large_batch_cifar_10_fast.networks import cast, frozen_weights, make_network, reset, work
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.settings.settings import Refusal
-from large_batch_cifar_10_fast.training.networks import cast, frozen_weights, make_network, reset, work
-from large_batch_cifar_10_fast.training.norm import norms_of, prepare_norms
 
 SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
 CPU = torch.device("cpu")

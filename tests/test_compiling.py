@@ -13,7 +13,15 @@ from conftest import REPO, TINY, environment
 from test_story import Stock
 from torch._inductor import config as inductor
 
+from large_batch_cifar_10_fast import compiling
+from large_batch_cifar_10_fast.compiling import check_gradients
 from large_batch_cifar_10_fast.data.cifar10 import random_images
+from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.layers import prepare_norms
+from large_batch_cifar_10_fast.metrics import Tally
+from large_batch_cifar_10_fast.networks import cast, enter, make_network, reset
+from large_batch_cifar_10_fast.optim import follow_schedules
+from large_batch_cifar_10_fast.recipe import stage_of
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.request.advice import settle
@@ -21,14 +29,6 @@ from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, take_step
-from large_batch_cifar_10_fast.training import compiling
-from large_batch_cifar_10_fast.training.compiling import check_gradients
-from large_batch_cifar_10_fast.training.networks import cast, enter, make_network, reset
-from large_batch_cifar_10_fast.training.norm import prepare_norms
-from large_batch_cifar_10_fast.training.optimizers import follow_schedules
-from large_batch_cifar_10_fast.training.recipe import stage_of
-from large_batch_cifar_10_fast.training.tally import Tally
-from large_batch_cifar_10_fast.training.world import World
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from large_batch_cifar_10_fast.training import convolutions
-from large_batch_cifar_10_fast.training.convolutions import Convolution, ConvolutionToPool
+from large_batch_cifar_10_fast import cpu
+from large_batch_cifar_10_fast.cpu import Convolution, ConvolutionToPool
 
 EXACT = {"padding": 1, "bias": False, "dtype": torch.float64}
 
@@ -43,7 +43,7 @@ def test_place_by_place_it_is_the_same_with_its_gradients(side, kind, monkeypatc
 
 def test_few_places_are_taken_one_by_one_where_a_network_is_compiled_for_a_cpu(monkeypatch):
     sides = []
-    monkeypatch.setattr(convolutions, "convolve_by_place", lambda x, weight, side: sides.append(side))
+    monkeypatch.setattr(cpu, "convolve_by_place", lambda x, weight, side: sides.append(side))
 
     def run(device="cpu"):
         for side in (2, 4, 5):

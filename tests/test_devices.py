@@ -10,16 +10,16 @@ import torch
 from conftest import GPUS, REPO, TINY, environment, launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from large_batch_cifar_10_fast import devices
+from large_batch_cifar_10_fast.devices import matrix_rate
+from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.optim import NesterovSGD
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.request import advice
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
 from large_batch_cifar_10_fast.train import make_learner
-from large_batch_cifar_10_fast.training import devices
-from large_batch_cifar_10_fast.training.optimizers import NesterovSGD
-from large_batch_cifar_10_fast.training.process import matrix_rate
-from large_batch_cifar_10_fast.training.world import World
 
 CPU = World(0, 1, torch.device("cpu"), 8)
 

@@ -19,9 +19,9 @@ from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.train import make_learner, prepare, take_step, warm_up
-from large_batch_cifar_10_fast.training.meeting import join_world
-from large_batch_cifar_10_fast.training.optimizers import follow_schedules
-from large_batch_cifar_10_fast.training.tally import Tally
+from large_batch_cifar_10_fast.distributed import join_world
+from large_batch_cifar_10_fast.optim import follow_schedules
+from large_batch_cifar_10_fast.metrics import Tally
 
 for recipe in (Apple2019(width=16, batch_size=64), MuonRecipe(width=16, batch_size=64, workers=8, kept="0.9")):
     with join_world(recipe.workers) as world:
@@ -53,7 +53,7 @@ import sys, torch
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner
-from large_batch_cifar_10_fast.training.meeting import join_world
+from large_batch_cifar_10_fast.distributed import join_world
 
 with join_world(1) as world, torch.no_grad():
     network = make_learner(Settings(precision=sys.argv[1]), MuonRecipe(), world).network.eval()

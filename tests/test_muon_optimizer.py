@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.optim import Muon, follow_schedules, orthogonal, orthogonal_all
 from large_batch_cifar_10_fast.recipes.muon import Muon2024
-from large_batch_cifar_10_fast.training.muon import Muon, orthogonal, orthogonal_all
-from large_batch_cifar_10_fast.training.optimizers import follow_schedules
-from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, 1)

@@ -6,15 +6,15 @@ import torch.nn.functional as F
 from conftest import Recorder
 from torch import nn
 
+from large_batch_cifar_10_fast.compiling import gradients, noise
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.networks import reset, weight_dtype
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
-from large_batch_cifar_10_fast.training.compiling import gradients, noise
-from large_batch_cifar_10_fast.training.networks import reset, weight_dtype
-from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, 1)

@@ -6,8 +6,8 @@ from conftest import train_here
 
 from large_batch_cifar_10_fast.data.augment import CropAndAlternateFlip, assign_independent, downscale
 from large_batch_cifar_10_fast.data.shards import shuffle_shard
+from large_batch_cifar_10_fast.metrics import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.training.views import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
 
 
 def test_flips_alternate_from_epoch_to_epoch_and_differ_from_run_to_run():

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from large_batch_cifar_10_fast.training.norm import GhostBatchNorm, prepare_norms
-from large_batch_cifar_10_fast.training.whitening import whitening_filters
+from large_batch_cifar_10_fast.layers import GhostBatchNorm, prepare_norms, whitening_filters
 
 
 def _inputs(groups: int, dtype=torch.float64) -> torch.Tensor:

@@ -14,11 +14,11 @@ from torch import nn
 
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.distributed import World
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
-from large_batch_cifar_10_fast.training.world import World
 
 WORKERS, BATCH, GHOST, WIDTH, STEPS, EPOCHS, SEED = 8, 16, 8, 3, 3, 2, 11
 ALONE = World(0, 1, torch.device("cpu"), WORKERS)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from large_batch_cifar_10_fast import devices, distributed
 from large_batch_cifar_10_fast.launch import visible_gpus
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.request.planning import plan_processes, torchrun_arguments
 from large_batch_cifar_10_fast.settings.settings import Launch, Refusal
-from large_batch_cifar_10_fast.training import meeting, process
 
 
 def _on(machines: int) -> Launch:
@@ -60,16 +60,16 @@ def test_teams_get_the_gpus_by_the_names_they_have(visible, names, monkeypatch):
 def test_gpus_communicate_by_nccl_each_process_on_its_own(monkeypatch):
     """No GPU is needed: what would touch one is replaced."""
     joined = {}
-    monkeypatch.setattr(process, "count_gpus", lambda device: 4)
+    monkeypatch.setattr(devices, "count_gpus", lambda device: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(meeting, "rendezvous_store", lambda *_: torch.distributed.HashStore())
+    monkeypatch.setattr(distributed, "rendezvous_store", lambda *_: torch.distributed.HashStore())
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda kind, **how: joined.update(kind=kind, **how))
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # and put back
     variables = {"RANK": "7", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with meeting.join_world(8, timeout=7) as joining:
+    with distributed.join_world(8, timeout=7) as joining:
         assert (joining.device, joining.rank, joining.world_size) == (torch.device("cuda:3"), 7, 8)
     assert (joined["kind"], joined["device_id"], joined["timeout"].total_seconds()) == ("nccl", joining.device, 7)
 

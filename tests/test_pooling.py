@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from large_batch_cifar_10_fast.training.pooling import HalvingPool, LargestOfFour
+from large_batch_cifar_10_fast.cpu import HalvingPool, LargestOfFour
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -24,7 +24,7 @@ from large_batch_cifar_10_fast.settings.settings import Launch, Refusal, Setting
 ONE_REFUSES = """
 import os, time
 from large_batch_cifar_10_fast.settings.settings import Refusal
-from large_batch_cifar_10_fast.training.process import leaving
+from large_batch_cifar_10_fast.distributed import leaving
 with leaving():
     if os.environ["RANK"] == "1":
         raise Refusal("only this one sees it")
@@ -154,7 +154,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next_without_the_system():
     The heap grows at first, by up to eight blocks, as its beginning is aligned."""
     program = """
 import resource, torch
-from large_batch_cifar_10_fast.training.meeting import join_world
+from large_batch_cifar_10_fast.distributed import join_world
 with join_world(1):
     for _ in range(25):
         block = torch.ones(32, 1024, 1024)

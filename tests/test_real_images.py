@@ -10,7 +10,7 @@ from conftest import train_here, write_npz
 
 from large_batch_cifar_10_fast.data.cifar10 import load_images
 from large_batch_cifar_10_fast.data.shards import MEAN, STD, normalise
-from large_batch_cifar_10_fast.training.whitening import whitening_filters
+from large_batch_cifar_10_fast.layers import whitening_filters
 
 pytestmark = [
     pytest.mark.slow,

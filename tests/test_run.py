@@ -15,6 +15,8 @@ from conftest import REPO, TINY, environment, train_here, train_together
 
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.data.cifar10 import load_images
+from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.metrics import Score
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.advice import explaining_memory
 from large_batch_cifar_10_fast.results import run_log
@@ -23,8 +25,6 @@ from large_batch_cifar_10_fast.results.journal import write_timing_log, written_
 from large_batch_cifar_10_fast.results.provenance import driver_and_clocks
 from large_batch_cifar_10_fast.results.tables import COLUMNS
 from large_batch_cifar_10_fast.settings.settings import Settings, refusals_end
-from large_batch_cifar_10_fast.training.tally import Score
-from large_batch_cifar_10_fast.training.world import World
 
 pytestmark = pytest.mark.slow
 

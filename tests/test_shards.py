@@ -8,13 +8,13 @@ from conftest import random_pictures
 
 from large_batch_cifar_10_fast.data.augment import MAX_OPTIONS, assign_balanced
 from large_batch_cifar_10_fast.data.shards import normalise, shuffle_shard, upload_shards, upload_test
+from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.metrics import mirrored
+from large_batch_cifar_10_fast.recipe import images_of_an_epoch, images_to_warm_up
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.training.recipe import images_of_an_epoch, images_to_warm_up
-from large_batch_cifar_10_fast.training.views import mirrored
-from large_batch_cifar_10_fast.training.world import World
 
 CPU = torch.device("cpu")
 APPLE = Apple2019(batch_size=16)

@@ -10,6 +10,7 @@ from conftest import TINY, train_here
 from disturbances import DIFFERENT
 
 from large_batch_cifar_10_fast import merge
+from large_batch_cifar_10_fast.distributed import World
 from large_batch_cifar_10_fast.launch import advice
 from large_batch_cifar_10_fast.read_logs import read_log
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -19,7 +20,6 @@ from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.results.tables import COLUMNS, NUMBERS
 from large_batch_cifar_10_fast.settings.settings import Launch, Refusal, Settings
-from large_batch_cifar_10_fast.training.world import World
 
 RUNS, SHARES = 5, ("0/1", "0/3", "2/3")
 RESULT = [name for name in COLUMNS if name not in (*DIFFERENT, "share")]

@@ -13,17 +13,16 @@ from torch import nn
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independent
 from large_batch_cifar_10_fast.data.cifar10 import random_images
+from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.layers import GhostBatchNorm
+from large_batch_cifar_10_fast.metrics import ONE_VIEW, Score
+from large_batch_cifar_10_fast.optim import PiecewiseLinear
+from large_batch_cifar_10_fast.recipe import Stage
 from large_batch_cifar_10_fast.request import command_line
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.provenance import code_digest
 from large_batch_cifar_10_fast.settings.settings import Refusal, Settings, option
-from large_batch_cifar_10_fast.training.norm import GhostBatchNorm
-from large_batch_cifar_10_fast.training.optimizers import PiecewiseLinear
-from large_batch_cifar_10_fast.training.recipe import Stage
-from large_batch_cifar_10_fast.training.tally import Score
-from large_batch_cifar_10_fast.training.views import ONE_VIEW
-from large_batch_cifar_10_fast.training.world import World
 
 
 @pytest.mark.slow
@@ -164,7 +163,7 @@ def test_a_campaign_of_another_recipe_is_written_and_resumed(two_recipes, tiny_n
 def test_the_digest_of_the_code_covers_what_decides_the_weights(tmp_path, monkeypatch):
     monkeypatch.setattr("large_batch_cifar_10_fast.results.provenance.PACKAGE", tmp_path)
     seen = [code_digest()]
-    for name in ("train.py", "recipes/page.py", "training/norm.py", "data/augment.py", "plot.py", "results/lines.py"):
+    for name in ("train.py", "recipes/page.py", "layers.py", "data/augment.py", "plot.py", "results/lines.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("changed")
         seen.append(code_digest())

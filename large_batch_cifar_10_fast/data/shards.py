@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..training.recipe import Augmentation, Recipe, images_of_an_epoch, stage_of
-from ..training.world import World
+from ..distributed import World
+from ..recipe import Augmentation, Recipe, images_of_an_epoch, stage_of
 from .augment import MEAN, STD, downscale
 
 Batch = tuple[Tensor, Tensor]

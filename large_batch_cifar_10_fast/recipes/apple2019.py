@@ -12,15 +12,14 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..cpu import HalvingPool
 from ..data.augment import CropAndFlip, assign_balanced
+from ..distributed import World
+from ..layers import GhostBatchNorm, whitening_filters
+from ..metrics import TWO_VIEWS
+from ..optim import NesterovSGD, PiecewiseLinear
+from ..recipe import Stage, cross_entropy
 from ..settings.settings import Refusal, option, refuse_out_of_reason, refuse_unless_positive, spelled
-from ..training.norm import GhostBatchNorm
-from ..training.optimizers import NesterovSGD, PiecewiseLinear
-from ..training.pooling import HalvingPool
-from ..training.recipe import Stage, cross_entropy
-from ..training.views import TWO_VIEWS
-from ..training.whitening import whitening_filters
-from ..training.world import World
 
 Norm = Callable[[int], nn.Module]  # made for so many channels
 

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..data.augment import CropAndFlip, assign_independent
+from ..distributed import World
+from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convolution, norms_of
+from ..metrics import ONE_VIEW
+from ..optim import PiecewiseLinear
+from ..recipe import Stage, cross_entropy
 from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
-from ..training.norm import GhostBatchNorm, norms_of
-from ..training.optimizers import PiecewiseLinear
-from ..training.preactivation import TOO_NARROW, Norm, PreactivationBlock, convolution
-from ..training.recipe import Stage, cross_entropy
-from ..training.views import ONE_VIEW
-from ..training.world import World
 
 RATE = PiecewiseLinear((0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
 SCHEDULED = 40  # epochs

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..data.augment import CropAndFlip, CropJitterRotateFlip, assign_independent
+from ..distributed import World
+from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convolution
+from ..metrics import ONE_VIEW
+from ..optim import PiecewiseLinear
+from ..recipe import Stage, cross_entropy
 from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
-from ..training.norm import GhostBatchNorm
-from ..training.optimizers import PiecewiseLinear
-from ..training.preactivation import TOO_NARROW, Norm, PreactivationBlock, convolution
-from ..training.recipe import Stage, cross_entropy
-from ..training.views import ONE_VIEW
-from ..training.world import World
 
 
 @dataclass(frozen=True)

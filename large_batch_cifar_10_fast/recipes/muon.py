@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from ..cpu import Convolution, ConvolutionToPool, HalvingPool
 from ..data.augment import CropAndAlternateFlip, assign_independent
+from ..distributed import World
+from ..layers import GhostBatchNorm, whitening_filters
+from ..metrics import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
+from ..optim import Muon, PiecewiseLinear
+from ..recipe import Prediction, Stage, cross_entropy
 from ..settings.settings import (
     Refusal,
     option,
@@ -26,15 +32,6 @@ from ..settings.settings import (
     same_option,
     spelled,
 )
-from ..training.convolutions import Convolution, ConvolutionToPool
-from ..training.muon import Muon
-from ..training.norm import GhostBatchNorm
-from ..training.optimizers import PiecewiseLinear
-from ..training.pooling import HalvingPool
-from ..training.recipe import Prediction, Stage, cross_entropy
-from ..training.views import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
-from ..training.whitening import whitening_filters
-from ..training.world import World
 
 STEP_IMAGES, EPOCH_IMAGES = 2000, 50_000
 WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's rate

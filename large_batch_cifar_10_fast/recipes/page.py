@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..data.augment import CropAndFlip, assign_independent
+from ..distributed import World
+from ..layers import TOO_NARROW, GhostBatchNorm
+from ..metrics import ONE_VIEW
+from ..optim import NesterovSGD, PiecewiseLinear
+from ..recipe import Stage, cross_entropy
 from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
-from ..training.norm import GhostBatchNorm
-from ..training.optimizers import NesterovSGD, PiecewiseLinear
-from ..training.preactivation import TOO_NARROW
-from ..training.recipe import Stage, cross_entropy
-from ..training.views import ONE_VIEW
-from ..training.world import World
 from .basenet import Network
 
 RATE = PiecewiseLinear((0, 15, 30, 35), (0, 0.1, 0.005, 0))

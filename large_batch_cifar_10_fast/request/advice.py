@@ -8,12 +8,11 @@ from functools import cache
 
 import torch
 
+from ..devices import BF16_FROM, matrix_rate
+from ..distributed import World
+from ..networks import work
+from ..recipe import Recipe
 from ..settings.settings import Refusal, Settings
-from ..training.devices import BF16_FROM
-from ..training.networks import work
-from ..training.process import matrix_rate
-from ..training.recipe import Recipe
-from ..training.world import World
 
 CORE = 70e9  # FLOP/s of a core in plain float32, as one was seen to do: 30 images/s of the default recipe
 LONG = 600  # seconds, from which on a CPU compiles, and computes in half precision if it gains by it

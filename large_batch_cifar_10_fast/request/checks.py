@@ -7,13 +7,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..data.cifar10 import Images, count_training_images, load_images
+from ..distributed import World
+from ..recipe import Recipe, images_of_an_epoch
 from ..results.lines import as_pairs, from_pairs
 from ..results.provenance import code_digest
 from ..results.resuming import refuse_other
 from ..results.tables import Row, read_rows
 from ..settings.settings import SYNTHETIC, Refusal, Settings, has_option, spelled
-from ..training.recipe import Recipe, images_of_an_epoch
-from ..training.world import World
 
 TABLES = ("runs.tsv", "epochs.tsv", "timing_log.tsv")
 LONGEST_NAME = 240  # bytes: files have 255, and while they are written a few more than their names

@@ -9,6 +9,8 @@ from dataclasses import asdict, fields, replace
 from typing import get_type_hints
 
 from .. import __version__
+from ..devices import count_gpus
+from ..recipe import Recipe
 from ..recipes.apple2019 import DEMO, Apple2019
 from ..recipes.basenet import Basenet
 from ..recipes.fastai import FastAI
@@ -19,8 +21,6 @@ from ..results.provenance import commit
 from ..results.resuming import finished_rows, is_restart, refuse_other
 from ..results.tables import CONDITIONS, Row, planned_by
 from ..settings.settings import Launch, Refusal, Settings, has_option
-from ..training.devices import count_gpus
-from ..training.recipe import Recipe
 
 KINDS = (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)  # a new recipe joins here
 RECIPES = {recipe.name: recipe for recipe in KINDS}  # what --recipe knows

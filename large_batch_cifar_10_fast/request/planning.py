@@ -2,8 +2,8 @@
 
 import signal
 
+from ..recipe import Recipe
 from ..settings.settings import Launch, Refusal
-from ..training.recipe import Recipe
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a launch in order
 RENDEZVOUS = 900  # seconds that machines wait for each other at most

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
+from ..distributed import warn
 from ..settings.settings import Refusal
-from ..training.world import warn
 from .tables import COLUMNS, CURVE, EPOCHS, HEAD, read_rows, split_whole
 
 

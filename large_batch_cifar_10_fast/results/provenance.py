@@ -10,11 +10,12 @@ from functools import cache
 
 import torch
 
+from ..devices import nvidia_smi
+from ..distributed import World
 from ..settings.settings import PACKAGE, REPO
-from ..training.devices import nvidia_smi
-from ..training.world import World
 
-DECIDING = ("train.py", "recipes/*.py", "training/*.py", "data/*.py")
+DECIDING = ("train.py", "recipe.py", "recipes/*.py", "data/*.py", "networks.py", "layers.py", "optim.py", "cpu.py")
+DECIDING += ("compiling.py", "devices.py", "distributed.py", "metrics.py")
 
 
 def utc_now() -> str:

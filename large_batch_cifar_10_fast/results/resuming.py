@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from ..distributed import World
 from ..settings.settings import Refusal, Settings
-from ..training.world import World
 from .provenance import code_digest, utc_now
 from .tables import Row, read_rows, rows_of_campaign
 

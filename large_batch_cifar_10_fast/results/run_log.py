@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..data.shards import Batch, Epoch
+from ..distributed import World, warn
+from ..metrics import Score
+from ..networks import work, work_of_epoch
+from ..recipe import Recipe
 from ..settings.settings import SYNTHETIC, WHOLE, Settings
-from ..training.networks import work, work_of_epoch
-from ..training.recipe import Recipe
-from ..training.tally import Score
-from ..training.world import World, warn
 from . import lines
 from .clock import PARTS, Clock
 from .journal import append, append_epochs, write_timing_log, written_whole

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
-from .world import World
+from .distributed import World
 
 
 class Augmentation(Protocol):

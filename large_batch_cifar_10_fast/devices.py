@@ -4,15 +4,20 @@ import contextlib
 import glob
 import os
 import re
+import statistics
 import subprocess
+import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from ..settings.settings import Refusal
+from .cpu import keep_freed_memory
+from .settings.settings import Refusal
 
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+DTYPES |= {"fp64": torch.float64}
 TESTED = "torch 2.10.0 and torchvision 0.25.0"
 DEFAULT_BUILD = f"{TESTED} from PyPI (CUDA 12.8, compute capability 7.0 to 12.0, drivers from 525 on)"
 OLDER_BUILD = f"{TESTED} from https://download.pytorch.org/whl/cu126 (compute capability 5.0 to 9.0)"
@@ -110,3 +115,40 @@ def nvidia_smi(*arguments: str) -> str:
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     return ""
+
+
+def take_device(device: str = "") -> torch.device:
+    """Return this process's GPU; the CPU where there is none, or with `--device cpu`. Raise Refusal as count_gpus."""
+    gpus = count_gpus(device)
+    if not gpus:
+        keep_freed_memory()
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
+    return device
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Let convolutions and matrix products of float32 tensors use TF32 on a GPU, or not.
+
+    PyTorch lets convolutions use it by default, so that float32 has a mantissa of 10 bits there and not of 23.
+    """
+    torch.backends.cudnn.allow_tf32 = allowed
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def matrix_rate(precision: str, device: torch.device) -> float:
+    """This device's own floating-point operations a second in a large matrix product."""
+    allow_tf32(precision == "tf32")
+    size = 8192 if device.type == "cuda" else 2048
+    dtype = DTYPES[precision]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds[2:])

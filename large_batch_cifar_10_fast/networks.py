@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .norm import norms_of
+from .devices import DTYPES
+from .layers import norms_of
 from .recipe import Recipe, Stage, images_of_an_epoch, stage_of
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
-DTYPES |= {"fp64": torch.float64}
 
 
 def weight_dtype(recipe: Recipe, precision: str) -> torch.dtype:

@@ -1,0 +1,198 @@
+"""The process group: how processes join it, which workers live on which, and how gradients are averaged."""
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from tqdm import tqdm
+
+from .devices import take_device
+from .settings.ending import LAUNCH
+from .settings.settings import REFUSED, Refusal, refusals_end
+
+LOST = 3  # seconds in which torchrun finds the process that was lost: its end is the cause, this one's follows
+
+
+@dataclass(frozen=True)
+class World:
+    """The process group that trains a run together: this process's rank, the world size, its device and the number of
+    workers of all processes."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    total_workers: int
+    store: dist.Store | None = None  # for messages; a single process has none
+
+    @property
+    def workers(self) -> range:
+        """The workers of this process: equal consecutive parts, so that worker 0 is on rank 0."""
+        share = self.total_workers // self.world_size
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which has worker 0 and writes tables and log."""
+        return self.rank == 0
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def warn(self, text: str) -> None:
+        """Print a line to STDERR, from rank 0 alone."""
+        if self.is_main:
+            warn(text)
+
+    def synchronize(self) -> None:
+        """Return when the devices of all processes have finished what they were given."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        if self.world_size > 1:
+            dist.barrier()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Add up a tensor over the processes, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, *tensors: Tensor) -> None:
+        """Give all processes the main one's values, in place."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    @torch.no_grad()
+    def average_gradients(self, network: nn.Module, loss_scale: int) -> None:
+        """The mean over all workers, in place; a process's gradients are sums over its own workers, of scaled losses.
+
+        Divided before they are summed, as published: half precision does not reach as far as the sum. All of one
+        type go in one message, at the end: a compiled backward hands over nothing earlier.
+        """
+        gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            # A gradient has its weight's strides, which leave no gaps: as a line of numbers it needs no copy.
+            lines = [g.as_strided((g.numel(),), (1,)) for g in gradients if g.dtype == dtype]
+            torch._foreach_div_(lines, self.total_workers * loss_scale)
+            if self.world_size > 1:
+                message = torch.cat(lines)
+                dist.all_reduce(message)
+                torch._foreach_copy_(lines, message.split([len(line) for line in lines]))
+
+    def all_gather_words(self, subject: str, word: str) -> list[str]:
+        """Return what each process says about a subject, by rank, when all have said it; each subject once."""
+        if self.store is None:
+            return [word]
+        self.store.set(f"{subject}/{self.rank}", word)
+        return [self.store.get(f"{subject}/{other}").decode() for other in range(self.world_size)]
+
+
+def warn(text: str) -> None:
+    """A line on STDERR, clear of the progress bar."""
+    with tqdm.external_write_mode():
+        print(f"Warning: {text}", file=sys.stderr, flush=True)
+
+
+TIMEOUT = 3600  # seconds; one epoch on a slow machine may keep the others waiting
+
+
+def launched_world_size() -> int:
+    """Return how many processes this one is part of, from torchrun's environment; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def has_other_machines() -> bool:
+    """Return whether some processes of this launch are on other machines."""
+    return os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
+
+
+@contextlib.contextmanager
+def silent_stdout() -> Iterator[None]:
+    """Drop what libraries print to file descriptor 1. STDOUT is the log; Gloo (torch 2.10) prints a line per rank."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def join_world(total_workers: int = 1, device: str = "", timeout: int = TIMEOUT) -> Iterator[World]:
+    """Join the process group, and leave it in order.
+
+    `device` is that of the command line. A collective or a rendezvous that takes longer than `timeout` seconds raises
+    torch's own error.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
+    chosen = take_device(device)
+    if world_size == 1:
+        yield World(rank, world_size, chosen, total_workers)
+        return
+    if not has_other_machines():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    wait = timedelta(seconds=timeout)
+    store = rendezvous_store(rank, world_size, wait)
+    group = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world_size, "timeout": wait}
+    nccl = chosen.type == "cuda"
+    with silent_stdout():
+        dist.init_process_group("nccl" if nccl else "gloo", **group, device_id=chosen if nccl else None)
+    yield World(rank, world_size, chosen, total_workers, dist.PrefixStore("messages", store))
+    dist.destroy_process_group()
+
+
+def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return torchrun's store; under our launcher one on loopback only, where PyTorch's listens on all interfaces."""
+    if has_other_machines() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        return store
+    host, port = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    listening = socket.create_server((host, port), backlog=world_size).detach() if rank == 0 else None
+    given = {"is_master": rank == 0, "master_listen_fd": listening, "timeout": timeout, "wait_for_workers": False}
+    return dist.TCPStore(host, port, world_size, **given)
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Run the body, then end the process. Under torchrun leave an exception in the file that the launcher reads.
+
+    torchrun's children end by os._exit: an ordinary exit runs PyTorch's static destructors beside its threads, which
+    aborted 5 of 90 launches of two processes after their last line.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        with refusals_end("train"):
+            yield
+        return
+    status = 0
+    try:
+        with contextlib.nullcontext() if LAUNCH in os.environ else refusals_end("train"):
+            yield
+    except SystemExit as end:
+        status = end.code
+    except Exception as fault:
+        if re.search("connection|remote process", str(fault), re.IGNORECASE):
+            time.sleep(LOST)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            get_error_handler().record_exception(fault)
+        else:
+            traceback.print_exc()
+        status = REFUSED if isinstance(fault, Refusal) else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,1 +1,0 @@
-"""What trains: norm, optimisers, the world of processes, compilation."""
