@@ -39,19 +39,19 @@ from . import __version__
 from .data.cifar10 import random_images
 from .data.shards import MEAN, STD, Batch, Shards
 from .devices import DTYPES, allow_tf32, matrix_rate
-from .distributed import World, join_world, launched_world_size
+from .distributed import DistContext, init_distributed, launched_world_size
 from .layers import GhostBatchNorm, norms_of, prepare_norms
-from .metrics import MOST_AT_ONCE, Tally
-from .networks import autocast, cast, enter, make_network, reset, training_flop, weight_dtype, work
+from .metrics import MOST_AT_ONCE, Metrics
+from .networks import apply_stage, autocast, cast, make_network, reset, training_flop, weight_dtype, work
 from .optim import NesterovSGD, follow_schedules, step_all
 from .plot import BEHIND, WIDTH, check_picture, new_figure, save_picture
 from .recipe import Recipe, Stage, images_of_an_epoch, images_to_warm_up, reduced, stage_of
-from .request.advice import count_cores, precision_on, settle
+from .request.advice import count_cores, precision_on, resolve_defaults
 from .request.checks import check_images, check_processes
 from .request.command_line import RECIPES, read_request, read_to_measure
 from .results.clock import Clock
 from .results.provenance import code_digest, commit, device_name, peak_memory, utc_now
-from .settings.settings import Refusal, Settings, refusals_end
+from .settings.settings import ConfigError, Settings, exit_on_config_error
 from .train import Learner, evaluate, make_learner, prepare, take_step, warm_up
 
 TRAIN, TEST = 50_000, 10_000  # images of CIFAR-10
@@ -66,12 +66,12 @@ Seconds = dict[str, list[float]]  # of each part, one entry per repetition
 # Timing
 
 
-def timed(world: World, seconds: list[float], function: Callable[[], object]) -> object:
+def timed(ctx: DistContext, seconds: list[float], function: Callable[[], object]) -> object:
     """Call a function, append its seconds with all devices synchronized before and after, and return its result."""
-    world.synchronize()
+    ctx.synchronize()
     start = time.perf_counter()
     result = function()
-    world.synchronize()
+    ctx.synchronize()
     seconds.append(time.perf_counter() - start)
     return result
 
@@ -79,8 +79,8 @@ def timed(world: World, seconds: list[float], function: Callable[[], object]) ->
 def timed_step(learner: Learner, optimizers: list[Optimizer], batches: list[Batch], seconds: list[float]) -> None:
     """Take a training step in the learner's own precision and append its seconds."""
     allow_tf32(learner.settings.precision == "tf32")
-    tally = Tally(learner.world)
-    timed(learner.world, seconds, lambda: take_step(learner, optimizers, batches, tally))
+    metrics = Metrics(learner.ctx)
+    timed(learner.ctx, seconds, lambda: take_step(learner, optimizers, batches, metrics))
 
 
 def first_batches(recipe: Recipe, shards: Shards) -> dict[Stage, list[Batch]]:
@@ -96,7 +96,7 @@ def time_kinds(learner: Learner, optimizers: list[Optimizer], batches: dict[Stag
     reset(learner.network, learner.recipe, seed=0)
     seconds = {}
     for kind, micro_batches in batches.items():
-        enter(learner.network, kind)
+        apply_stage(learner.network, kind)
         timed_step(learner, optimizers, micro_batches, took := [])
         seconds[kind] = took[0]
     return seconds
@@ -115,10 +115,10 @@ def speedup(reference: list[float], ours: list[float]) -> float:
     return median(r / o for r, o in zip(reference, ours, strict=True))
 
 
-def conditions(world: World) -> dict[str, object]:
+def conditions(ctx: DistContext) -> dict[str, object]:
     """Return what a measurement was made with. All processes must call it."""
     code = {"version": __version__, "commit": commit(), "code": code_digest(), "started": utc_now()}
-    return {**code, "device": device_name(world), "torch": torch.__version__}
+    return {**code, "device": device_name(ctx), "torch": torch.__version__}
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -174,9 +174,9 @@ def baseline_network(recipe: Recipe, precision: str, device: torch.device) -> nn
     return network.to(memory_format=torch.contiguous_format)
 
 
-def baseline_optimizers(recipe: Recipe, network: nn.Module, world: World) -> list[Optimizer]:
+def baseline_optimizers(recipe: Recipe, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
     """Return the recipe's optimizers, with BaselineNesterov in place of NesterovSGD."""
-    made = recipe.optimizers(network, world)
+    made = recipe.optimizers(network, ctx)
     return [BaselineNesterov(o.param_groups) if isinstance(o, NesterovSGD) else o for o in made]
 
 
@@ -187,17 +187,17 @@ def measure_run(settings: Settings, recipe: Recipe, baseline_precision: str, rep
     """Return conditions, seconds of every part and figures derived from them; {} on all processes but the main one."""
     check_processes(settings, recipe, launched_world_size())
     check_images(recipe, TRAIN)
-    with join_world(recipe.workers, device=settings.device) as world:
-        settings, seconds = settle(settings, recipe, world, TRAIN), defaultdict(list)
-        learner = timed(world, seconds["compilation"], lambda: make_learner(settings, recipe, world))
+    with init_distributed(recipe.workers, device=settings.device) as ctx:
+        settings, seconds = resolve_defaults(settings, recipe, ctx, TRAIN), defaultdict(list)
+        learner = timed(ctx, seconds["compilation"], lambda: make_learner(settings, recipe, ctx))
         noise = random_images(TRAIN, TEST)
         for _ in range(min(repeats, 3)):
-            data = prepare(noise, learner, clock := Clock(world.synchronize))
+            data = prepare(noise, learner, clock := Clock(ctx.synchronize))
             for part, took in clock.seconds.items():
                 seconds[part].append(took)
-        if world.on_gpu:
-            torch.cuda.reset_peak_memory_stats(world.device)
-        optimizers, last = recipe.optimizers(learner.network, world), recipe.stages[-1].kind
+        if ctx.on_gpu:
+            torch.cuda.reset_peak_memory_stats(ctx.device)
+        optimizers, last = recipe.optimizers(learner.network, ctx), recipe.stages[-1].kind
         follow_schedules(optimizers, epoch=1)
         batches = first_batches(recipe, data.train)
         earlier = {kind: batch for kind, batch in batches.items() if kind != last}
@@ -205,29 +205,29 @@ def measure_run(settings: Settings, recipe: Recipe, baseline_precision: str, rep
         for kind in earlier:
             epoch = next(stage.first_epoch for stage in recipe.stages if stage.kind == kind)
             seconds[f"step from epoch {epoch} on"] = [took[kind] for took in rounds]
-        enter(learner.network, last)
-        step = partial(take_step, learner, optimizers, batches[last], Tally(world))
+        apply_stage(learner.network, last)
+        step = partial(take_step, learner, optimizers, batches[last], Metrics(ctx))
         step()
-        world.synchronize()
-        peak = peak_memory(world.device)  # before the baseline takes memory
-        if world.on_gpu:
-            time_launches(step, world, repeats, seconds)
+        ctx.synchronize()
+        peak = peak_memory(ctx.device)  # before the baseline takes memory
+        if ctx.on_gpu:
+            time_launches(step, ctx, repeats, seconds)
         for seed in range(repeats):
             epoch = partial(data.train.epoch, seed, epoch=1)  # sampling counts, too
-            timed(world, seconds["augmentation of an epoch"], lambda e=epoch: [None for _ in e()])
+            timed(ctx, seconds["augmentation of an epoch"], lambda e=epoch: [None for _ in e()])
         plain = replace(settings, precision=baseline_precision, compile=False, micro_batches=1)
-        network = baseline_network(recipe, plain.precision, world.device)
+        network = baseline_network(recipe, plain.precision, ctx.device)
         recipe.whiten(network, data.train.images)
-        enter(network, last)
-        ours, theirs = time_both(learner, Learner(network, network, recipe, plain, world), batches[last], repeats)
+        apply_stage(network, last)
+        ours, theirs = time_both(learner, Learner(network, network, recipe, plain, ctx), batches[last], repeats)
         allow_tf32(settings.precision == "tf32")
         # A CPU takes minutes for 10,000 test images: measure a chunk and scale.
-        chunk = len(data.test[0]) if world.on_gpu else MOST_AT_ONCE // 4
+        chunk = len(data.test[0]) if ctx.on_gpu else MOST_AT_ONCE // 4
         for _ in range(min(repeats, 3)):
-            timed(world, took := [], lambda: evaluate(learner, (data.test[0][:chunk], data.test[1][:chunk])))
+            timed(ctx, took := [], lambda: evaluate(learner, (data.test[0][:chunk], data.test[1][:chunk])))
             seconds["validation"].append(took[0] * len(data.test[0]) / chunk)
-        facts = conditions(world)
-        if not world.is_main:
+        facts = conditions(ctx)
+        if not ctx.is_main:
             return {}
         seconds |= {**ours, "start-up": [start_up]}
         parts = {n: {"median": median(v), "min": min(v), "max": max(v)} for n, v in seconds.items()}
@@ -237,7 +237,7 @@ def measure_run(settings: Settings, recipe: Recipe, baseline_precision: str, rep
         per_image = {kind: median(took[kind] for took in rounds) / count for kind in earlier}
         per_image[last] = of_a_step / count
         first_epoch = recipe.workers * images_of_an_epoch(recipe, TRAIN, 1) * per_image[stage_of(recipe, 1).kind]
-        rate, flop = matrix_rate(settings.precision, world.device), training_flop(recipe, last) * count
+        rate, flop = matrix_rate(settings.precision, ctx.device), training_flop(recipe, last) * count
         facts |= {"recipe": recipe.name, "workers": recipe.workers, "batch": recipe.batch_size}
         facts |= {"width": getattr(recipe, "width", "-"), "precision": settings.precision}
         facts |= {"compiled": learner.forward is not learner.network, "baseline precision": plain.precision}
@@ -248,7 +248,7 @@ def measure_run(settings: Settings, recipe: Recipe, baseline_precision: str, rep
             "work of a run, PFLOP": work(recipe, TRAIN) / 1e15,
             "training of a run, s": sum(per_image[kind] * n for kind, n in images_by_kind(recipe, TRAIN).items()),
             "TFLOP/s": flop / of_a_step / 1e12,
-            "utilization, of the matrix product's rate": flop / of_a_step / rate / world.world_size,
+            "utilization, of the matrix product's rate": flop / of_a_step / rate / ctx.world_size,
             "augmentation, share of an epoch": median(seconds["augmentation of an epoch"]) / first_epoch,
             "peak memory per process, GiB": peak / 2**30,
         }
@@ -263,7 +263,7 @@ def time_both(ours: Learner, baseline: Learner, batches: list[Batch], repeats: i
         (ours, ours.recipe.optimizers, batches),
         (baseline, partial(baseline_optimizers, baseline.recipe), [(images, labels)]),
     ):
-        follow_schedules(optimizers := make(learner.network, learner.world), epoch=1)
+        follow_schedules(optimizers := make(learner.network, learner.ctx), epoch=1)
         sides.append((learner, optimizers, micro_batches))
     for repeat in range(repeats + 1):
         if repeat == 1:  # the first was a warm-up
@@ -280,26 +280,26 @@ def time_step_in_parts(
     learner: Learner, optimizers: list[Optimizer], images: Tensor, labels: Tensor, seconds: Seconds
 ) -> None:
     """Take a step on images [B, 3, H, W] and labels [B], synchronized after each part."""
-    network, recipe, world, precision = learner.network, learner.recipe, learner.world, learner.settings.precision
+    network, recipe, ctx, precision = learner.network, learner.recipe, learner.ctx, learner.settings.precision
     allow_tf32(precision == "tf32")
-    prepare_norms(network, len(world.workers), tracking=False)
+    prepare_norms(network, len(ctx.workers), tracking=False)
 
     def forward() -> Tensor:
-        with autocast(recipe, precision, world.device):
+        with autocast(recipe, precision, ctx.device):
             losses = recipe.loss(learner.forward(images), labels)
-        return reduced(recipe, losses, len(world.workers))
+        return reduced(recipe, losses, len(ctx.workers))
 
-    loss = timed(world, seconds["forward"], forward)
-    timed(world, seconds["backward"], loss.backward)
-    timed(world, seconds["averaging"], lambda: world.average_gradients(network, recipe.loss_scale))
-    with autocast(recipe, precision, world.device):
-        timed(world, seconds["update"], lambda: step_all(optimizers))
+    loss = timed(ctx, seconds["forward"], forward)
+    timed(ctx, seconds["backward"], loss.backward)
+    timed(ctx, seconds["averaging"], lambda: ctx.average_gradients(network, recipe.loss_scale))
+    with autocast(recipe, precision, ctx.device):
+        timed(ctx, seconds["update"], lambda: step_all(optimizers))
 
 
-def time_launches(step: Callable[[], None], world: World, repeats: int, seconds: Seconds) -> None:
+def time_launches(step: Callable[[], None], ctx: DistContext, repeats: int, seconds: Seconds) -> None:
     """Measure when the host has launched a step, and the step as one CUDA graph, which training does not use."""
     for _ in range(repeats):
-        world.synchronize()
+        ctx.synchronize()
         start = time.perf_counter()
         step()
         seconds["launching of a step"].append(time.perf_counter() - start)
@@ -313,7 +313,7 @@ def time_launches(step: Callable[[], None], world: World, repeats: int, seconds:
             step()
         replays: list[float] = []
         for _ in range(repeats):
-            timed(world, replays, graph.replay)
+            timed(ctx, replays, graph.replay)
         seconds["step as one CUDA graph"] = replays
     except RuntimeError as error:
         torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
@@ -341,24 +341,24 @@ def run_as_text(result: dict) -> str:
 
 def run_timer(learner: Learner, images: Counter[Stage]) -> Callable[[], float]:
     """Return a function that takes a step of each kind and returns the seconds of a run of so many images."""
-    recipe, world = learner.recipe, learner.world
+    recipe, ctx = learner.recipe, learner.ctx
     noise = random_images(images_to_warm_up(recipe, TRAIN), 1)
-    batches = first_batches(recipe, prepare(noise, learner, Clock(world.synchronize)).train)
-    optimizers, count = recipe.optimizers(learner.network, world), recipe.workers * recipe.batch_size
+    batches = first_batches(recipe, prepare(noise, learner, Clock(ctx.synchronize)).train)
+    optimizers, count = recipe.optimizers(learner.network, ctx), recipe.workers * recipe.batch_size
     follow_schedules(optimizers, epoch=1)
     return lambda: sum(images[kind] / count * took for kind, took in time_kinds(learner, optimizers, batches).items())
 
 
 def compare_recipes(asked: list[tuple[Settings, Recipe]], measured: list[Recipe], rounds: int) -> dict:
     """Measure steps of two recipes in turn. `measured` are the recipes asked for, with the workers of one step."""
-    with join_world(1, device=asked[0][0].device) as world:
+    with init_distributed(1, device=asked[0][0].device) as ctx:
         timers, recipes = [], []
         for (settings, recipe), small in zip(asked, measured, strict=True):
             check_processes(settings, small, 1)
             check_images(small, TRAIN)
-            precision = precision_on(world, settings, recipe, TRAIN)
+            precision = precision_on(ctx, settings, recipe, TRAIN)
             settings = replace(settings, precision=precision, compile=not settings.no_compile)
-            learner = make_learner(settings, small, replace(world, total_workers=small.workers))
+            learner = make_learner(settings, small, replace(ctx, total_workers=small.workers))
             timers.append(run_timer(learner, images_by_kind(recipe, TRAIN)))
             facts = {"recipe": recipe.name, "step": f"{small.workers} x {small.batch_size} images"}
             facts |= {"precision": precision, "compiled": learner.forward is not learner.network}
@@ -367,7 +367,7 @@ def compare_recipes(asked: list[tuple[Settings, Recipe]], measured: list[Recipe]
         ratios = [other / one for one, other in pairs]
         for facts, took in zip(recipes, zip(*pairs, strict=True), strict=True):
             facts["training of a run, s"] = list(took)
-        return {"conditions": conditions(world), "recipes": recipes, "ratios": ratios, "interval": interval(ratios)}
+        return {"conditions": conditions(ctx), "recipes": recipes, "ratios": ratios, "interval": interval(ratios)}
 
 
 def interval(values: list[float]) -> tuple[float, float] | None:
@@ -445,16 +445,18 @@ def input_pipelines(
     }
 
 
-def time_epoch(batches: Iterable[Batch], work: Callable[[Batch], None], most: int, steps: int, world: World) -> float:
+def time_epoch(
+    batches: Iterable[Batch], work: Callable[[Batch], None], most: int, steps: int, ctx: DistContext
+) -> float:
     """Return the seconds of an epoch of `steps` batches; if `most` is smaller, measure as many and extrapolate."""
-    world.synchronize()
+    ctx.synchronize()
     start = time.perf_counter()
     for taken, batch in zip(range(1, min(most, steps) + 1), batches, strict=False):
         work(batch)
         if taken == 1:
-            world.synchronize()
+            ctx.synchronize()
             first = time.perf_counter() - start
-    world.synchronize()
+    ctx.synchronize()
     total = time.perf_counter() - start
     return total if taken == steps else first + (total - first) / (taken - 1) * (steps - 1)
 
@@ -462,31 +464,33 @@ def time_epoch(batches: Iterable[Batch], work: Callable[[Batch], None], most: in
 def compare_pipelines(settings: Settings, recipe: Recipe, most: int | None, repeats: int) -> dict:
     """Measure an epoch of every input pipeline, without and with at most `most` training steps, in turn."""
     if recipe.workers > 1 or launched_world_size() > 1:
-        raise Refusal(f"--input_pipelines needs one worker on one process, not recipe {recipe.name}: use --recipe page")
+        raise ConfigError(
+            f"--input_pipelines needs one worker on one process, not recipe {recipe.name}: use --recipe page"
+        )
     check_processes(settings, recipe, 1)
     check_images(recipe, TRAIN)
-    with join_world(recipe.workers, device=settings.device) as world:
-        settings = settle(settings, recipe, world, TRAIN)
-        learner, noise = make_learner(settings, recipe, world), random_images(TRAIN, 1)
-        shards = prepare(noise, learner, Clock(world.synchronize)).train
+    with init_distributed(recipe.workers, device=settings.device) as ctx:
+        settings = resolve_defaults(settings, recipe, ctx, TRAIN)
+        learner, noise = make_learner(settings, recipe, ctx), random_images(TRAIN, 1)
+        shards = prepare(noise, learner, Clock(ctx.synchronize)).train
         warm_up(learner, TRAIN, 1)  # with the short last batch
-        optimizers, tally = recipe.optimizers(learner.network, world), Tally(world)
+        optimizers, metrics = recipe.optimizers(learner.network, ctx), Metrics(ctx)
         reset(learner.network, recipe, seed=0)
 
         def train(batch: Batch) -> None:
-            take_step(learner, optimizers, [batch], tally)
+            take_step(learner, optimizers, [batch], metrics)
 
         pipelines, steps = input_pipelines(*noise.train, shards, count_cores()), shards.steps_of(epoch=1)
-        most = min(most or (steps if world.on_gpu else 5), steps)
+        most = min(most or (steps if ctx.on_gpu else 5), steps)
         seconds = {name: {"loading": [], "with training": []} for name in pipelines}
         for repeat in range(repeats):
             for name, load in [*pipelines.items()][:: -1 if repeat % 2 else 1]:  # a drift of speed falls on all
-                loading = time_epoch(load(), lambda batch: None, steps, steps, world)
-                trained = time_epoch(load(), train, most, steps, world)
+                loading = time_epoch(load(), lambda batch: None, steps, steps, ctx)
+                trained = time_epoch(load(), train, most, steps, ctx)
                 seconds[name]["loading"].append(loading)
                 seconds[name]["with training"].append(trained)
         facts = {"recipe": recipe.name, "precision": settings.precision, "training steps": f"{most} of {steps}"}
-        return {"conditions": conditions(world) | facts, "pipelines": seconds}
+        return {"conditions": conditions(ctx) | facts, "pipelines": seconds}
 
 
 def pipelines_as_text(result: dict) -> str:
@@ -526,7 +530,7 @@ def draw_pipelines(seconds: dict[str, Seconds], file: Path) -> None:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise Refusal(f"{message}; --help lists the options")
+        raise ConfigError(f"{message}; --help lists the options")
 
 
 def positive_number(text: str) -> int:
@@ -552,7 +556,7 @@ def main() -> None:
         help="with --input_pipelines: training steps (default all; 5 without CUDA)",
     )
     add("--picture", help="with --input_pipelines: file for a picture, .png, .svg or .pdf")
-    with refusals_end("bench"):
+    with exit_on_config_error("bench"):
         options, others = parser.parse_known_args()
         mode = "--against" if options.against else "--input_pipelines" if options.input_pipelines else "neither"
         modes = {"rounds": ["--against"], "steps": ["--input_pipelines"], "picture": ["--input_pipelines"]}
@@ -560,14 +564,14 @@ def main() -> None:
         for name, allowed in modes.items():
             if getattr(options, name) is not None and mode not in allowed:
                 needed = f"needs {allowed[0]}" if allowed[0] != "neither" else f"does not apply to {mode}"
-                raise Refusal(f"--{name} {needed}: add or remove an option")
+                raise ConfigError(f"--{name} {needed}: add or remove an option")
         if options.steps == 1:
-            raise Refusal("--steps 1 must be at least 2")
+            raise ConfigError("--steps 1 must be at least 2")
         if options.picture:
             check_picture("--picture", Path(options.picture))
         if options.against:
             if launched_world_size() > 1:
-                raise Refusal("--against needs one process: start it without torchrun")
+                raise ConfigError("--against needs one process: start it without torchrun")
             requests = [others, [*others, "--recipe", options.against]]
             asked = [read_request(request) for request in requests]
             measured = [read_to_measure(request, 1)[1] for request in requests]

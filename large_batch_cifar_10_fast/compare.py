@@ -20,7 +20,7 @@ import numpy as np
 
 from .read_logs import Log, read_log
 from .results.tables import CONDITIONS, GOAL
-from .settings.settings import CIFAR_10, REPO, Refusal, refusals_end
+from .settings.settings import CIFAR_10, REPO, ConfigError, exit_on_config_error
 from .stats import Conclusion, finite, judge, judge_goal, newcombe, resampled_interval, welch_interval, wilson
 
 LOGS = REPO / "logs"
@@ -41,16 +41,18 @@ class Row:
 
 
 def pick_reference(mine: Log) -> tuple[Log, str]:
-    """Return the reference made under the same conditions, and why it was taken. Raise Refusal if there is none."""
+    """Return the reference made under the same conditions, and why it was taken. Raise ConfigError if there is none."""
     recipe, images = mine.conditions.get("recipe"), mine.conditions.get("images")
     if not recipe or not images:
-        raise Refusal(f"{mine.name} does not say its recipe and images: name a REFERENCE, for instance `published`")
+        raise ConfigError(f"{mine.name} does not say its recipe and images: name a REFERENCE, for instance `published`")
     if (recipe, images) == ("apple2019", CIFAR_10):
         return read_log("published"), "apple2019 on CIFAR-10, the 50 published runs"
     logs = [read_log(str(path)) for path in sorted(LOGS.rglob("runs*.tsv"))]
     logs = [log for log in logs if _decisive(log) == _decisive(mine)]
     if not logs:
-        raise Refusal(f"no log in {LOGS} has {recipe}'s options and images ({images}) of {mine.name}: name a REFERENCE")
+        raise ConfigError(
+            f"no log in {LOGS} has {recipe}'s options and images ({images}) of {mine.name}: name a REFERENCE"
+        )
 
     def rank(log: Log) -> tuple:
         alike = [log.conditions.get(name) == mine.conditions.get(name) for name in ("precision", "device")]
@@ -173,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.margin > 0:
         parser.error(f"--margin {options.margin} must be greater than 0")
-    with refusals_end("compare"):
+    with exit_on_config_error("compare"):
         mine = read_log(options.mine, options.campaign)
         reference, why = (read_log(options.reference), "named") if options.reference else pick_reference(mine)
     notes, rows = differing_conditions(mine, reference), table(mine, reference)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .cpu import keep_freed_memory
-from .settings.settings import Refusal
+from .settings.settings import ConfigError
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 DTYPES |= {"fp64": torch.float64}
@@ -30,8 +30,8 @@ BF16_FROM = (8, 0)  # the least compute capability with bfloat16 and TF32
 def count_gpus(device: str = "") -> int:
     """Return the number of GPUs to train on: 0 with `--device cpu`, or where there are none.
 
-    It is the number that torch can use, under CUDA_VISIBLE_DEVICES and MIG; NVML may list others. Raise Refusal where
-    torch cannot use the GPUs that are there, and with `--device cuda` where there are none.
+    It is the number that torch can use, under CUDA_VISIBLE_DEVICES and MIG; NVML may list others. Raise ConfigError
+    where torch cannot use the GPUs that are there, and with `--device cuda` where there are none.
     """
     if device == "cpu":
         return 0
@@ -42,9 +42,11 @@ def count_gpus(device: str = "") -> int:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in HIDDEN
         if has_nvidia_devices() and not hidden:
             reason = str(error).strip().splitlines()[0].partition(". ")[0]
-            raise Refusal(f"{unusable(torch.version.cuda, driver_version(), reason)}; {ON_CPU}") from error
+            raise ConfigError(f"{unusable(torch.version.cuda, driver_version(), reason)}; {ON_CPU}") from error
         if device == "cuda":
-            raise Refusal(f"--device cuda: there is no GPU here, or CUDA_VISIBLE_DEVICES hides it; {ON_CPU}") from error
+            raise ConfigError(
+                f"--device cuda: there is no GPU here, or CUDA_VISIBLE_DEVICES hides it; {ON_CPU}"
+            ) from error
         return 0
     for index in range(torch.cuda.device_count()):
         check_kernels(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
@@ -75,7 +77,7 @@ def unusable(cuda: str | None, driver: str, reason: str) -> str:
 
 
 def check_kernels(name: str, capability: tuple[int, int]) -> None:
-    """Raise Refusal for a GPU that this torch has no kernels for."""
+    """Raise ConfigError for a GPU that this torch has no kernels for."""
     built = torch.cuda.get_arch_list()
     if not torch.version.cuda or has_kernels(capability, built):  # ROCm has other names
         return
@@ -85,7 +87,7 @@ def check_kernels(name: str, capability: tuple[int, int]) -> None:
         advice = OLDER_BUILD if capability < (7, 0) else "a newer torch"
     what = f"{name} has compute capability {capability[0]}.{capability[1]}"
     why = f"torch {torch.__version__} is built for {' '.join(built)} only"
-    raise Refusal(f"{what}, but {why}: install {advice}; {ON_CPU}")
+    raise ConfigError(f"{what}, but {why}: install {advice}; {ON_CPU}")
 
 
 def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
@@ -118,7 +120,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def take_device(device: str = "") -> torch.device:
-    """Return this process's GPU; the CPU where there is none, or with `--device cpu`. Raise Refusal as count_gpus."""
+    """Return this process's GPU; the CPU where there is none, or with `--device cpu`. Raise ConfigError."""
     gpus = count_gpus(device)
     if not gpus:
         keep_freed_memory()

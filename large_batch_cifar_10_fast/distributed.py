@@ -19,13 +19,13 @@ from tqdm import tqdm
 
 from .devices import take_device
 from .settings.ending import LAUNCH
-from .settings.settings import REFUSED, Refusal, refusals_end
+from .settings.settings import INVALID, ConfigError, exit_on_config_error
 
 LOST = 3  # seconds in which torchrun finds the process that was lost: its end is the cause, this one's follows
 
 
 @dataclass(frozen=True)
-class World:
+class DistContext:
     """The process group that trains a run together: this process's rank, the world size, its device and the number of
     workers of all processes."""
 
@@ -133,7 +133,7 @@ def silent_stdout() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def join_world(total_workers: int = 1, device: str = "", timeout: int = TIMEOUT) -> Iterator[World]:
+def init_distributed(total_workers: int = 1, device: str = "", timeout: int = TIMEOUT) -> Iterator[DistContext]:
     """Join the process group, and leave it in order.
 
     `device` is that of the command line. A collective or a rendezvous that takes longer than `timeout` seconds raises
@@ -142,7 +142,7 @@ def join_world(total_workers: int = 1, device: str = "", timeout: int = TIMEOUT)
     rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
     chosen = take_device(device)
     if world_size == 1:
-        yield World(rank, world_size, chosen, total_workers)
+        yield DistContext(rank, world_size, chosen, total_workers)
         return
     if not has_other_machines():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -153,7 +153,7 @@ def join_world(total_workers: int = 1, device: str = "", timeout: int = TIMEOUT)
     nccl = chosen.type == "cuda"
     with silent_stdout():
         dist.init_process_group("nccl" if nccl else "gloo", **group, device_id=chosen if nccl else None)
-    yield World(rank, world_size, chosen, total_workers, dist.PrefixStore("messages", store))
+    yield DistContext(rank, world_size, chosen, total_workers, dist.PrefixStore("messages", store))
     dist.destroy_process_group()
 
 
@@ -176,12 +176,12 @@ def leaving() -> Iterator[None]:
     aborted 5 of 90 launches of two processes after their last line.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        with refusals_end("train"):
+        with exit_on_config_error("train"):
             yield
         return
     status = 0
     try:
-        with contextlib.nullcontext() if LAUNCH in os.environ else refusals_end("train"):
+        with contextlib.nullcontext() if LAUNCH in os.environ else exit_on_config_error("train"):
             yield
     except SystemExit as end:
         status = end.code
@@ -192,7 +192,7 @@ def leaving() -> Iterator[None]:
             get_error_handler().record_exception(fault)
         else:
             traceback.print_exc()
-        status = REFUSED if isinstance(fault, Refusal) else 1
+        status = INVALID if isinstance(fault, ConfigError) else 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from . import __version__
 from .data.cifar10 import load_images
 from .data.shards import normalise, upload_test
-from .distributed import join_world, launched_world_size
+from .distributed import init_distributed, launched_world_size
 from .networks import weight_dtype
 from .recipe import Recipe
 from .request.advice import precision_on
@@ -27,23 +27,23 @@ from .request.command_line import read_request
 from .results import lines
 from .results.clock import Clock
 from .results.provenance import code_digest, commit, utc_now
-from .settings.settings import Refusal, Settings, refusals_end
+from .settings.settings import ConfigError, Settings, exit_on_config_error
 from .train import evaluate, make_learner
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
     """Weights, and the statistics of every norm; of those of all groups (--eval_stats average) the first's where one is
-    enough. Raises Refusal for what is no such file, or of another network."""
+    enough. Raises ConfigError for what is no such file, or of another network."""
     try:
         if not holds_weights(path):
-            raise Refusal(f"{path} is no file that --save wrote")
+            raise ConfigError(f"{path} is no file that --save wrote")
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        raise Refusal(f"{path} cannot be read: {type(error).__name__}") from error
+        raise ConfigError(f"{path} cannot be read: {type(error).__name__}") from error
     if not isinstance(weights, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
     ):
-        raise Refusal(f"{path} holds no weights by name")
+        raise ConfigError(f"{path} holds no weights by name")
     expected = network.state_dict()
     for name in expected.keys() & weights.keys():
         if name.endswith(("running_mean", "running_var")):
@@ -51,23 +51,23 @@ def load_weights(network: nn.Module, path: Path) -> None:
     for name in sorted(expected.keys() | weights.keys()):
         there, here = (tuple(d[name].shape) if name in d else "none" for d in (weights, expected))
         if there != here:
-            raise Refusal(f"{path} has {name} {there}, not {here}: give the recipe and options it was trained with")
+            raise ConfigError(f"{path} has {name} {there}, not {here}: give the recipe and options it was trained with")
     network.load_state_dict(weights)
 
 
 def evaluate_weights(path: Path, settings: Settings, recipe: Recipe) -> None:
     check_processes(settings, recipe, launched_world_size())
     images = load_images(settings.data)
-    with join_world(recipe.workers, device=settings.device) as world:
-        precision = precision_on(world, settings, recipe, len(images.train_images))
-        learner = make_learner(replace(settings, precision=precision, compile=False), recipe, world)
+    with init_distributed(recipe.workers, device=settings.device) as ctx:
+        precision = precision_on(ctx, settings, recipe, len(images.train_images))
+        learner = make_learner(replace(settings, precision=precision, compile=False), recipe, ctx)
         load_weights(learner.network, path)
-        test_images, labels = upload_test(*images.test, world)
+        test_images, labels = upload_test(*images.test, ctx)
         test = normalise(test_images, weight_dtype(recipe, learner.settings.precision)), labels
-        clock = Clock(world.synchronize)
+        clock = Clock(ctx.synchronize)
         with clock.counting("validation"):
             score = evaluate(learner, test)
-        if world.is_main:
+        if ctx.is_main:
             print(lines.HEAD.write(version=__version__, commit=commit(), code=code_digest(), started=utc_now()))
             print(lines.DATA.write(**images.metadata()))
             print(lines.RECIPE.write(recipe=recipe.name, options=lines.as_pairs(asdict(recipe))))
@@ -80,7 +80,7 @@ def main() -> None:
     parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
     parser.add_argument("weights", metavar="WEIGHTS", help="what --save wrote")
     options = parser.parse_args(sys.argv[1:2])  # the others are train.py's
-    with refusals_end("evaluate"):
+    with exit_on_config_error("evaluate"):
         evaluate_weights(Path(options.weights), *read_request(sys.argv[2:]))
 
 

@@ -36,7 +36,7 @@ from .results.resuming import (
 from .results.run_log import print_summary
 from .results.tables import Row, planned_by
 from .settings.ending import LAUNCH
-from .settings.settings import REFUSED, WHOLE, Launch, Refusal, Settings, refusals_end
+from .settings.settings import INVALID, WHOLE, ConfigError, Launch, Settings, exit_on_config_error
 
 COMMAND = "train_cifar_parallel.sh"
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
@@ -45,12 +45,12 @@ LOGS = (".txt", ".log")  # of torchrun, and of the processes
 
 
 def main() -> None:
-    with refusals_end(COMMAND):
+    with exit_on_config_error(COMMAND):
         sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Make a campaign's runs; return the exit status. Raise Refusal."""
+    """Make a campaign's runs; return the exit status. Raise ConfigError."""
     launch, settings, processes, gpus = check_launch(arguments)
     os.environ |= {LAUNCH: str(os.getpid()), CAMPAIGN: campaign_of_this_launch(), STARTED: started()}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // (processes * launch.teams))))
@@ -65,14 +65,14 @@ def run(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def only_campaign_in(out: Path) -> Iterator[None]:
-    """Hold a lock on the folder of the tables. Raise Refusal while another launcher holds it."""
+    """Hold a lock on the folder of the tables. Raise ConfigError while another launcher holds it."""
     out.mkdir(parents=True, exist_ok=True)
     folder = os.open(out, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise Refusal(f"another campaign is running in {out}: wait for it or choose another --out") from None
-    except OSError:  # a file system without locks; rows are safe all the same (journal.py)
+        raise ConfigError(f"another campaign is running in {out}: wait for it or choose another --out") from None
+    except OSError:  # a file system without locks; rows are safe all the same (run_table.py)
         pass
     try:
         yield
@@ -81,24 +81,26 @@ def only_campaign_in(out: Path) -> Iterator[None]:
 
 
 def start_processes(arguments: Sequence[str], launch: Launch, settings: Settings, processes: int) -> int:
-    """Start the processes of one team, and return the exit status when they have ended. Raise Refusal."""
-    with scratch_folder() as scratch, refusals_tell_how_to_resume(settings, launch):
+    """Start the processes of one team, and return the exit status when they have ended. Raise ConfigError."""
+    with scratch_folder() as scratch, config_errors_say_how_to_resume(settings, launch):
         given = [argument.replace("$", "$$") for argument in arguments]  # torchrun takes them for templates
         return run_processes([*torchrun_arguments(launch, processes, scratch), *given], settings, launch, scratch)
 
 
 def check_launch(arguments: Sequence[str]) -> tuple[Launch, Settings, int, int]:
-    """Return how to launch, the settings, the processes of a team and the GPUs. Raise Refusal."""
+    """Return how to launch, the settings, the processes of a team and the GPUs. Raise ConfigError."""
     launch, settings = read_launch(arguments)
     gpus = count_gpus(settings.device)
     if settings.resume and not launch.is_first_machine:
         if not launch.nproc:
-            raise Refusal("--resume: give this machine its --nproc; only the first knows the campaign before they meet")
+            raise ConfigError(
+                "--resume: give this machine its --nproc; only the first knows the campaign before they meet"
+            )
         return launch, settings, launch.nproc, gpus
     settings, recipe = read_request(arguments)
     processes = plan_processes(recipe, launch, gpus, count_cores())
     if launch.teams > len(settings.planned):
-        raise Refusal(f"--teams {launch.teams} is more than the runs to make ({len(settings.planned)}): use fewer")
+        raise ConfigError(f"--teams {launch.teams} is more than the runs to make ({len(settings.planned)}): use fewer")
     finished = finished_rows(settings) if settings.resume else []
     check_request(settings, recipe, processes * launch.nnodes, launch.is_first_machine, finished)
     return launch, settings, processes, gpus
@@ -131,7 +133,7 @@ def supervise(arguments: Sequence[str], launch: Launch, settings: Settings, proc
             if (ended := process.poll()) is None:
                 continue
             del running[team]
-            if ended not in (0, REFUSED) and left and not interrupted and not status:
+            if ended not in (0, INVALID) and left and not interrupted and not status:
                 left -= 1
                 print(f"Warning: started again, {left} of {launch.restarts} restarts left", file=sys.stderr, flush=True)
                 running[team] = start(team)
@@ -171,14 +173,14 @@ def scratch_folder() -> Iterator[str]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             os.rename(f"{folder}/locking", f"{folder}/lock")  # from now on, and only locked, it is seen by others
         except OSError as error:
-            raise Refusal(f"no temporary folder ({error.strerror}): set TMPDIR to one with room") from error
+            raise ConfigError(f"no temporary folder ({error.strerror}): set TMPDIR to one with room") from error
         yield folder
 
 
 def run_processes(arguments: list[str], settings: Settings, launch: Launch, scratch: str) -> int:
     """Be torchrun until all processes have ended; return the status, and print one line about any end but the usual.
 
-    Raise Refusal if a process has refused.
+    Raise ConfigError if a process has refused.
     """
     logger = logging.getLogger("torch.distributed")
     logger.handlers, logger.propagate = [logging.FileHandler(f"{scratch}/torchrun.txt")], False
@@ -189,10 +191,10 @@ def run_processes(arguments: list[str], settings: Settings, launch: Launch, scra
         how, status, report = f"ended by {end.sigval.name}", 128 + end.sigval, ""
         if launch.team != WHOLE:
             return status  # the launcher of all teams says it
-    except Refusal:
+    except ConfigError:
         raise
     except ChildFailedError as failed:
-        refuse_as_processes_did(scratch)
+        raise_config_error_of_processes(scratch)
         how, status, report = what_failed(*failed.get_first_failure()), 1, failed.format_msg()
     except Exception as fault:  # whatever torchrun may say where machines do not meet
         how = f"the {launch.nnodes} machines, each with a --node_rank of its own, did not meet"
@@ -206,13 +208,13 @@ def run_processes(arguments: list[str], settings: Settings, launch: Launch, scra
     return status
 
 
-def refuse_as_processes_did(scratch: str) -> None:
-    """Raise the Refusal that a process has left in its file for the launcher; return if none has."""
+def raise_config_error_of_processes(scratch: str) -> None:
+    """Raise the ConfigError that a process has left in its file for the launcher; return if none has."""
     for path in sorted(Path(scratch).rglob("error.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # half-written, or of another form
             kind, _, text = json.loads(path.read_text())["message"]["message"].partition(": ")
-            if kind == Refusal.__name__:
-                raise Refusal(text)
+            if kind == ConfigError.__name__:
+                raise ConfigError(text)
 
 
 def what_failed(rank: int, failure: ProcessFailure) -> str:
@@ -230,24 +232,24 @@ def first_line(text: object) -> str:
 
 
 def made(settings: Settings) -> list[Row]:
-    """Return the rows of this launch's campaign; raise Refusal if somebody damaged the table in the meantime."""
+    """Return the rows of this launch's campaign; raise ConfigError if somebody damaged the table in the meantime."""
     return rows_of(settings.out, "" if settings.resume else os.environ[CAMPAIGN])
 
 
 @contextlib.contextmanager
-def refusals_tell_how_to_resume(settings: Settings, launch: Launch) -> Iterator[None]:
+def config_errors_say_how_to_resume(settings: Settings, launch: Launch) -> Iterator[None]:
     """Add to an error after which runs have been made (memory ran out, say) how to keep them."""
     before = count_made(settings, launch)
     try:
         yield
-    except Refusal as refusal:
+    except ConfigError as error:
         if count_made(settings, launch) > before:
-            raise Refusal(f"{refusal}; {advice(settings, launch)}") from None
+            raise ConfigError(f"{error}; {advice(settings, launch)}") from None
         raise
 
 
 def count_made(settings: Settings, launch: Launch) -> int:
-    with contextlib.suppress(Refusal):
+    with contextlib.suppress(ConfigError):
         return len(made(settings)) if launch.is_first_machine else 0
     return 0
 
@@ -258,8 +260,8 @@ def advice(settings: Settings, launch: Launch) -> str:
         return "the first machine tells what is made"
     try:
         rows = made(settings)
-    except Refusal as refusal:  # somebody damaged the table in the meantime
-        return str(refusal)
+    except ConfigError as error:  # somebody damaged the table in the meantime
+        return str(error)
     if not rows:
         return "no run was finished"
     planned = len(planned_by(rows[0]))

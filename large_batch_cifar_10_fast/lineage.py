@@ -21,7 +21,7 @@ from .recipes.basenet import Basenet
 from .recipes.fastai import FastAI
 from .recipes.muon import Muon2024, MuonRecipe
 from .recipes.page import Page
-from .settings.settings import refusals_end
+from .settings.settings import exit_on_config_error
 
 TRAINING_IMAGES = 50_000
 
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--picture", default="", help="file for the picture: .png, .svg or .pdf")
     options = parser.parse_args(arguments)
-    with refusals_end("lineage"):
+    with exit_on_config_error("lineage"):
         if options.picture:
             check_picture("--picture", Path(options.picture))
             draw(Path(options.picture))

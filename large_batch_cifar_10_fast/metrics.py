@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .distributed import World
+from .distributed import DistContext
 from .recipe import widened
 
 
@@ -24,13 +24,13 @@ class Score:
         return self.correct / self.images
 
 
-class Tally:
+class Metrics:
     """Images right, images seen, and their losses added up (float64 [3]), on the device until they are read; and each
     micro-batch's losses, float32 [B]."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+    def __init__(self, ctx: DistContext) -> None:
+        self.ctx = ctx
+        self.sums = torch.zeros(3, dtype=torch.float64, device=ctx.device)
         self.losses: list[Tensor] = []
 
     @torch.no_grad()
@@ -41,7 +41,7 @@ class Tally:
 
     def read(self) -> Score:
         """Of all processes together."""
-        correct, images, loss = self.world.all_reduce(self.sums).tolist()
+        correct, images, loss = self.ctx.all_reduce(self.sums).tolist()
         return Score(int(correct), int(images), loss / images)
 
 

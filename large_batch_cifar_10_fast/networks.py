@@ -52,10 +52,10 @@ def reset(network: nn.Module, recipe: Recipe, seed: int) -> None:
     network.load_state_dict({**fresh.state_dict(), **frozen_weights(network)})
 
 
-def enter(network: nn.Module, stage: Stage) -> None:
+def apply_stage(network: nn.Module, stage: Stage) -> None:
     """Put to rest what is no longer trained from this stage on: no gradient of it is computed, until a reset."""
     for name, weight in network.named_parameters():
-        if name.startswith(stage.resting):
+        if name.startswith(stage.frozen):
             weight.requires_grad_(False)
 
 
@@ -64,7 +64,7 @@ def training_flop(recipe: Recipe, stage: Stage) -> int:
     """Floating-point operations of an image's forward and backward pass in a stage, by torch's counter."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         network = recipe.network()
-        enter(network, stage)
+        apply_stage(network, stage)
         network(torch.empty(1, 3, stage.resolution, stage.resolution)).sum().backward()
     return counter.get_total_flops()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .distributed import World
+from .distributed import DistContext
 
 Tensors = Sequence[Tensor]
 
@@ -99,9 +99,9 @@ class Muon(Optimizer):
     torch.optim.Muon (2.9) takes matrices alone, one by one, and has no length to keep.
     """
 
-    def __init__(self, groups: Iterable[dict], momentum: float, rescale_every: int, world: World) -> None:
+    def __init__(self, groups: Iterable[dict], momentum: float, rescale_every: int, ctx: DistContext) -> None:
         super().__init__(groups, {"lr": 0.0, "momentum": momentum, "rescale_every": rescale_every})
-        self.steps, self.world = 0, world
+        self.steps, self.ctx = 0, ctx
         for group in self.param_groups:
             for weight in group["params"]:
                 self.state[weight] = torch.zeros_like(weight)
@@ -120,22 +120,22 @@ class Muon(Optimizer):
                 lengths = torch._foreach_norm(weights)
                 factors = [math.sqrt(len(w)) / length for w, length in zip(weights, lengths, strict=True)]
                 torch._foreach_mul_(weights, factors)
-            torch._foreach_add_(weights, orthogonal_all(directions, self.world), alpha=-group["lr"])
+            torch._foreach_add_(weights, orthogonal_all(directions, self.ctx), alpha=-group["lr"])
         self.steps += 1
 
 
-def orthogonal_all(directions: list[Tensor], world: World) -> list[Tensor]:
+def orthogonal_all(directions: list[Tensor], ctx: DistContext) -> list[Tensor]:
     """Each direction [out, ...] made orthogonal as a matrix [out, rest], by one of the processes, for all of them."""
     message = directions[0].new_zeros(sum(map(torch.numel, directions)))  # with what others make it is a sum with 0
     parts = message.split([direction.numel() for direction in directions])
     made = [part.view(direction.shape) for part, direction in zip(parts, directions, strict=True)]
     largest_first = sorted(range(len(directions)), key=lambda place: -directions[place].numel())
-    mine = largest_first[world.rank :: world.world_size]
+    mine = largest_first[ctx.rank :: ctx.world_size]
     for shape in dict.fromkeys(directions[place].shape for place in mine):
         places = [place for place in mine if directions[place].shape == shape]
         batch = orthogonal(torch.stack([directions[place].flatten(1) for place in places]))
         torch._foreach_copy_([made[place].flatten(1) for place in places], list(batch))
-    world.all_reduce(message)
+    ctx.all_reduce(message)
     return made
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from .read_logs import PUBLISHED, Log, read_log
-from .results.journal import written_whole
+from .results.run_table import written_whole
 from .results.tables import GOAL
-from .settings.settings import CIFAR_10, Refusal, refusals_end
+from .settings.settings import CIFAR_10, ConfigError, exit_on_config_error
 
 ENTRIES = {  # DAWNBench's files and their labels
     "apple_resnet9_8v100_pytorch": "Apple, 8 V100",
@@ -39,13 +39,13 @@ GOAL_LINE = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
 
 
 def check_picture(option: str, out: Path) -> None:
-    """Raise Refusal if a picture cannot be written to this name."""
+    """Raise ConfigError if a picture cannot be written to this name."""
     if out.suffix.lower() not in SUFFIXES:
-        raise Refusal(f"{option} {out} must end in {', '.join(SUFFIXES)}")
+        raise ConfigError(f"{option} {out} must end in {', '.join(SUFFIXES)}")
     if not out.absolute().parent.is_dir():
-        raise Refusal(f"{option} {out}: there is no folder {out.absolute().parent}")
+        raise ConfigError(f"{option} {out}: there is no folder {out.absolute().parent}")
     if out.exists() and not out.is_file():
-        raise Refusal(f"{option} {out} exists and is not a file: choose another name")
+        raise ConfigError(f"{option} {out} exists and is not a file: choose another name")
 
 
 def new_figure(width: float, height: float):
@@ -60,12 +60,12 @@ def new_figure(width: float, height: float):
 
 
 def save_picture(figure, out: Path) -> None:
-    """Write the picture, whole or not at all; raise Refusal if that fails."""
+    """Write the picture, whole or not at all; raise ConfigError if that fails."""
     try:
         with written_whole(out.resolve()) as unfinished:  # the target of a link, not the link
             figure.savefig(unfinished, dpi=200, format=out.suffix[1:].lower())
     except OSError as error:
-        raise Refusal(
+        raise ConfigError(
             f"{out} cannot be written ({error.strerror or error}): free space or choose another --out"
         ) from error
 
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", default="timing.png", help="picture to write: .png, .svg or .pdf (timing.png)")
     parser.add_argument("--reference", default="published", help="campaign drawn in grey (published)")
     options = parser.parse_args(arguments)
-    with refusals_end("plot"):
+    with exit_on_config_error("plot"):
         check_picture("--out", Path(options.out))
         logs, reference = [read_log(name) for name in options.files], read_log(options.reference)
         alone = len(logs) == 1 and logs[0].name != reference.name

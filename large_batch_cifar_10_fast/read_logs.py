@@ -20,7 +20,7 @@ import pandas as pd
 from .merge import ALIKE, merged
 from .results.campaign import read_bounded
 from .results.tables import CONDITIONS, GOAL
-from .settings.settings import CIFAR_10, REPO, Refusal, Settings
+from .settings.settings import CIFAR_10, REPO, ConfigError, Settings
 
 PUBLISHED = REPO / "published"
 OUR_CLOCK = "set-up and training, not validation"
@@ -76,7 +76,7 @@ class Log:
 
 def read_log(source: str, campaign: str | None = None) -> Log:
     """Read a file by its content, `published`, or the shares of a campaign: `share0/runs.tsv,share1/runs.tsv` or a
-    pattern like `share*/runs.tsv`. Raise Refusal for a damaged file."""
+    pattern like `share*/runs.tsv`. Raise ConfigError for a damaged file."""
     if source == "published":
         log = read_log(str(PUBLISHED / "apple_8xv100_50_runs.tsv"))
         summary = (PUBLISHED / "apple_8xv100_summary.txt").read_text().splitlines()
@@ -91,9 +91,9 @@ def read_log(source: str, campaign: str | None = None) -> Log:
         columns = {name: _column(path, table, name) for name in (*ALIKE, "seed", "run")}
         for name, column in ((name, columns[name]) for name in ("seed", "run")):
             for line, text in column[~column.str.fullmatch("[0-9]{1,19}")].items():
-                raise Refusal(f"{path}, line {line}: {name} is {text[:40]!r}, not a whole number")
+                raise ConfigError(f"{path}, line {line}: {name} is {text[:40]!r}, not a whole number")
     if len(tables) < len(paths):
-        raise Refusal(f"{source}: the same file is named twice: leave out one of them")
+        raise ConfigError(f"{source}: the same file is named twice: leave out one of them")
     rows = merged({path: table.to_dict("records") for path, table in tables.items()})
     return _from_runs(source, pd.DataFrame(rows, index=range(2, len(rows) + 2)))
 
@@ -107,12 +107,12 @@ def _read_file(path: str, campaign: str | None) -> Log:
     if "validation_count" in table:
         return _from_runs(path, _last_campaign(path, table, campaign))
     if campaign:
-        raise Refusal(f"{path}: --campaign is for a runs.tsv, which this is not")
+        raise ConfigError(f"{path}: --campaign is for a runs.tsv, which this is not")
     if "valid_acc" in table:
         return _from_rounded(path, table.rename(columns={"valid_acc": "accuracy", "valid_loss": "loss"}))
     if table.columns[0] in ("epoch", "epochs"):
         return _with_conditions_beside(Path(path), _from_epochs(path, table))
-    raise Refusal(f"{path}, line 1: neither run log, nor runs.tsv, nor DAWNBench table")
+    raise ConfigError(f"{path}, line 1: neither run log, nor runs.tsv, nor DAWNBench table")
 
 
 def _text(path: str) -> str:
@@ -121,7 +121,7 @@ def _text(path: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise Refusal(f"{path}, line {line}: cannot be read ({error.reason}, byte {error.start})") from None
+        raise ConfigError(f"{path}, line {line}: cannot be read ({error.reason}, byte {error.start})") from None
 
 
 def read_table(path: str, text: str) -> pd.DataFrame:
@@ -136,27 +136,27 @@ def read_table(path: str, text: str) -> pd.DataFrame:
     except ValueError as error:  # of pandas: fields beyond the header's, a quote without its end
         place = re.search(r"(line|row) (\d+)", str(error))  # rows count from 0
         line = int(place[2]) + (place[1] == "row") if place else 1
-        raise Refusal(f"{path}, line {line}: neither run log nor table ({' '.join(str(error).split())})") from None
+        raise ConfigError(f"{path}, line {line}: neither run log nor table ({' '.join(str(error).split())})") from None
     table = table.set_axis(table.iloc[0], axis=1).iloc[1:].replace({"TRUE": "True", "FALSE": "False"})
     return table[(table != "").any(axis=1)]
 
 
 def _column(path: str, table: pd.DataFrame, name: str) -> pd.Series:
     if list(table.columns).count(name) != 1:
-        raise Refusal(f"{path}, line 1: {'more than one' if name in table else 'no'} column {name}")
+        raise ConfigError(f"{path}, line 1: {'more than one' if name in table else 'no'} column {name}")
     if table.empty:
-        raise Refusal(f"{path}, line 1: a header and nothing below it")
+        raise ConfigError(f"{path}, line 1: a header and nothing below it")
     return table[name]
 
 
 def _numbers(path: str, table: pd.DataFrame, name: str, low=-math.inf, high=math.inf, nan: str = "-") -> np.ndarray:
-    """Return a column as floats; raise Refusal, naming the line, for one outside [low, high] that is not `nan`."""
+    """Return a column as floats; raise ConfigError, naming the line, for one outside [low, high] that is not `nan`."""
     texts = _column(path, table, name)
     values = pd.to_numeric(texts, errors="coerce").to_numpy(float)
     wrong = ~((values >= low) & (values <= high)) & (texts.str.strip().str.lower() != nan)
     for line, text in texts[wrong].items():
         what = f"a number of {low:g} to {high:g}" if math.isfinite(high) else "a number"
-        raise Refusal(f"{path}, line {line}: {name} is {text[:40]!r}, not {what}")
+        raise ConfigError(f"{path}, line {line}: {name} is {text[:40]!r}, not {what}")
     return values
 
 
@@ -170,7 +170,7 @@ def _last_campaign(path: str, table: pd.DataFrame, campaign: str | None) -> pd.D
     """Return the rows of the named campaign of a runs.tsv, or of the last one."""
     names = _column(path, table, "campaign")
     if campaign and campaign not in set(names):
-        raise Refusal(f"{path}: no campaign {campaign}, only {', '.join(names.unique())}")
+        raise ConfigError(f"{path}: no campaign {campaign}, only {', '.join(names.unique())}")
     return table[names == (campaign or names.iloc[-1])]
 
 
@@ -179,7 +179,7 @@ def _from_runs(path: str, rows: pd.DataFrame) -> Log:
     count = _numbers(path, rows, "validation_count", 0, images.max())
     run, planned = _numbers(path, rows, "run", 0, LONGEST), int(_numbers(path, rows, "runs", 1, LONGEST)[-1])
     for line in rows.index[pd.Series(run).duplicated()]:
-        raise Refusal(f"{path}, line {line}: run {rows['run'][line]} is there a second time: take one of them out")
+        raise ConfigError(f"{path}, line {line}: run {rows['run'][line]} is there a second time: take one of them out")
     loss = _losses(path, rows, "train_loss", "validation_loss")
     seconds = _numbers(path, rows, "seconds", 1 / LONGEST, LONGEST)
     goal = np.where(np.isfinite(loss), _numbers(path, rows, "goal_seconds", 1 / LONGEST, LONGEST, nan=""), math.nan)
@@ -215,7 +215,7 @@ def _from_epochs(path: str, table: pd.DataFrame) -> Log:
     seconds = 3600 * _numbers(path, table, "hours", 0, LONGEST)
     accuracy = _numbers(path, table, "top1Accuracy", 0, 100) / 100
     if not seconds[-1] > 0:
-        raise Refusal(f"{path}, line {table.index[-1]}: hours of the last epoch is 0")
+        raise ConfigError(f"{path}, line {table.index[-1]}: hours of the last epoch is 0")
     # Not more digits than float64 holds: some entries print 12.839999999999998 for 12.84.
     rounding = 0.5 * 10.0 ** -(min(_decimals(f"{100 * value:.10g}" for value in accuracy), 10) + 2)
     goal = next(iter(seconds[(accuracy >= GOAL - 1e-12) & (seconds > 0)]), math.nan)
@@ -229,7 +229,7 @@ def _from_epochs(path: str, table: pd.DataFrame) -> Log:
 
 def _with_conditions_beside(path: Path, log: Log) -> Log:
     """Add the conditions that a timing_log.tsv lacks, from the row of the same run in the runs.tsv beside it."""
-    with contextlib.suppress(Refusal):
+    with contextlib.suppress(ConfigError):
         beside = str(path.with_name("runs.tsv"))
         rows = read_table(beside, _text(beside))
         for i in np.flatnonzero(np.isclose(_numbers(beside, rows, "seconds"), log.seconds[-1], rtol=1e-9, atol=0)):
@@ -256,7 +256,7 @@ def _from_lines(path: str, lines: list[str]) -> Log:
     by_launch = [_head(lines[i] for i in launch) for launch in launches]
     runs = {i + 1: RUN.fullmatch(lines[i]) for i in launches[-1] if lines[i].startswith("Train acc ")}
     for number in (number for number, run in runs.items() if not run):
-        raise Refusal(f"{path}, line {number}: not a whole run line: {lines[number - 1][:60]!r}")
+        raise ConfigError(f"{path}, line {number}: not a whole run line: {lines[number - 1][:60]!r}")
     table = pd.DataFrame([run.groupdict() for run in runs.values()], index=[*runs])
     _numbers(path, table, "train_accuracy", 0, 1)
     found, notes = by_launch[-1], _other_campaigns(path, by_launch)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
-from .distributed import World
+from .distributed import DistContext
 
 
 class Augmentation(Protocol):
-    """Choices are dealt once an epoch for a whole shard; a batch is then made of its images and their choices.
+    """Choices are sampled once an epoch for a whole shard; a batch is then made of its images and their choices.
 
     `generator` is the epoch's own; `run_generator` begins alike in every epoch of a run.
     """
@@ -38,7 +38,7 @@ class Stage:
 
     first_epoch: int = 1
     resolution: int = 32
-    resting: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     kept: float = 1.0
 
     @property
@@ -73,10 +73,10 @@ class Recipe(Protocol):
         """Set the network's frozen weights from worker 0's images [n, 32, 32, 3], normalised and unpadded."""
         ...
 
-    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
+    def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         """Each parameter group has `schedules`: what moves in it (lr, momentum), as functions of the time in epochs.
 
-        They find the same gradients and weights on all processes of the world, and leave the same.
+        They find the same gradients and weights on all processes of the ctx, and leave the same.
         """
         ...
 

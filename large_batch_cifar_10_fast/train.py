@@ -17,13 +17,13 @@ from .compiling import compiled
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .devices import allow_tf32
-from .distributed import World, join_world, leaving
+from .distributed import DistContext, init_distributed, leaving
 from .layers import norms_of, prepare_norms
-from .metrics import Score, Tally
-from .networks import autocast, cast, enter, frozen_weights, make_network, reset, weight_dtype
+from .metrics import Metrics, Score
+from .networks import apply_stage, autocast, cast, frozen_weights, make_network, reset, weight_dtype
 from .optim import follow_schedules, step_all
 from .recipe import Recipe, images_to_warm_up, reduced, stage_of
-from .request.advice import explaining_memory, settle
+from .request.advice import explaining_memory, resolve_defaults
 from .request.checks import check_agreement, check_request
 from .request.command_line import read_launch, read_request
 from .results.clock import Clock
@@ -35,26 +35,26 @@ from .settings.settings import Settings
 
 def main(arguments: Sequence[str]) -> None:
     launch, asked = read_launch(arguments)
-    with join_world(device=asked.device, timeout=launch.timeout) as world:
-        finished = rows_from_main(asked, world)
+    with init_distributed(device=asked.device, timeout=launch.timeout) as ctx:
+        finished = rows_from_main(asked, ctx)
         settings, recipe = read_request(arguments, finished)
-        check_request(settings, recipe, world.world_size, world.is_main, finished)
-        world = replace(world, total_workers=recipe.workers)
-        with explaining_memory(settings, recipe, world):
-            train_campaign(settings, recipe, world, finished, launch.team)
+        check_request(settings, recipe, ctx.world_size, ctx.is_main, finished)
+        ctx = replace(ctx, total_workers=recipe.workers)
+        with explaining_memory(settings, recipe, ctx):
+            train_campaign(settings, recipe, ctx, finished, launch.team)
 
 
-def train_campaign(settings: Settings, recipe: Recipe, world: World, finished: list[Row], team: str) -> None:
+def train_campaign(settings: Settings, recipe: Recipe, ctx: DistContext, finished: list[Row], team: str) -> None:
     """All runs of a launch: what they share is made once; what comes before `clock` is not timed."""
     images = load_images(settings.data)
-    settings = settle(settings, recipe, world, len(images.train_images))
-    check_agreement(settings, recipe, images, finished, world)
-    log = RunLog(settings, recipe, world, images.metadata, finished, team)
-    learner = make_learner(settings, recipe, world)
+    settings = resolve_defaults(settings, recipe, ctx, len(images.train_images))
+    check_agreement(settings, recipe, images, finished, ctx)
+    log = RunLog(settings, recipe, ctx, images.metadata, finished, team)
+    learner = make_learner(settings, recipe, ctx)
     if not settings.no_warmup:
-        warm_up(learner, len(images.train_images), len(images.test_images) if world.on_gpu else world.world_size)
+        warm_up(learner, len(images.train_images), len(images.test_images) if ctx.on_gpu else ctx.world_size)
 
-    clock = Clock(world.synchronize)
+    clock = Clock(ctx.synchronize)
     data = prepare(images, learner, clock)
     log.set_up(clock, len(images.train_images), compiled=learner.forward is not learner.network)
     for run in log.runs_to_make:
@@ -70,16 +70,16 @@ class Learner:
     forward: nn.Module
     recipe: Recipe
     settings: Settings
-    world: World
+    ctx: DistContext
 
 
-def make_learner(settings: Settings, recipe: Recipe, world: World) -> Learner:
+def make_learner(settings: Settings, recipe: Recipe, ctx: DistContext) -> Learner:
     allow_tf32(settings.precision == "tf32")
     dtype = weight_dtype(recipe, settings.precision)
-    forward = network = cast(make_network(recipe, settings.seed), dtype, world.device)
+    forward = network = cast(make_network(recipe, settings.seed), dtype, ctx.device)
     if settings.compile:
-        forward = compiled(network, recipe, settings.precision, settings.micro_batches, world)
-    return Learner(network, forward, recipe, settings, world)
+        forward = compiled(network, recipe, settings.precision, settings.micro_batches, ctx)
+    return Learner(network, forward, recipe, settings, ctx)
 
 
 @dataclass(frozen=True)
@@ -92,71 +92,71 @@ class Data:
 
 def prepare(images: Images, learner: Learner, clock: Clock) -> Data:
     """Upload, normalise, find the whitening filters: all of it counts as training time (section 6)."""
-    world, dtype = learner.world, weight_dtype(learner.recipe, learner.settings.precision)
+    ctx, dtype = learner.ctx, weight_dtype(learner.recipe, learner.settings.precision)
     with clock.counting("upload"):
-        train = upload_shards(*images.train, learner.recipe, world, learner.settings.micro_batches)
-        test_images, test_labels = upload_test(*images.test, world)
+        train = upload_shards(*images.train, learner.recipe, ctx, learner.settings.micro_batches)
+        test_images, test_labels = upload_test(*images.test, ctx)
     with clock.counting("preprocessing"):
         train = replace(train, images=normalise(train.images, dtype))
         test_images = normalise(test_images, dtype)
     with clock.counting("whitening"):
-        if world.is_main:
-            learner.recipe.whiten(learner.network, train.images[:: len(world.workers)])  # worker 0's
-        world.broadcast(*frozen_weights(learner.network).values())
+        if ctx.is_main:
+            learner.recipe.whiten(learner.network, train.images[:: len(ctx.workers)])  # worker 0's
+        ctx.broadcast(*frozen_weights(learner.network).values())
     return Data(train, (test_images, test_labels))
 
 
 def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog) -> None:
     """One run from fresh weights; its seed alone decides them, every shuffle, crop and flip."""
-    recipe, world, seed = learner.recipe, learner.world, learner.settings.seed + run
+    recipe, ctx, seed = learner.recipe, learner.ctx, learner.settings.seed + run
     reset(learner.network, recipe, seed)
-    optimizers, losses = recipe.optimizers(learner.network, world), data.train.initial_losses()
+    optimizers, losses = recipe.optimizers(learner.network, ctx), data.train.initial_losses()
     for epoch in range(1, recipe.epochs + 1):
-        tally = Tally(world)
+        metrics = Metrics(ctx)
         with clock.counting("training"):
-            enter(learner.network, stage_of(recipe, epoch))
+            apply_stage(learner.network, stage_of(recipe, epoch))
             batches = data.train.epoch(seed, epoch, losses)
             for step, micro_batches in enumerate(log.progress(batches, run, epoch), 1):
                 follow_schedules(optimizers, epoch - 1 + step / len(batches))
-                take_step(learner, optimizers, micro_batches, tally)
-            losses[batches.rows] = torch.cat(tally.losses)
+                take_step(learner, optimizers, micro_batches, metrics)
+            losses[batches.rows] = torch.cat(metrics.losses)
         with clock.counting("validation"):  # a part that is told, but not counted (section 6)
             validation = evaluate(learner, data.test, at_end=epoch == recipe.epochs)
-        train = tally.read()
+        train = metrics.read()
         log.epoch(clock, train, validation)
         if not math.isfinite(train.loss + validation.loss):  # the weights will not recover: the log warns of it
             break
     log.run(run, clock, train, validation, learner.network)
 
 
-def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list[Batch], tally: Tally) -> None:
+def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list[Batch], metrics: Metrics) -> None:
     """One update from one batch of every worker, in one forward and backward pass or several."""
-    network, recipe, world = learner.network, learner.recipe, learner.world
-    workers = len(world.workers) // len(micro_batches)  # whose images stand one after the other in a micro-batch
+    network, recipe, ctx = learner.network, learner.recipe, learner.ctx
+    workers = len(ctx.workers) // len(micro_batches)  # whose images stand one after the other in a micro-batch
     for index, (images, labels) in enumerate(micro_batches):
-        prepare_norms(network, workers, tracking=world.is_main and index == 0)  # worker 0's statistics alone
-        with autocast(recipe, learner.settings.precision, world.device):
+        prepare_norms(network, workers, tracking=ctx.is_main and index == 0)  # worker 0's statistics alone
+        with autocast(recipe, learner.settings.precision, ctx.device):
             logits = learner.forward(images)
         losses = recipe.loss(logits, labels)
         reduced(recipe, losses, workers).backward()
-        tally.count(logits, labels, losses)
-    world.average_gradients(network, recipe.loss_scale)  # over the workers; the mean is taken here and nowhere else
-    with autocast(recipe, learner.settings.precision, world.device):  # for what an optimizer multiplies, as Muon does
+        metrics.count(logits, labels, losses)
+    ctx.average_gradients(network, recipe.loss_scale)  # over the workers; the mean is taken here and nowhere else
+    with autocast(recipe, learner.settings.precision, ctx.device):  # for what an optimizer multiplies, as Muon does
         step_all(optimizers)
 
 
 @torch.no_grad()
 def evaluate(learner: Learner, test: Batch, at_end: bool = True) -> Score:
     """All test images once, shared by the processes, each in the views that the recipe takes at the end, or before."""
-    network, recipe, world = learner.network, learner.recipe, learner.world
+    network, recipe, ctx = learner.network, learner.recipe, learner.ctx
     network.eval()
-    world.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
-    (images, labels), tally = test, Tally(world)
-    with autocast(recipe, learner.settings.precision, world.device):
+    ctx.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
+    (images, labels), metrics = test, Metrics(ctx)
+    with autocast(recipe, learner.settings.precision, ctx.device):
         logits = (recipe.predict if at_end else recipe.predict_early)(network, images)
-    tally.count(logits, labels, recipe.loss(logits, labels))
+    metrics.count(logits, labels, recipe.loss(logits, labels))
     network.train()
-    return tally.read()
+    return metrics.read()
 
 
 def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
@@ -164,12 +164,12 @@ def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
     away: the timed runs then find kernels chosen, memory at hand and the processes connected."""
     recipe = learner.recipe
     noise = random_images(images_to_warm_up(recipe, train_images), test_images)
-    data = prepare(noise, learner, Clock(learner.world.synchronize))
-    optimizers = recipe.optimizers(learner.network, learner.world)
+    data = prepare(noise, learner, Clock(learner.ctx.synchronize))
+    optimizers = recipe.optimizers(learner.network, learner.ctx)
     for stage in {stage.kind: stage for stage in recipe.stages}.values():
-        enter(learner.network, stage)
+        apply_stage(learner.network, stage)
         for micro_batches in data.train.epoch(seed=0, epoch=stage.first_epoch):
-            take_step(learner, optimizers, micro_batches, Tally(learner.world))
+            take_step(learner, optimizers, micro_batches, Metrics(learner.ctx))
     evaluate(learner, data.test)
 
 

@@ -29,7 +29,7 @@ from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import check_launch
 from large_batch_cifar_10_fast.read_logs import read_log
 from large_batch_cifar_10_fast.request.command_line import RECIPES
-from large_batch_cifar_10_fast.settings.settings import Launch, Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import ConfigError, Launch, Settings
 
 BAD_VALUES = ["", "--", "-", "-1", "0", "1.5", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb"]
 BAD_VALUES += ["a\tb", "a\udcff", "/", "/dev/null", "/dev/full", "no/such/name", "x" * 300, "http://127.0.0.1/x", "%s"]
@@ -41,8 +41,8 @@ def answer(attempt: Callable[[], object]) -> str:
     """How an attempt was answered: by one line, by doing it, or not as it should be."""
     try:
         attempt()
-    except Refusal as refusal:
-        return "refused in one line" if "\n" not in str(refusal) else "refused in several lines"
+    except ConfigError as error:
+        return "refused in one line" if "\n" not in str(error) else "refused in several lines"
     except SystemExit as end:
         return f"ended with status {end.code}"
     except BaseException as error:

@@ -100,18 +100,18 @@ def free_port() -> int:
 def train_together(processes: int, *arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
     """So many processes in `cwd` that meet as those of our launcher do: a status that is not 0, if any process has
     one, and what all of them say."""
-    command, meeting = [str(argument) for argument in arguments], {"MASTER_PORT": free_port()}
-    meeting |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "TORCHELASTIC_USE_AGENT_STORE": False}
-    places = [environment(**meeting, **variables, RANK=rank, LOCAL_RANK=rank) for rank in range(processes)]
+    command, rendezvous = [str(argument) for argument in arguments], {"MASTER_PORT": free_port()}
+    rendezvous |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "TORCHELASTIC_USE_AGENT_STORE": False}
+    places = [environment(**rendezvous, **variables, RANK=rank, LOCAL_RANK=rank) for rank in range(processes)]
     return _train_forked([(command, place, cwd) for place in places])
 
 
 def train_on_machines(*commands: list[str], folders: list[Path]) -> subprocess.CompletedProcess:
     """A process on each machine, with its command in its folder, which meet at a store like torchrun's."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    meeting |= {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
-    places = [environment(**meeting, RANK=rank, GROUP_RANK=rank) for rank in range(len(commands))]
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    rendezvous |= {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    places = [environment(**rendezvous, RANK=rank, GROUP_RANK=rank) for rank in range(len(commands))]
     return _train_forked([*zip(commands, places, folders, strict=True)])
 
 

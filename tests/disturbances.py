@@ -23,7 +23,7 @@ from conftest import TINY, children_of, is_alive, train_here
 
 from large_batch_cifar_10_fast.results.clock import PARTS
 from large_batch_cifar_10_fast.results.tables import COLUMNS, read_rows
-from large_batch_cifar_10_fast.settings.settings import Refusal
+from large_batch_cifar_10_fast.settings.settings import ConfigError
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGSEGV, signal.SIGABRT)
 DIFFERENT = ("campaign", "started", *PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory")
@@ -190,7 +190,7 @@ def full_disk(place: Path, npz: Path, full: contextlib.AbstractContextManager, r
         try:
             with full:
                 train_here(*campaign, "--out", place)
-        except (Refusal, OSError, RuntimeError) as end:
+        except (ConfigError, OSError, RuntimeError) as end:
             said = type(end).__name__
         gc.collect()  # the table is closed, and free to be written
         rows = read_rows(place / "runs.tsv") if (place / "runs.tsv").exists() else []

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.settings.settings import refusals_end
+from large_batch_cifar_10_fast.settings.settings import exit_on_config_error
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([train.__name__, "torch._dynamo"])  # which every optimizer of torch's imports
@@ -24,5 +24,5 @@ def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, t
     os.environ.clear()
     os.environ |= environment
     torch.set_num_threads(1)
-    with refusals_end("train_cifar_parallel.sh"):
+    with exit_on_config_error("train_cifar_parallel.sh"):
         train.main(arguments)

@@ -8,7 +8,7 @@ import torch
 from large_batch_cifar_10_fast.layers import norms_of, prepare_norms
 from large_batch_cifar_10_fast.networks import cast, frozen_weights, make_network, reset, work
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.settings.settings import Refusal
+from large_batch_cifar_10_fast.settings.settings import ConfigError
 
 SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_a_batch_is_sixteen_ghost_groups_unless_told_otherwise(batch_size, ghost
     ],
 )
 def test_groups_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(ConfigError, match=message):
         Apple2019(**options)
 
 

@@ -15,7 +15,7 @@ from ends import ENDS, listening, started, until, workers_of
 
 from large_batch_cifar_10_fast.launch import check_launch, only_campaign_in, scratch_folder
 from large_batch_cifar_10_fast.results.tables import COLUMNS
-from large_batch_cifar_10_fast.settings.settings import Refusal
+from large_batch_cifar_10_fast.settings.settings import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -146,9 +146,9 @@ def unfinished(uninterrupted, tmp_path):
 def _refused(folder: Path, monkeypatch, *arguments: str) -> str:
     """What the launcher says before it starts anything."""
     monkeypatch.chdir(folder)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as error:
         check_launch([*arguments, "--nproc", "2"])
-    return str(refusal.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_resume_refuses_where_there_is_nothing_to_resume(uninterrupted, tmp_path
 
 def test_a_second_campaign_in_the_same_folder_is_refused_while_the_first_runs(tmp_path):
     with only_campaign_in(tmp_path / "out"):
-        with pytest.raises(Refusal, match="another campaign is running in"), only_campaign_in(tmp_path / "out"):
+        with pytest.raises(ConfigError, match="another campaign is running in"), only_campaign_in(tmp_path / "out"):
             pass
         with only_campaign_in(tmp_path / "another"):
             pass

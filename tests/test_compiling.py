@@ -16,15 +16,15 @@ from torch._inductor import config as inductor
 from large_batch_cifar_10_fast import compiling
 from large_batch_cifar_10_fast.compiling import check_gradients
 from large_batch_cifar_10_fast.data.cifar10 import random_images
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import prepare_norms
-from large_batch_cifar_10_fast.metrics import Tally
-from large_batch_cifar_10_fast.networks import cast, enter, make_network, reset
+from large_batch_cifar_10_fast.metrics import Metrics
+from large_batch_cifar_10_fast.networks import apply_stage, cast, make_network, reset
 from large_batch_cifar_10_fast.optim import follow_schedules
 from large_batch_cifar_10_fast.recipe import stage_of
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.request.advice import settle
+from large_batch_cifar_10_fast.request.advice import resolve_defaults
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.settings import Settings
@@ -32,7 +32,7 @@ from large_batch_cifar_10_fast.train import make_learner, prepare, take_step
 
 pytestmark = pytest.mark.slow
 
-ALONE = World(0, 1, torch.device("cpu"), 2)
+ALONE = DistContext(0, 1, torch.device("cpu"), 2)
 SMALL = Apple2019(workers=2, batch_size=16, ghost_batch=8, width=4)
 COMPILED = Settings(precision="fp64", compile=True)
 
@@ -99,11 +99,11 @@ def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(without_kernel
     data = prepare(random_images(20, 10), learner, Clock(alone.synchronize))
     reset(learner.network, recipe, seed=0)
     for epoch in (1, 2):
-        enter(learner.network, stage_of(recipe, epoch))
+        apply_stage(learner.network, stage_of(recipe, epoch))
         (micro_batches,) = data.train.epoch(0, epoch)
         assert micro_batches[0][0].shape[-1] == {1: 24, 2: 32}[epoch]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            take_step(learner, recipe.optimizers(learner.network, alone), micro_batches, Tally(alone))
+            take_step(learner, recipe.optimizers(learner.network, alone), micro_batches, Metrics(alone))
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="convolutions here know no bfloat16")
@@ -150,12 +150,12 @@ def test_a_compiled_network_takes_a_short_last_batch_too(without_kernels):
         learner = make_learner(settings, recipe, ALONE)
         data = prepare(random_images(2 * 19, 10), learner, Clock(ALONE.synchronize))
         reset(learner.network, recipe, seed=0)
-        optimizers = recipe.optimizers(learner.network, learner.world)
+        optimizers = recipe.optimizers(learner.network, learner.ctx)
         follow_schedules(optimizers, epoch=1)
         sizes = []
         for micro_batches in data.train.epoch(0, 1):
             sizes.append(len(micro_batches[0][1]))
-            take_step(learner, optimizers, micro_batches, Tally(ALONE))
+            take_step(learner, optimizers, micro_batches, Metrics(ALONE))
         assert sizes == [32, 6]
         weights.append([*learner.network.parameters(), *learner.network.buffers()])
     assert learner.forward is not learner.network, "no compiler here?"
@@ -246,5 +246,5 @@ def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path
     ],
 )
 def test_long_runs_are_compiled_unless_told_otherwise(settings, recipe, expected):
-    settled = settle(settings, recipe, World(1, 2, torch.device("cpu"), 8), 50_000)
+    settled = resolve_defaults(settings, recipe, DistContext(1, 2, torch.device("cpu"), 8), 50_000)
     assert (settled.compile, settled.no_compile) == (expected, not expected)

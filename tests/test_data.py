@@ -18,7 +18,7 @@ from torchvision.datasets import CIFAR10
 
 from large_batch_cifar_10_fast.data import cifar10
 from large_batch_cifar_10_fast.data.cifar10 import Images, count_training_images, download_cifar10, load_images
-from large_batch_cifar_10_fast.settings.settings import Refusal
+from large_batch_cifar_10_fast.settings.settings import ConfigError
 
 
 class Executed(Exception):  # noqa: N818 (a signal of the test)
@@ -110,11 +110,11 @@ def test_without_a_whole_download_one_line_says_what_to_do_and_nothing_is_kept(m
     monkeypatch.setattr(cifar10, "MIRRORS", tuple(url + name for name in BROKEN))
     for folder in (tmp_path / "new" / "data", tmp_path / "served"):
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(Refusal) as refusal:
+        with pytest.raises(ConfigError) as error:
             download_cifar10(folder)
         for part in (*BROKEN, cifar10.ARCHIVE, cifar10.ARCHIVE_MD5, str(folder), "CIFAR10_URL", "--demo"):
-            assert part in str(refusal.value)
-        assert str(refusal.value).isprintable()
+            assert part in str(error.value)
+        assert str(error.value).isprintable()
         assert sorted(tmp_path.rglob("*")) == before
         (tmp_path / "served" / cifar10.ARCHIVE).unlink(missing_ok=True)
 
@@ -157,7 +157,7 @@ def test_processes_wait_for_the_first_which_downloads_once(mirror, tmp_path):
 def test_damaged_cifar10_is_not_unpickled(mirror, tmp_path):
     download_cifar10(tmp_path / "data")
     (tmp_path / "data" / cifar10.BATCHES / "train").write_bytes(pickle.dumps(Explosive()))
-    with pytest.raises(Refusal, match="delete it and start again"):
+    with pytest.raises(ConfigError, match="delete it and start again"):
         load_images(str(tmp_path / "data"))
 
 
@@ -225,11 +225,11 @@ def test_an_npz_that_cannot_be_used_is_refused_in_one_line_and_no_pickle_is_exec
     write, message = UNUSABLE[fault]
     write(path := tmp_path / "some.npz")
     for read in (count_training_images, load_images):
-        with pytest.raises(Refusal, match=message) as refusal:
+        with pytest.raises(ConfigError, match=message) as error:
             read(str(path))
-        assert str(path) in str(refusal.value)
-        assert str(refusal.value).isprintable()
-        assert len(str(refusal.value)) < 500
+        assert str(path) in str(error.value)
+        assert str(error.value).isprintable()
+        assert len(str(error.value)) < 500
 
 
 def test_synthetic_images_never_change():

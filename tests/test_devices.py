@@ -12,16 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from large_batch_cifar_10_fast import devices
 from large_batch_cifar_10_fast.devices import matrix_rate
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.optim import NesterovSGD
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.request import advice
-from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import ConfigError, Settings
 from large_batch_cifar_10_fast.train import make_learner
 
-CPU = World(0, 1, torch.device("cpu"), 8)
+CPU = DistContext(0, 1, torch.device("cpu"), 8)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_gpus_that_torch_cannot_use_end_a_launch_unless_the_cpu_is_asked_for(nvi
 
 @pytest.mark.skipif(GPUS > 0, reason="there is a GPU")
 def test_a_gpu_that_is_asked_for_and_absent_is_an_error():
-    with pytest.raises(Refusal, match="--device cuda: there is no GPU here"):
+    with pytest.raises(ConfigError, match="--device cuda: there is no GPU here"):
         devices.count_gpus("cuda")
 
 
@@ -95,7 +95,9 @@ def test_a_gpu_without_kernels_is_named_with_the_torch_that_has_them(capability,
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_120"])
     devices.check_kernels("T4", (7, 5))
-    with pytest.raises(Refusal, match=f"Some GPU has .* {capability[0]}.0, but torch .* sm_75 .*: install .*{fitting}"):
+    with pytest.raises(
+        ConfigError, match=f"Some GPU has .* {capability[0]}.0, but torch .* sm_75 .*: install .*{fitting}"
+    ):
         devices.check_kernels("Some GPU", capability)
 
 
@@ -104,18 +106,18 @@ def test_the_torch_that_messages_name_is_the_one_that_is_installed():
     assert f"torch {pins['torch']} and torchvision {pins['torchvision']}" == devices.TESTED
 
 
-def _on_gpu(capability: tuple[int, int], monkeypatch, others: str | None = None) -> World:
+def _on_gpu(capability: tuple[int, int], monkeypatch, others: str | None = None) -> DistContext:
     """A process on a GPU of this compute capability; another says of bf16 what is given."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(World, "all_gather_words", lambda world, subject, word: [word, others or word])
-    return World(0, 1, torch.device("cuda:0"), 8)
+    monkeypatch.setattr(DistContext, "all_gather_words", lambda ctx, subject, word: [word, others or word])
+    return DistContext(0, 1, torch.device("cuda:0"), 8)
 
 
 def test_a_gpu_computes_in_the_half_precision_of_the_recipe_or_the_one_it_has(monkeypatch):
     def default(recipe, capability, others=None):
-        world = _on_gpu(capability, monkeypatch, others)
-        return advice.precision_on(world, Settings(), recipe, 50_000)
+        ctx = _on_gpu(capability, monkeypatch, others)
+        return advice.precision_on(ctx, Settings(), recipe, 50_000)
 
     assert [default(recipe, (9, 0)) for recipe in (Apple2019(), FastAI(), MuonRecipe())] == ["fp16", "fp16", "bf16"]
     assert [default(MuonRecipe(), capability) for capability in ((7, 0), (7, 5), (8, 0))] == ["fp16", "fp16", "bf16"]
@@ -126,12 +128,12 @@ def test_a_gpu_computes_in_the_half_precision_of_the_recipe_or_the_one_it_has(mo
 def test_a_precision_that_a_gpu_lacks_is_refused(precision, instead, monkeypatch):
     settings = Settings(precision=precision)
     assert advice.precision_on(_on_gpu((8, 0), monkeypatch), settings, Apple2019(), 50_000) == precision
-    with pytest.raises(Refusal, match=f"--precision {precision} needs .* 8.0 .*7.5: use --precision {instead}"):
+    with pytest.raises(ConfigError, match=f"--precision {precision} needs .* 8.0 .*7.5: use --precision {instead}"):
         advice.precision_on(_on_gpu((7, 5), monkeypatch), settings, Apple2019(), 50_000)
 
 
 def test_tf32_is_for_gpus():
-    with pytest.raises(Refusal, match="use --precision fp32"):
+    with pytest.raises(ConfigError, match="use --precision fp32"):
         advice.precision_on(CPU, Settings(precision="tf32"), Apple2019(), 50_000)
 
 

@@ -19,31 +19,31 @@ from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.train import make_learner, prepare, take_step, warm_up
-from large_batch_cifar_10_fast.distributed import join_world
+from large_batch_cifar_10_fast.distributed import init_distributed
 from large_batch_cifar_10_fast.optim import follow_schedules
-from large_batch_cifar_10_fast.metrics import Tally
+from large_batch_cifar_10_fast.metrics import Metrics
 
 for recipe in (Apple2019(width=16, batch_size=64), MuonRecipe(width=16, batch_size=64, workers=8, kept="0.9")):
-    with join_world(recipe.workers) as world:
-        learner = make_learner(Settings(precision="fp16", compile=True), recipe, world)
+    with init_distributed(recipe.workers) as ctx:
+        learner = make_learner(Settings(precision="fp16", compile=True), recipe, ctx)
         assert learner.forward is not learner.network
         warm_up(learner, 5000, 100)
-        data = prepare(random_images(5000, 100), learner, Clock(world.synchronize))
-        optimizers, tally = recipe.optimizers(learner.network, world), Tally(world)
+        data = prepare(random_images(5000, 100), learner, Clock(ctx.synchronize))
+        optimizers, metrics = recipe.optimizers(learner.network, ctx), Metrics(ctx)
         torch.cuda.set_sync_debug_mode("error")
         batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.initial_losses()))
         for step, micro_batches in enumerate(batches, 1):
             follow_schedules(optimizers, step / len(batches))
-            take_step(learner, optimizers, micro_batches, tally)
-        losses[batches.rows] = torch.cat(tally.losses)
+            take_step(learner, optimizers, micro_batches, metrics)
+        losses[batches.rows] = torch.cat(metrics.losses)
         torch.cuda.set_sync_debug_mode("default")
 """
 LITTLE_MEMORY = f"""
 import sys, torch
-from large_batch_cifar_10_fast.settings.settings import refusals_end
+from large_batch_cifar_10_fast.settings.settings import exit_on_config_error
 from {TRAIN} import main
 torch.cuda.set_per_process_memory_fraction(0.25 * 2**30 / torch.cuda.mem_get_info()[1])
-with refusals_end("train"):
+with exit_on_config_error("train"):
     main(sys.argv[1:])
 """
 
@@ -53,11 +53,11 @@ import sys, torch
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner
-from large_batch_cifar_10_fast.distributed import join_world
+from large_batch_cifar_10_fast.distributed import init_distributed
 
-with join_world(1) as world, torch.no_grad():
-    network = make_learner(Settings(precision=sys.argv[1]), MuonRecipe(), world).network.eval()
-    images = torch.randn(100, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(world.device)
+with init_distributed(1) as ctx, torch.no_grad():
+    network = make_learner(Settings(precision=sys.argv[1]), MuonRecipe(), ctx).network.eval()
+    images = torch.randn(100, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(ctx.device)
     ours, exact = network(images).double(), network.double()(images.double())
     print(float((ours - exact).norm() / exact.norm()))
 """

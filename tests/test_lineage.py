@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import lineage
 from large_batch_cifar_10_fast.compiling import gradients, noise
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import norms_of
 from large_batch_cifar_10_fast.networks import autocast, weight_dtype, work
 from large_batch_cifar_10_fast.optim import NesterovSGD
@@ -20,11 +20,11 @@ from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.page import Page
 from large_batch_cifar_10_fast.request.command_line import RECIPES, read_request
-from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import ConfigError, Settings
 from large_batch_cifar_10_fast.train import make_learner
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, 1)
+ALONE = DistContext(0, 1, CPU, 1)
 
 
 @pytest.mark.parametrize(
@@ -131,11 +131,11 @@ def test_a_small_version_trains_every_image_in_every_epoch(recipe, tiny_npz, tmp
 
 @pytest.mark.parametrize("kind", [Basenet, Page, FastAI])
 def test_in_bf16_gradients_point_where_those_of_float64_do(kind):
-    recipe, world = kind(batch_size=8, width=16 if kind is not FastAI else 3), ALONE
+    recipe, ctx = kind(batch_size=8, width=16 if kind is not FastAI else 3), ALONE
     found = {}
     for precision in ("bf16", "fp64"):
-        learner = make_learner(Settings(precision=precision, seed=3), recipe, world)
-        batch = noise(8, 32, weight_dtype(recipe, precision), world)
+        learner = make_learner(Settings(precision=precision, seed=3), recipe, ctx)
+        batch = noise(8, 32, weight_dtype(recipe, precision), ctx)
         found[precision] = gradients(learner.network, learner.forward, recipe, batch, precision)
     for name, expected in found["fp64"].items():
         assert found["bf16"][name].dtype == torch.float32
@@ -155,14 +155,14 @@ def test_in_bf16_gradients_point_where_those_of_float64_do(kind):
     ],
 )
 def test_what_a_recipe_cannot_do_is_refused(arguments, message):
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(ConfigError, match=message):
         read_request(arguments)
 
 
 @pytest.mark.parametrize("system", lineage.SYSTEMS, ids=lambda system: system.name)
 def test_the_rates_that_the_table_tells_are_the_recipes(system):
     recipe = system.recipe
-    optimizer = recipe.optimizers(recipe.network(), World(0, 1, CPU, recipe.workers))[0]
+    optimizer = recipe.optimizers(recipe.network(), DistContext(0, 1, CPU, recipe.workers))[0]
     schedule = optimizer.param_groups[0]["schedules"]["lr"]
     # What is for a sum is so much smaller than what is for a mean.
     for_the_mean = recipe.batch_size if isinstance(optimizer, NesterovSGD) else 1

@@ -10,7 +10,7 @@ from torch import nn
 
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.page import Page
@@ -19,7 +19,7 @@ from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, 1)
+ALONE = DistContext(0, 1, CPU, 1)
 BATCH, SHARD, EPOCHS, SEED = 4, 10, 2, 5
 
 
@@ -124,16 +124,16 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(system):
     """Two epochs of two full batches and a short one, every worker's own, and an evaluation after each."""
     kind, options, reduction, reference, update = SYSTEMS[system]
     recipe = kind(epochs=EPOCHS, batch_size=BATCH, **options)
-    world = World(0, 1, CPU, recipe.workers)
+    ctx = DistContext(0, 1, CPU, recipe.workers)
     images = Images("shapes", *draw_shapes(SHARD * recipe.workers + recipe.workers // 2, 40))
-    learner = make_learner(Settings(precision="fp64", seed=SEED), recipe, world)
-    data, log = prepare(images, learner, Clock(world.synchronize)), Recorder()
+    learner = make_learner(Settings(precision="fp64", seed=SEED), recipe, ctx)
+    data, log = prepare(images, learner, Clock(ctx.synchronize)), Recorder()
     reference = copy.deepcopy(reference).double()
     weights = list(reference.parameters())
     with torch.no_grad():
         for ours, theirs in zip(learner.network.parameters(), weights, strict=True):
             theirs.copy_(ours)
-    train_once(0, learner, data, Clock(world.synchronize), log)
+    train_once(0, learner, data, Clock(ctx.synchronize), log)
 
     velocities, step = [torch.zeros_like(w) for w in weights], 0
     for epoch in range(1, EPOCHS + 1):

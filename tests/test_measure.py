@@ -21,7 +21,7 @@ case $* in
     *) exec {sys.executable} "$@" ;;
 esac
 (IFS=$'\\t'; echo "$*" >>"$CALLS")
-case $* in *--resume) exit $REFUSED ;; esac
+case $* in *--resume) exit $INVALID ;; esac
 """
 
 
@@ -85,7 +85,7 @@ def test_a_campaign_that_was_broken_off_is_gone_on_with_and_a_part_may_be_of_a_p
     for table, refused in (("", 0), ("rows", 0), ("rows", 1), ("rows", 2)):
         (tmp_path / "campaign" / "runs.tsv").write_text(table)
         parts = ("--data", tiny_npz, "--out", tmp_path, "campaign", "first.bf16")
-        status = _measure(*parts, REFUSED=refused, **stand_in).returncode
+        status = _measure(*parts, INVALID=refused, **stand_in).returncode
         first, *campaign = calls.read_text().splitlines()
         calls.unlink()
         assert "bf16" in first

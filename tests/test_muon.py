@@ -11,19 +11,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.data.cifar10 import random_images
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.metrics import Score
-from large_batch_cifar_10_fast.networks import enter, frozen_weights, make_network, reset, work
+from large_batch_cifar_10_fast.networks import apply_stage, frozen_weights, make_network, reset, work
 from large_batch_cifar_10_fast.recipe import Stage, stage_of
 from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.tables import COLUMNS
-from large_batch_cifar_10_fast.settings.settings import Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import ConfigError, Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once, warm_up
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, 1)
+ALONE = DistContext(0, 1, CPU, 1)
 STARTED, LATER = Stage(1, 32), Stage(4, 32, ("whitening.bias",))
 
 
@@ -90,7 +90,7 @@ def test_what_rests_has_no_gradient_until_a_reset_and_filters_stay():
     network = make_network(recipe, seed=0)
     recipe.whiten(network, torch.randn(20, 32, 32, 3))
     filters = network.whitening.weight.clone()
-    enter(network, LATER)
+    apply_stage(network, LATER)
     network(torch.randn(20, 3, 32, 32)).sum().backward()
     assert network.whitening.bias.grad is None
     assert network.groups[0][0].weight.grad is not None
@@ -156,7 +156,7 @@ def test_filters_begin_as_the_identity_and_the_head_with_deviation_one():
     ],
 )
 def test_what_the_recipe_cannot_do_is_refused(arguments, message):
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(ConfigError, match=message):
         read_request(["--recipe", "muon", *arguments])
 
 
@@ -165,7 +165,7 @@ def test_the_warm_up_takes_each_kind_of_step_once(monkeypatch):
     recipe = MuonRecipe(epochs=5, width=2, batch_size=10, pixels="16,16,16,20,20", kept="1,1,0.6,1,0.6")
     taken = []
 
-    def take_step(learner, optimizers, micro_batches, tally):
+    def take_step(learner, optimizers, micro_batches, metrics):
         [(images, _)] = micro_batches
         taken.append((images.shape[-1], learner.network.whitening.bias.requires_grad))
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.optim import Muon, follow_schedules, orthogonal, orthogonal_all
 from large_batch_cifar_10_fast.recipes.muon import Muon2024
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, 1)
+ALONE = DistContext(0, 1, CPU, 1)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 20), (3, 8, 20), (20, 8)])
@@ -56,9 +56,9 @@ def test_muon_moves_filters_as_its_formula_says_each_by_itself():
     generator = torch.Generator().manual_seed(0)
     shapes = [(6, 4, 3, 3), (5, 2, 3, 3), (6, 4, 3, 3)]
     weights = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
-    resting = nn.Parameter(torch.ones(2, 2, 3, 3))
+    frozen = nn.Parameter(torch.ones(2, 2, 3, 3))
     asleep = {"params": [nn.Parameter(torch.ones(2, 2, 3, 3))]}  # a group that rests as a whole
-    optimizer = Muon([{"params": [*weights, resting]}, asleep], momentum=0.6, rescale_every=2, world=ALONE)
+    optimizer = Muon([{"params": [*weights, frozen]}, asleep], momentum=0.6, rescale_every=2, ctx=ALONE)
     optimizer.param_groups[0]["lr"] = 0.24
     expected = [weight.detach().clone() for weight in weights]
     momenta = [torch.zeros_like(weight) for weight in expected]
@@ -77,14 +77,14 @@ def test_muon_moves_filters_as_its_formula_says_each_by_itself():
         optimizer.step()
         for weight, value in zip(weights, expected, strict=True):
             torch.testing.assert_close(weight.detach(), value, rtol=1e-6, atol=1e-6)
-    assert resting.eq(1).all()
+    assert frozen.eq(1).all()
 
 
 def test_each_process_makes_its_own_share_of_the_matrices_orthogonal(monkeypatch):
-    monkeypatch.setattr(World, "all_reduce", lambda self, tensor: tensor)
+    monkeypatch.setattr(DistContext, "all_reduce", lambda self, tensor: tensor)
     shapes = [(6, 4, 3, 3), (5, 2, 3, 3), (6, 4, 3, 3), (7, 7, 3, 3)]
     directions = [torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) for shape in shapes]
-    shares = [orthogonal_all(directions, World(rank, 3, CPU, 3)) for rank in range(3)]
+    shares = [orthogonal_all(directions, DistContext(rank, 3, CPU, 3)) for rank in range(3)]
     makers = [[bool(share[i].any()) for share in shares] for i in range(4)]
     assert [sum(made) for made in makers] == [1, 1, 1, 1], "each matrix by one process"
     assert makers[3] == [True, False, False], "the largest first"

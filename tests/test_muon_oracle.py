@@ -9,7 +9,7 @@ from torch import nn
 from large_batch_cifar_10_fast.compiling import gradients, noise
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.networks import reset, weight_dtype
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.results.clock import Clock
@@ -17,7 +17,7 @@ from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, 1)
+ALONE = DistContext(0, 1, CPU, 1)
 
 
 class StockNetwork(nn.Module):
@@ -66,9 +66,9 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
     batch, seed, epochs, steps = 12 // workers, 5, 4, 3
     total = 12 * steps + workers  # what is left of a shard waits
     recipe = MuonRecipe(epochs=epochs, batch_size=batch, workers=workers, width=4, pixels="24,32", kept="1,1,0.7,0.5")
-    world = World(0, 1, CPU, workers)
-    learner = make_learner(Settings(precision="fp64", seed=seed), recipe, world)
-    data = prepare(Images("shapes", *draw_shapes(total, 40)), learner, Clock(world.synchronize))
+    ctx = DistContext(0, 1, CPU, workers)
+    learner = make_learner(Settings(precision="fp64", seed=seed), recipe, ctx)
+    data = prepare(Images("shapes", *draw_shapes(total, 40)), learner, Clock(ctx.synchronize))
     reference, names = StockNetwork(4, 0.4).double(), [name for name, _ in learner.network.named_parameters()]
     ours = dict(learner.network.named_parameters())
     assert names[:2] == ["whitening.weight", "whitening.bias"]
@@ -90,7 +90,7 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
             trained.append(ours["whitening.bias"].requires_grad)
             super().epoch(clock, train, validation)
 
-    train_once(0, learner, data, Clock(world.synchronize), log := Log())
+    train_once(0, learner, data, Clock(ctx.synchronize), log := Log())
     assert trained == [True, False, False, False], "its rate is 0 then, too: this is the work saved"
 
     state = {name: torch.zeros_like(weight) for name, weight in theirs.items()}

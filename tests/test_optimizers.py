@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.optim import PiecewiseLinear, follow_schedules, nesterov_update
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
-ALONE = World(0, 1, torch.device("cpu"), 8)
+ALONE = DistContext(0, 1, torch.device("cpu"), 8)
 
 
 @pytest.mark.parametrize(

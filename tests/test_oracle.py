@@ -14,14 +14,14 @@ from torch import nn
 
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
 
 WORKERS, BATCH, GHOST, WIDTH, STEPS, EPOCHS, SEED = 8, 16, 8, 3, 3, 2, 11
-ALONE = World(0, 1, torch.device("cpu"), WORKERS)
+ALONE = DistContext(0, 1, torch.device("cpu"), WORKERS)
 
 
 class Reference:
@@ -145,16 +145,16 @@ def test_training_and_evaluation_are_the_methods_to_nine_digits(eval_stats):
     torch.testing.assert_close(ours, signs * filters, rtol=1e-7, atol=1e-9)
     reference, test = Reference(SEED, ours, eval_stats), normalised(images.test_images).permute(0, 3, 1, 2)
     for epoch in range(1, EPOCHS + 1):
-        tally = []
+        metrics = []
         for step, [(x, y)] in enumerate(data.train.epoch(SEED, epoch), (epoch - 1) * STEPS + 1):
-            tally.append(reference.step(x.contiguous(), y, step))
-        assert len(tally) == STEPS
+            metrics.append(reference.step(x.contiguous(), y, step))
+        assert len(metrics) == STEPS
         right, loss = reference.evaluate(test, torch.from_numpy(images.test_labels))
         told = log.validations[epoch - 1]
         assert (told.correct, told.images) == (right, 40)
         assert told.loss == pytest.approx(loss, rel=1e-9)
-    assert (log.train.correct, log.train.images) == (sum(right for right, _ in tally), WORKERS * BATCH * STEPS)
-    assert log.train.loss == pytest.approx(sum(loss for _, loss in tally) / log.train.images, rel=1e-9)
+    assert (log.train.correct, log.train.images) == (sum(right for right, _ in metrics), WORKERS * BATCH * STEPS)
+    assert log.train.loss == pytest.approx(sum(loss for _, loss in metrics) / log.train.images, rel=1e-9)
 
     trained = {name: weight for name, weight in learner.network.named_parameters() if weight.requires_grad}
     weights = [weight for weight in trained.values() if weight.ndim > 1]

@@ -8,7 +8,7 @@ from large_batch_cifar_10_fast.launch import visible_gpus
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.request.planning import plan_processes, torchrun_arguments
-from large_batch_cifar_10_fast.settings.settings import Launch, Refusal
+from large_batch_cifar_10_fast.settings.settings import ConfigError, Launch
 
 
 def _on(machines: int) -> Launch:
@@ -16,9 +16,9 @@ def _on(machines: int) -> Launch:
 
 
 def test_no_more_processes_than_gpus():
-    with pytest.raises(Refusal, match="--nproc 4 is more than the 2 GPUs here: use at most 2"):
+    with pytest.raises(ConfigError, match="--nproc 4 is more than the 2 GPUs here: use at most 2"):
         plan_processes(Apple2019(), Launch(nproc=4), gpus=2, cores=64)
-    with pytest.raises(Refusal, match="--nproc 2 of 2 teams is more than the 2 GPUs here: use at most 1"):
+    with pytest.raises(ConfigError, match="--nproc 2 of 2 teams is more than the 2 GPUs here: use at most 1"):
         plan_processes(Apple2019(), Launch(nproc=2, teams=2), gpus=2, cores=64)
 
 
@@ -69,7 +69,7 @@ def test_gpus_communicate_by_nccl_each_process_on_its_own(monkeypatch):
     variables = {"RANK": "7", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with distributed.join_world(8, timeout=7) as joining:
+    with distributed.init_distributed(8, timeout=7) as joining:
         assert (joining.device, joining.rank, joining.world_size) == (torch.device("cuda:3"), 7, 8)
     assert (joined["kind"], joined["device_id"], joined["timeout"].total_seconds()) == ("nccl", joining.device, 7)
 

@@ -12,29 +12,29 @@ import torch
 from conftest import REPO, TINY, environment, train_here
 
 from large_batch_cifar_10_fast import launch
-from large_batch_cifar_10_fast.launch import refuse_as_processes_did
+from large_batch_cifar_10_fast.launch import raise_config_error_of_processes
 from large_batch_cifar_10_fast.request import command_line
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.request.planning import SIGNALS
 from large_batch_cifar_10_fast.results.resuming import CAMPAIGN, STARTED, SUPERVISED, finished_rows
 from large_batch_cifar_10_fast.results.tables import read_rows
 from large_batch_cifar_10_fast.settings.ending import LAUNCH
-from large_batch_cifar_10_fast.settings.settings import Launch, Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import ConfigError, Launch, Settings
 
 ONE_REFUSES = """
 import os, time
-from large_batch_cifar_10_fast.settings.settings import Refusal
+from large_batch_cifar_10_fast.settings.settings import ConfigError
 from large_batch_cifar_10_fast.distributed import leaving
 with leaving():
     if os.environ["RANK"] == "1":
-        raise Refusal("only this one sees it")
+        raise ConfigError("only this one sees it")
     time.sleep(60)
 """
 LAUNCH_THEM = """
 import sys
 from large_batch_cifar_10_fast import launch
-from large_batch_cifar_10_fast.settings.settings import Launch, Settings, refusals_end
-with refusals_end("train_cifar_parallel.sh"), launch.scratch_folder() as scratch:
+from large_batch_cifar_10_fast.settings.settings import Launch, Settings, exit_on_config_error
+with exit_on_config_error("train_cifar_parallel.sh"), launch.scratch_folder() as scratch:
     arguments = launch.torchrun_arguments(Launch(), 2, scratch)[:-3]
     sys.exit(launch.run_processes([*arguments, sys.argv[1]], Settings(), Launch(), scratch))
 """
@@ -53,10 +53,10 @@ def test_what_no_process_finished_writing_is_no_refusal(tmp_path):
     for number, text in enumerate(("", "{", '{"message": "killed"}', '{"message": {"message": "ValueError: x"}}')):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "error.json").write_text(text)
-    refuse_as_processes_did(str(tmp_path))
-    (tmp_path / "0" / "error.json").write_text('{"message": {"message": "Refusal: a line: and more"}}')
-    with pytest.raises(Refusal, match=r"^a line: and more$"):
-        refuse_as_processes_did(str(tmp_path))
+    raise_config_error_of_processes(str(tmp_path))
+    (tmp_path / "0" / "error.json").write_text('{"message": {"message": "ConfigError: a line: and more"}}')
+    with pytest.raises(ConfigError, match=r"^a line: and more$"):
+        raise_config_error_of_processes(str(tmp_path))
 
 
 def test_what_is_refused_when_runs_are_made_tells_how_to_go_on(tiny_npz, tmp_path, monkeypatch, capsys):
@@ -70,7 +70,7 @@ def test_what_is_refused_when_runs_are_made_tells_how_to_go_on(tiny_npz, tmp_pat
                 train_here(*arguments, "--runs", "2", "--share", f"{run}/2")
             if spoil:
                 (tmp_path / "runs.tsv").write_text("a\tb\n")
-            raise Refusal("no memory")
+            raise ConfigError("no memory")
 
         monkeypatch.setattr(launch, "run_processes", run)
         monkeypatch.setattr(sys, "argv", ["launch", *arguments, "--runs", "2", *more])
@@ -112,7 +112,7 @@ def test_a_campaign_heals_only_with_its_own_code(tiny_npz, tmp_path, monkeypatch
     table = tmp_path / "runs.tsv"
     code = read_rows(table)[0]["code"]
     table.write_text(table.read_text().replace(code, "0" * 12))
-    with pytest.raises(Refusal, match=f"had other code \\(000000000000 then, {code} now\\)"):
+    with pytest.raises(ConfigError, match=f"had other code \\(000000000000 then, {code} now\\)"):
         finished_rows(settings)
 
 
@@ -141,7 +141,7 @@ def test_runs_that_were_compiled_are_not_mixed_with_runs_that_cannot_be(tiny_npz
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", lambda network, **_: fail)
-    with pytest.raises(Refusal, match=r"had other compile \(True then, False now\)"):
+    with pytest.raises(ConfigError, match=r"had other compile \(True then, False now\)"):
         train_here("--resume", "--out", tmp_path)
     assert capsys.readouterr().err.startswith("Warning: not compiled (no compiler): ")
     assert len(pd.read_csv(table, sep="\t")) == 1
@@ -154,8 +154,8 @@ def test_memory_that_a_step_frees_is_there_for_the_next_without_the_system():
     The heap grows at first, by up to eight blocks, as its beginning is aligned."""
     program = """
 import resource, torch
-from large_batch_cifar_10_fast.distributed import join_world
-with join_world(1):
+from large_batch_cifar_10_fast.distributed import init_distributed
+with init_distributed(1):
     for _ in range(25):
         block = torch.ones(32, 1024, 1024)
         del block

@@ -12,7 +12,7 @@ from conftest import REPO
 from large_batch_cifar_10_fast.read_logs import read_log
 from large_batch_cifar_10_fast.results.campaign import LARGEST
 from large_batch_cifar_10_fast.results.tables import COLUMNS
-from large_batch_cifar_10_fast.settings.settings import Refusal
+from large_batch_cifar_10_fast.settings.settings import ConfigError
 
 PUBLISHED = pd.read_csv(REPO / "published" / "apple_8xv100_50_runs.tsv", sep="\t")
 SUMMARY = (REPO / "published" / "apple_8xv100_summary.txt").read_text()
@@ -68,8 +68,8 @@ def two_campaigns(**fields) -> list[dict]:
     return rows
 
 
-def refusal(source) -> str:
-    with pytest.raises(Refusal) as refused:
+def error_of(source) -> str:
+    with pytest.raises(ConfigError) as refused:
         read_log(str(source))
     assert "\n" not in str(refused.value)
     return str(refused.value)
@@ -121,7 +121,7 @@ def test_of_runs_tsv_the_last_campaign_is_read_or_the_named(tmp_path):
     assert (last.reached, last.notes, last.seconds.tolist()) == ((2, 2), (), [5, 6, 7])
     np.testing.assert_equal(last.goal_seconds, [math.nan, 4.5, 4.7])
     assert read_log(path, "a").accuracy.tolist() == [0.93]
-    with pytest.raises(Refusal, match="no campaign c, only a, b"):
+    with pytest.raises(ConfigError, match="no campaign c, only a, b"):
         read_log(path, "c")
     unfinished = read_log(written(tmp_path / "runs.tsv", two_campaigns(runs="5")))
     assert "3 of the campaign's 5 runs" in unfinished.notes[0]
@@ -175,12 +175,12 @@ def test_shares_of_a_campaign_are_read_as_one_log(tmp_path):
         np.testing.assert_array_equal(log.accuracy, whole.accuracy)
         assert (log.reached, log.conditions, log.notes) == (whole.reached, whole.conditions, ())
     written(tmp_path / "share2.tsv", share)
-    assert "run 1 is in " in refusal(f"{tmp_path}/share*.tsv")
+    assert "run 1 is in " in error_of(f"{tmp_path}/share*.tsv")
     written(tmp_path / "share1.tsv", [row | {"options": "epochs=20"} for row in share])
-    told = refusal(f"{tmp_path}/share0.tsv,{tmp_path}/share1.tsv")
+    told = error_of(f"{tmp_path}/share0.tsv,{tmp_path}/share1.tsv")
     assert "other options (epochs=20, not epochs=18)" in told
     written(tmp_path / "share1.tsv", [row | {"seed": "7.5"} for row in share])
-    assert "line 2: seed is '7.5'" in refusal(f"{tmp_path}/share0.tsv,{tmp_path}/share1.tsv")
+    assert "line 2: seed is '7.5'" in error_of(f"{tmp_path}/share0.tsv,{tmp_path}/share1.tsv")
 
 
 DAMAGED = [
@@ -210,7 +210,7 @@ DAMAGED = [
 def test_a_damaged_file_is_named_with_its_line(tmp_path, content, message):
     path = tmp_path / "log"
     path.write_bytes(content.encode(errors="surrogateescape"))
-    told = refusal(path)
+    told = error_of(path)
     assert told.startswith(str(path))
     assert message in told
 
@@ -227,13 +227,13 @@ def test_a_damaged_field_of_runs_tsv_is_named_with_its_line(tmp_path, column, te
     rows = two_campaigns()
     rows[2][column] = text
     path = written(tmp_path / "runs.tsv", rows)
-    assert refusal(path).startswith(f"{path}, line 4: {column} is {text[:40]!r}, not a number")
+    assert error_of(path).startswith(f"{path}, line 4: {column} is {text[:40]!r}, not a number")
 
 
 def test_a_run_that_is_there_twice_is_named_with_its_line(tmp_path):
     rows = two_campaigns()
     rows[3]["run"] = "0"
-    assert ", line 5: run 0 is there a second time" in refusal(written(tmp_path / "runs.tsv", rows))
+    assert ", line 5: run 0 is there a second time" in error_of(written(tmp_path / "runs.tsv", rows))
 
 
 @pytest.mark.parametrize("name", ["logs/demo/runs.tsv", "logs/demo/timing_log.tsv", "run_log.txt"])
@@ -245,7 +245,7 @@ def test_random_damage_is_read_or_refused(tmp_path, name):
         for _ in range(dice.randrange(1, 20)):
             damaged[dice.randrange(len(damaged))] = dice.choice([0, 9, 10, 34, 44, 46, 49, 57, 120, 255])
         path.write_bytes(damaged[: dice.randrange(len(damaged))] if dice.random() < 0.3 else damaged)
-        with contextlib.suppress(Refusal):
+        with contextlib.suppress(ConfigError):
             log = read_log(str(path))
             assert len(log.accuracy) == len(log.seconds) > 0
 
@@ -299,8 +299,8 @@ def test_a_file_too_large_for_a_log_is_refused(tmp_path):
     path = tmp_path / "log.txt"
     with open(path, "wb") as file:
         file.truncate(LARGEST + 1)
-    assert "larger than 64 MiB" in refusal(path)
-    assert "larger than 64 MiB" in refusal("/dev/zero")
+    assert "larger than 64 MiB" in error_of(path)
+    assert "larger than 64 MiB" in error_of("/dev/zero")
 
 
 def test_epochs_beside_a_table_give_the_median_curve_and_its_range(tmp_path):

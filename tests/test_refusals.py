@@ -15,7 +15,7 @@ from large_batch_cifar_10_fast.recipes.apple2019 import DEMO as PRESET
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.checks import check_out, holds_weights
 from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.settings.settings import Launch, Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import ConfigError, Launch, Settings
 
 DEMO = ("--demo",)
 CASES = {
@@ -87,7 +87,7 @@ CASES = {
     "no time": (DEMO, {"timeout": "0"}, "--timeout 0 must be greater than 0"),
     "restarts on several machines": (DEMO, {"nnodes": 2, "restarts": 1}, "--teams and --restarts are for one machine"),
     "a number beyond reason": (DEMO, {"workers": "9" * 30}, "and at most 100000"),
-    "no meeting point": (DEMO, {"nnodes": 2}, "--rdzv_endpoint  must be host:port"),
+    "no rendezvous": (DEMO, {"nnodes": 2}, "--rdzv_endpoint  must be host:port"),
 }
 
 
@@ -98,10 +98,10 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(case
     monkeypatch.chdir(tmp_path)
     for name in filter(str.isupper, variables):
         monkeypatch.setenv(name, variables[name])
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as error:
         check_launch([*arguments, *options_among(variables)])
-    assert message in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -109,7 +109,7 @@ def test_images_in_a_folder_whose_name_cannot_stand_in_a_table_are_refused(tiny_
     (folder := tmp_path / "two\nlines").mkdir()
     shutil.copy(tiny_npz, folder / "t.npz")
     monkeypatch.chdir(folder)
-    with pytest.raises(Refusal, match=r"--data t.npz: the name of the folder it lies in cannot stand in a table"):
+    with pytest.raises(ConfigError, match=r"--data t.npz: the name of the folder it lies in cannot stand in a table"):
         check_launch(["--demo", "--data", "t.npz"])
 
 
@@ -117,7 +117,7 @@ def test_images_in_a_folder_whose_name_cannot_stand_in_a_table_are_refused(tiny_
 def test_a_campaign_that_cannot_be_read_is_not_gone_on_with(out, tmp_path, monkeypatch):
     (tmp_path / "table" / "runs.tsv").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Refusal, match=r"runs.tsv cannot be read \(.*\): give another --out"):
+    with pytest.raises(ConfigError, match=r"runs.tsv cannot be read \(.*\): give another --out"):
         check_launch(["--resume", "--out", out])
 
 
@@ -158,14 +158,14 @@ def test_images_that_no_mirror_sends_are_refused(tmp_path):
 def test_a_truncated_npz_is_refused(tmp_path):
     path = write_npz(tmp_path / "cut.npz", *draw_shapes(200, 20))
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(Refusal, match="cannot be read as a"):
+    with pytest.raises(ConfigError, match="cannot be read as a"):
         check_launch(["--demo", "--data", str(path)])
 
 
 def test_wrong_labels_are_refused(tmp_path):
     images, labels, *test = draw_shapes(200, 20)
     path = write_npz(tmp_path / "labels.npz", images, labels + 1, *test)
-    with pytest.raises(Refusal, match="labels are 1 to 10, not 0 to 9"):
+    with pytest.raises(ConfigError, match="labels are 1 to 10, not 0 to 9"):
         check_launch(["--demo", "--data", str(path)])
 
 
@@ -215,11 +215,11 @@ def test_help_answers_without_training(capsys):
 def test_weights_may_take_the_place_of_weights_but_not_of_images(tmp_path, tiny_npz):
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     check_out(Settings(save=str(tmp_path / "w.pt")))
-    with pytest.raises(Refusal, match="is there and holds no weights"):
+    with pytest.raises(ConfigError, match="is there and holds no weights"):
         check_out(Settings(save=str(tiny_npz)))
 
 
 def test_a_table_of_other_columns_is_not_touched(tmp_path):
     (tmp_path / "runs.tsv").write_text("a\tb\n1\t2\n")
-    with pytest.raises(Refusal, match="has other columns"):
+    with pytest.raises(ConfigError, match="has other columns"):
         check_out(Settings(out=str(tmp_path)))

@@ -15,16 +15,16 @@ from conftest import REPO, TINY, environment, train_here, train_together
 
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.data.cifar10 import load_images
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.metrics import Score
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.request.advice import explaining_memory
 from large_batch_cifar_10_fast.results import run_log
 from large_batch_cifar_10_fast.results.clock import Clock
-from large_batch_cifar_10_fast.results.journal import write_timing_log, written_whole
 from large_batch_cifar_10_fast.results.provenance import driver_and_clocks
+from large_batch_cifar_10_fast.results.run_table import write_timing_log, written_whole
 from large_batch_cifar_10_fast.results.tables import COLUMNS
-from large_batch_cifar_10_fast.settings.settings import Settings, refusals_end
+from large_batch_cifar_10_fast.settings.settings import Settings, exit_on_config_error
 
 pytestmark = pytest.mark.slow
 
@@ -188,8 +188,12 @@ def test_python_dash_m_runs_one_process(tiny_npz, tmp_path):
     ],
 )
 def test_memory_running_out_is_explained(error, capsys):
-    world = World(0, 1, torch.device("cuda", 0), 8)
-    with pytest.raises(SystemExit) as end, refusals_end("train"), explaining_memory(Settings(), Apple2019(), world):
+    ctx = DistContext(0, 1, torch.device("cuda", 0), 8)
+    with (
+        pytest.raises(SystemExit) as end,
+        exit_on_config_error("train"),
+        explaining_memory(Settings(), Apple2019(), ctx),
+    ):
         raise error
     assert end.value.code == 2
     err = capsys.readouterr().err
@@ -232,7 +236,7 @@ def test_a_log_names_driver_and_clocks_where_there_is_a_gpu(tmp_path, monkeypatc
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     bus = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x4B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: bus)
-    gpu = World(0, 1, torch.device("cuda", 0), 8)
+    gpu = DistContext(0, 1, torch.device("cuda", 0), 8)
     clocks = "SM 1980 MHz (at most 1980 MHz), memory 2619 MHz, power limit 700.00 W"
     assert driver_and_clocks(gpu) == {"driver": "550.54", "clocks": clocks}
     stand_in.unlink()

@@ -8,7 +8,7 @@ from conftest import random_pictures
 
 from large_batch_cifar_10_fast.data.augment import MAX_OPTIONS, assign_balanced
 from large_batch_cifar_10_fast.data.shards import normalise, shuffle_shard, upload_shards, upload_test
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.metrics import mirrored
 from large_batch_cifar_10_fast.recipe import images_of_an_epoch, images_to_warm_up
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -34,8 +34,8 @@ def _number(image: torch.Tensor) -> torch.Tensor:
 
 
 def _shards(rank=0, processes=1, micro_batches=1, recipe=APPLE, images=None):
-    world = World(rank, processes, CPU, recipe.workers)
-    return upload_shards(*(images or _numbered(643)), recipe, world, micro_batches)
+    ctx = DistContext(rank, processes, CPU, recipe.workers)
+    return upload_shards(*(images or _numbered(643)), recipe, ctx, micro_batches)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
@@ -224,8 +224,8 @@ def test_normalising_is_the_methods():
 
 
 def test_the_test_images_are_shared_out_once_each():
-    worlds = [World(rank, 4, CPU, 8) for rank in range(4)]
-    shares = [upload_test(*_numbered(11), world)[0].permute(0, 3, 1, 2) for world in worlds]
+    worlds = [DistContext(rank, 4, CPU, 8) for rank in range(4)]
+    shares = [upload_test(*_numbered(11), ctx)[0].permute(0, 3, 1, 2) for ctx in worlds]
     assert sorted(torch.cat([_number(share) for share in shares]).tolist()) == list(range(11))
 
 

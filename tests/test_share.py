@@ -10,7 +10,7 @@ from conftest import TINY, train_here
 from disturbances import DIFFERENT
 
 from large_batch_cifar_10_fast import merge
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.launch import advice
 from large_batch_cifar_10_fast.read_logs import read_log
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -19,7 +19,7 @@ from large_batch_cifar_10_fast.request.checks import check_out
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
 from large_batch_cifar_10_fast.results.tables import COLUMNS, NUMBERS
-from large_batch_cifar_10_fast.settings.settings import Launch, Refusal, Settings
+from large_batch_cifar_10_fast.settings.settings import ConfigError, Launch, Settings
 
 RUNS, SHARES = 5, ("0/1", "0/3", "2/3")
 RESULT = [name for name in COLUMNS if name not in (*DIFFERENT, "share")]
@@ -89,14 +89,14 @@ def test_a_broken_share_is_resumed_as_what_it_is(tables, tmp_path, capsys, monke
     assert ", 1 of 3 runs made before\n" in told
     assert told.endswith(" out of 3\n")
     pd.testing.assert_frame_equal(_result(tmp_path / "runs.tsv"), _result(tables["0/2"]))
-    with pytest.raises(Refusal, match=r"has all its 3 runs; for its last run's weights .* --seed 11 --save"):
+    with pytest.raises(ConfigError, match=r"has all its 3 runs; for its last run's weights .* --seed 11 --save"):
         read_request(["--resume", "--out", str(tmp_path), "--save", "w.pt"])
     (tmp_path / "runs.tsv").write_text(lines[0] + lines[3])
-    with pytest.raises(Refusal, match="--save keeps the last run's weights, and run 4 is made: leave out --save"):
+    with pytest.raises(ConfigError, match="--save keeps the last run's weights, and run 4 is made: leave out --save"):
         read_request(["--resume", "--out", str(tmp_path), "--save", "w.pt"])
     monkeypatch.setenv(CAMPAIGN, lines[1].split("\t")[0])
     assert advice(Settings(out=str(tmp_path)), Launch()) == "1 of its 3 runs are made, go on with --resume"
-    with pytest.raises(Refusal, match=r"had other share \(0/2 then, 1/2 now\)"):
+    with pytest.raises(ConfigError, match=r"had other share \(0/2 then, 1/2 now\)"):
         read_request(["--resume", "--out", str(tmp_path), "--share", "1/2"])
 
 
@@ -126,7 +126,7 @@ def test_of_each_table_the_last_campaign_is_merged_and_what_unlike_machines_lack
     assert "1" not in pd.read_csv(tmp_path / "merged" / "runs.tsv", sep="\t", dtype=str)["validation_count"].tolist()
 
 
-REFUSED = {
+INVALID = {
     "another recipe": (["0/2", "other"], r"other/runs\.tsv has other options \(.*lr_scaler=2\.0.*\) than .*not one"),
     "the same run": (["whole", "1/2"], r"run 1 is in .*whole/runs\.tsv and in .*1/runs\.tsv: leave out one of them"),
     "the same file": (["0/2", "0/2"], "the same file was given twice"),
@@ -134,7 +134,7 @@ REFUSED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("names", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("names", "message"), INVALID.values(), ids=INVALID)
 def test_tables_that_are_not_one_campaign_are_refused(tables, tmp_path, capsys, names, message):
     _refuse(tmp_path / "merged", capsys, message, *(tables[name] for name in names))
 
@@ -158,8 +158,10 @@ def test_whether_to_compile_is_decided_for_all_shares_alike(monkeypatch):
     """A share that alone would not take ten minutes."""
     monkeypatch.setattr(request_advice, "work", lambda recipe, images: 250 * request_advice.CORE)
     monkeypatch.setattr(request_advice, "count_cores", lambda: 1)
-    world = World(0, 1, torch.device("cpu"), 8)
-    settled = [request_advice.settle(Settings(runs=3, share=share), Apple2019(), world, 50_000) for share in SHARES]
+    ctx = DistContext(0, 1, torch.device("cpu"), 8)
+    settled = [
+        request_advice.resolve_defaults(Settings(runs=3, share=share), Apple2019(), ctx, 50_000) for share in SHARES
+    ]
     assert [settings.compile for settings in settled] == [True, True, True]
 
 
@@ -179,21 +181,21 @@ def test_half_precision_is_for_long_runs_on_a_cpu_that_has_it(
     """However many runs and cores there are: the seed is to decide a run."""
     monkeypatch.setattr(request_advice, "work", lambda recipe, images: seconds * request_advice.CORE)
     monkeypatch.setattr(request_advice, "gains_by_bf16", lambda: bf16)
-    world = World(0, 1, torch.device("cpu"), 8)
+    ctx = DistContext(0, 1, torch.device("cpu"), 8)
     for cores in (1, 8):
         monkeypatch.setattr(request_advice, "count_cores", lambda cores=cores: cores)
         settings = Settings(runs=36, precision=asked)
-        assert request_advice.settle(settings, Apple2019(), world, 50_000).precision == precision
+        assert request_advice.resolve_defaults(settings, Apple2019(), ctx, 50_000).precision == precision
         assert f"this takes about {hours / cores:.1f} hours" in capsys.readouterr().err
 
 
 def test_half_precision_is_for_all_processes_or_none(monkeypatch):
     """Machines with other CPUs are not to refuse one another."""
     monkeypatch.setattr(request_advice, "gains_by_bf16", lambda: True)
-    world, settings = World(0, 1, torch.device("cpu"), 8), Settings()
-    assert request_advice.precision_on(world, settings, Apple2019(), 50_000) == "bf16"
-    monkeypatch.setattr(World, "all_gather_words", lambda world, subject, word: [word, "False"])
-    assert request_advice.precision_on(world, settings, Apple2019(), 50_000) == "fp32"
+    ctx, settings = DistContext(0, 1, torch.device("cpu"), 8), Settings()
+    assert request_advice.precision_on(ctx, settings, Apple2019(), 50_000) == "bf16"
+    monkeypatch.setattr(DistContext, "all_gather_words", lambda ctx, subject, word: [word, "False"])
+    assert request_advice.precision_on(ctx, settings, Apple2019(), 50_000) == "fp32"
 
 
 def test_a_torch_that_cannot_tell_computes_in_float32(monkeypatch):
@@ -224,7 +226,7 @@ def test_a_table_from_before_there_were_shares_is_a_whole_campaign_and_not_writt
     table.drop(columns="share").to_csv(tmp_path / "runs.tsv", sep="\t", index=False)
     log = read_log(str(tmp_path / "runs.tsv"))
     assert (len(log.accuracy), log.notes) == (RUNS, ())
-    with pytest.raises(Refusal, match="other columns than this version writes"):
+    with pytest.raises(ConfigError, match="other columns than this version writes"):
         check_out(Settings(out=str(tmp_path)))
 
 
@@ -248,5 +250,5 @@ def _refuse(out: Path, capsys, message: str, *files: Path) -> None:
 
 @pytest.mark.parametrize("share", ["2/2", "1", "1/", "-1/2", "1/2/3", "a/b", "1/0", "9/99", "1/9999999", " 0/1"])
 def test_what_is_no_share_is_refused(share):
-    with pytest.raises(Refusal, match=r"share .* has none of 5 runs: give I/N"):
+    with pytest.raises(ConfigError, match=r"share .* has none of 5 runs: give I/N"):
         Settings(runs=5, share=share)

@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from large_batch_cifar_10_fast.data.cifar10 import random_images
-from large_batch_cifar_10_fast.distributed import World
-from large_batch_cifar_10_fast.metrics import Tally
+from large_batch_cifar_10_fast.distributed import DistContext
+from large_batch_cifar_10_fast.metrics import Metrics
 from large_batch_cifar_10_fast.networks import make_network
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
@@ -50,7 +50,10 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
     monkeypatch.setattr(torch, "randperm", lambda n, generator, device: torch.arange(n, device=device))
     monkeypatch.setattr(torch, "randint", lambda n, size, generator, device: torch.arange(*size, device=device) % n)
     monkeypatch.setattr(torch, "rand", lambda n, generator, device: torch.ones(n, device=device))
-    world, settings = World(0, 1, gpu, recipe.workers), Settings(precision="fp32", micro_batches=min(2, recipe.workers))
+    ctx, settings = (
+        DistContext(0, 1, gpu, recipe.workers),
+        Settings(precision="fp32", micro_batches=min(2, recipe.workers)),
+    )
     with FakeTensorMode(allow_non_fake_inputs=False):
         network = make_network(recipe, seed=0)
         for module in network.modules():
@@ -64,17 +67,17 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
             "backward",
             lambda _: [setattr(weight, "grad", torch.zeros_like(weight)) for weight in weights],
         )
-        learner = Learner(network, network, recipe, settings, world)
+        learner = Learner(network, network, recipe, settings, ctx)
         count = round(3 * recipe.workers * recipe.batch_size / recipe.stages[0].kept)
         data = prepare(random_images(count, 10), learner, Clock(lambda: None))
-        optimizers, tally, steps = recipe.optimizers(network, world), Tally(world), 0
+        optimizers, metrics, steps = recipe.optimizers(network, ctx), Metrics(ctx), 0
         batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.initial_losses()))
         for micro_batches in batches:
-            take_step(learner, optimizers, micro_batches, tally)
+            take_step(learner, optimizers, micro_batches, metrics)
             steps += 1
-        losses[batches.rows] = torch.cat(tally.losses)
+        losses[batches.rows] = torch.cat(metrics.losses)
         with pytest.raises(DataDependentOutputException):
-            tally.sums.tolist()
+            metrics.sums.tolist()
     assert steps == 3
-    assert not any(losses.requires_grad for losses in tally.losses), "or a step's graph would be kept for an epoch"
-    assert {tensor.device for tensor in (*weights, tally.sums, *data.test)} == {gpu}
+    assert not any(losses.requires_grad for losses in metrics.losses), "or a step's graph would be kept for an epoch"
+    assert {tensor.device for tensor in (*weights, metrics.sums, *data.test)} == {gpu}

@@ -13,7 +13,7 @@ from torch import nn
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independent
 from large_batch_cifar_10_fast.data.cifar10 import random_images
-from large_batch_cifar_10_fast.distributed import World
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import GhostBatchNorm
 from large_batch_cifar_10_fast.metrics import ONE_VIEW, Score
 from large_batch_cifar_10_fast.optim import PiecewiseLinear
@@ -22,7 +22,7 @@ from large_batch_cifar_10_fast.request import command_line
 from large_batch_cifar_10_fast.request.command_line import read_request
 from large_batch_cifar_10_fast.results.clock import Clock
 from large_batch_cifar_10_fast.results.provenance import code_digest
-from large_batch_cifar_10_fast.settings.settings import Refusal, Settings, option
+from large_batch_cifar_10_fast.settings.settings import ConfigError, Settings, option
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ class Stock:
     def whiten(self, network, images) -> None:
         pass
 
-    def optimizers(self, network, world) -> list:
+    def optimizers(self, network, ctx) -> list:
         schedules = {"lr": PiecewiseLinear((0, 1, 2), (0, 0.1, 0.01)), "momentum": PiecewiseLinear((0, 2), (0.95, 0.8))}
         group = {"params": list(network.parameters()), "schedules": schedules}
         return [torch.optim.SGD([group], lr=0.0, momentum=0.9, nesterov=True, weight_decay=0.01)]
@@ -95,10 +95,10 @@ class Stock:
 
 
 def test_another_recipe_trains_as_stock_pytorch_would():
-    recipe, world = Stock(), World(0, 1, torch.device("cpu"), 2)
-    learner = train.make_learner(Settings(precision="fp64", seed=4), recipe, world)
-    data = train.prepare(random_images(2 * 16 * 3, 30), learner, Clock(world.synchronize))
-    train.train_once(0, learner, data, Clock(world.synchronize), log := Recorder())
+    recipe, ctx = Stock(), DistContext(0, 1, torch.device("cpu"), 2)
+    learner = train.make_learner(Settings(precision="fp64", seed=4), recipe, ctx)
+    data = train.prepare(random_images(2 * 16 * 3, 30), learner, Clock(ctx.synchronize))
+    train.train_once(0, learner, data, Clock(ctx.synchronize), log := Recorder())
 
     torch.manual_seed(4)
     convolution, linear = nn.Conv2d(3, 6, 3, bias=False), nn.Linear(6, 10)
@@ -135,7 +135,7 @@ def test_a_recipe_has_its_own_options_and_refuses_anothers(two_recipes, capsys):
         (["--recipe", "stock", "--demo"], "--demo is apple2019, small, not stock"),
         (["--recipe", "stock", "--workers", "4"], "recipe stock has no option --workers"),
     ):
-        with pytest.raises(Refusal, match=message):
+        with pytest.raises(ConfigError, match=message):
             read_request(arguments)
     with pytest.raises(SystemExit):
         read_request(["--recipe", "stock", "--help"])
@@ -156,7 +156,7 @@ def test_a_campaign_of_another_recipe_is_written_and_resumed(two_recipes, tiny_n
     assert rows["options"].tolist() == ["batch_size=16 epochs=1"] * 2
     assert "# recipe stock batch_size=16 epochs=1\n" in capsys.readouterr().out
     table.write_text("".join(table.read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(Refusal, match=r"had other recipe \(stock then, apple2019 now\)"):
+    with pytest.raises(ConfigError, match=r"had other recipe \(stock then, apple2019 now\)"):
         train_here("--resume", "--recipe", "apple2019", "--out", tmp_path)
 
 

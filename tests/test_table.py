@@ -11,9 +11,9 @@ import pytest
 from conftest import REPO, environment
 from disturbances import no_file_beyond
 
-from large_batch_cifar_10_fast.results.journal import append, append_epochs
+from large_batch_cifar_10_fast.results.run_table import append, append_epochs
 from large_batch_cifar_10_fast.results.tables import COLUMNS, EPOCHS, read_rows
-from large_batch_cifar_10_fast.settings.settings import Refusal
+from large_batch_cifar_10_fast.settings.settings import ConfigError
 
 
 def _row(run, campaign="mine"):
@@ -39,7 +39,7 @@ def test_a_row_is_whole_only_with_all_fields_and_its_newline(table):
         table.write_bytes(end)
         assert _runs(table) == ["0"]
     table.write_bytes(whole.replace(b"\t1\n", b"\n", 1))
-    with pytest.raises(Refusal, match="line 2"):
+    with pytest.raises(ConfigError, match="line 2"):
         read_rows(table)
 
 
@@ -84,7 +84,7 @@ def test_a_run_that_the_table_has_is_not_doubled_and_other_campaigns_stay(table)
 def test_a_table_that_somebody_damaged_is_left_alone_and_the_rows_stand_beside_it(table, content):
     content = content or table.read_text() + "damaged\n" + table.read_text().splitlines(keepends=True)[1]
     table.write_text(content)
-    with pytest.raises(Refusal, match=r"this campaign's rows are in .*runs.tsv.broken"):
+    with pytest.raises(ConfigError, match=r"this campaign's rows are in .*runs.tsv.broken"):
         append(table, [_row(0), _row(1), _row(2)])
     assert table.read_text() == content
     assert table.with_name("runs.tsv.broken").read_bytes().count(b"\n") == 3

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from ..settings.settings import CIFAR_10, SYNTHETIC, Refusal
+from ..settings.settings import CIFAR_10, SYNTHETIC, ConfigError
 from .synthetic import TRAIN_COUNT, draw_shapes
 
 ARCHIVE = "cifar-10-python.tar.gz"
@@ -68,20 +68,20 @@ class Images:
 def count_training_images(data: str) -> int:
     """Return the number of training images in `--data`; download CIFAR-10 if it is missing.
 
-    Raises Refusal if the images cannot be used. Damage to unpacked CIFAR-10 shows only in `load_images`.
+    Raises ConfigError if the images cannot be used. Damage to unpacked CIFAR-10 shows only in `load_images`.
     """
     if data == SYNTHETIC:
         return TRAIN_COUNT
     if data.endswith(".npz"):
         return len(read_npz(Path(data))[0])
     if "://" in data:
-        raise Refusal(f"--data {data} is an address, not a folder: name a mirror of CIFAR-10 in CIFAR10_URL")
+        raise ConfigError(f"--data {data} is an address, not a folder: name a mirror of CIFAR-10 in CIFAR10_URL")
     download_cifar10(Path(data))
     return 50_000
 
 
 def load_images(data: str) -> Images:
-    """Read `--data` into memory; raises Refusal."""
+    """Read `--data` into memory; raises ConfigError."""
     if data == SYNTHETIC:
         return Images(SYNTHETIC, *draw_shapes())
     if data.endswith(".npz"):
@@ -99,7 +99,7 @@ def random_images(train: int, test: int) -> Images:
 
 
 def read_npz(path: Path) -> list[np.ndarray]:
-    """Read the four ARRAYS of a .npz file: images uint8 [N, 32, 32, 3], labels as int64 [N]; raises Refusal."""
+    """Read the four ARRAYS of a .npz file: images uint8 [N, 32, 32, 3], labels as int64 [N]; raises ConfigError."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             if sum(member.file_size for member in archive.zip.infolist()) > NPZ_LIMIT:
@@ -115,24 +115,24 @@ def read_npz(path: Path) -> list[np.ndarray]:
         return [arrays[0], arrays[1].astype(np.int64), arrays[2], arrays[3].astype(np.int64)]
     except Exception as error:  # zipfile, zlib and NumPy raise nearly anything for a damaged file
         reason = textwrap.shorten(str(error) or type(error).__name__, 200)
-        raise Refusal(f"--data {path} cannot be read as a .npz file of {', '.join(ARRAYS)}: {reason}") from error
+        raise ConfigError(f"--data {path} cannot be read as a .npz file of {', '.join(ARRAYS)}: {reason}") from error
 
 
 def read_cifar10(folder: Path) -> tuple[np.ndarray, ...]:
-    """Read unpacked CIFAR-10; raises Refusal. torchvision checks each file's MD5 before it unpickles the file."""
+    """Read unpacked CIFAR-10; raises ConfigError. torchvision checks each file's MD5 before it unpickles the file."""
     from torchvision.datasets import CIFAR10  # here, since it takes 0.7 s of every start
 
     try:
         train, test = CIFAR10(folder, train=True), CIFAR10(folder, train=False)
     except (RuntimeError, OSError) as error:
-        raise Refusal(f"{folder / BATCHES} is damaged ({error}): delete it and start again") from error
+        raise ConfigError(f"{folder / BATCHES} is damaged ({error}): delete it and start again") from error
     return train.data, np.array(train.targets), test.data, np.array(test.targets)
 
 
 def download_cifar10(folder: Path) -> None:
     """Download and unpack CIFAR-10 unless `folder` has it, in a temporary folder; move it when it is complete.
 
-    One process does, the other processes of the machine wait. Raises Refusal.
+    One process does, the other processes of the machine wait. Raises ConfigError.
     """
     try:
         if (folder / BATCHES).is_dir():
@@ -156,18 +156,18 @@ def download_cifar10(folder: Path) -> None:
             os.replace(temporary / BATCHES, folder / BATCHES)
             os.replace(archive, folder / ARCHIVE)
     except OSError as error:
-        raise Refusal(f"CIFAR-10 cannot be put into {folder} ({error}): name another folder with --data") from error
+        raise ConfigError(f"CIFAR-10 cannot be put into {folder} ({error}): name another folder with --data") from error
 
 
 def _find_archive(folder: Path, temporary: Path) -> Path:
-    """Return the archive in `folder`, or download it from the first mirror that sends it whole; raises Refusal."""
+    """Return the archive in `folder`, or download it from the first mirror that sends it whole; raises ConfigError."""
     from torchvision.datasets.utils import check_integrity
 
     if check_integrity(folder / ARCHIVE, ARCHIVE_MD5):
         return folder / ARCHIVE
     own, failures = os.environ.get("CIFAR10_URL"), []
     if own and not own.startswith(("http://", "https://")):
-        raise Refusal(f"CIFAR10_URL={own!r} does not begin with http:// or https://: name a mirror, or none")
+        raise ConfigError(f"CIFAR10_URL={own!r} does not begin with http:// or https://: name a mirror, or none")
     for url in (own, *MIRRORS) if own else MIRRORS:
         print(f"Downloading CIFAR-10 (170 MB) from {url}", file=sys.stderr)
         try:
@@ -183,7 +183,7 @@ def _find_archive(folder: Path, temporary: Path) -> Path:
             failures.append(f"{url} (its MD5 is not {ARCHIVE_MD5})")
         except Exception as error:  # urllib raises nearly anything for a broken reply
             failures.append(textwrap.shorten(f"{url} ({str(error) or type(error).__name__})", 300))
-    raise Refusal(
+    raise ConfigError(
         f"CIFAR-10 cannot be downloaded; tried {', '.join(failures)}. Put {ARCHIVE} (MD5 {ARCHIVE_MD5}) into "
         f"{folder} by hand, name a mirror in CIFAR10_URL, or try the small version: --demo"
     )

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed import World
+from ..distributed import DistContext
 from ..recipe import Augmentation, Recipe, images_of_an_epoch, stage_of
 from .augment import MEAN, STD, downscale
 
@@ -110,17 +110,19 @@ def make_generator(device: torch.device, *key: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
-def upload_shards(images: np.ndarray, labels: np.ndarray, recipe: Recipe, world: World, micro_batches: int) -> Shards:
+def upload_shards(
+    images: np.ndarray, labels: np.ndarray, recipe: Recipe, ctx: DistContext, micro_batches: int
+) -> Shards:
     """Copy the training images of this process's workers to its device, as bytes."""
     mine = slice(None)  # copies nothing
-    if len(world.workers) < recipe.workers:
-        mine = np.isin(np.arange(len(images)) % recipe.workers, world.workers)
-    return Shards(*_upload(images, labels, mine, world.device), world.workers, len(images), recipe, micro_batches)
+    if len(ctx.workers) < recipe.workers:
+        mine = np.isin(np.arange(len(images)) % recipe.workers, ctx.workers)
+    return Shards(*_upload(images, labels, mine, ctx.device), ctx.workers, len(images), recipe, micro_batches)
 
 
-def upload_test(images: np.ndarray, labels: np.ndarray, world: World) -> Batch:
+def upload_test(images: np.ndarray, labels: np.ndarray, ctx: DistContext) -> Batch:
     """Copy every P-th test image, this process's share, to its device."""
-    return _upload(images, labels, slice(world.rank, None, world.world_size), world.device)
+    return _upload(images, labels, slice(ctx.rank, None, ctx.world_size), ctx.device)
 
 
 def _upload(images: np.ndarray, labels: np.ndarray, mine: slice | np.ndarray, device: torch.device) -> Batch:

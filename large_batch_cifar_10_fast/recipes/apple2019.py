@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from ..cpu import HalvingPool
 from ..data.augment import CropAndFlip, assign_balanced
-from ..distributed import World
+from ..distributed import DistContext
 from ..layers import GhostBatchNorm, whitening_filters
 from ..metrics import TWO_VIEWS
 from ..optim import NesterovSGD, PiecewiseLinear
 from ..recipe import Stage, cross_entropy
-from ..settings.settings import Refusal, option, refuse_out_of_reason, refuse_unless_positive, spelled
+from ..settings.settings import ConfigError, check_not_negative, check_positive, option, spelled
 
 Norm = Callable[[int], nn.Module]  # made for so many channels
 
@@ -61,23 +61,23 @@ class Apple2019:
     predict_early: ClassVar = TWO_VIEWS
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(self, "epochs", "width", "batch_size", "workers", "lr_scaler")
-        refuse_out_of_reason(self, "lr_scaler_end_fraction", "ema_ep", "warmup_fraction", "ghost_batch")
+        check_positive(self, "epochs", "width", "batch_size", "workers", "lr_scaler")
+        check_not_negative(self, "lr_scaler_end_fraction", "ema_ep", "warmup_fraction", "ghost_batch")
         if not self.ghost_batch and self.batch_size % GROUPS:
             fitting = max(GROUPS, self.batch_size // GROUPS * GROUPS)
             groups = f"{spelled(self, 'batch_size')} is not divisible into {GROUPS} ghost groups"
-            raise Refusal(f"{groups}: use {fitting}, or choose --ghost_batch")
+            raise ConfigError(f"{groups}: use {fitting}, or choose --ghost_batch")
         object.__setattr__(self, "ghost_batch", self.ghost_batch or self.batch_size // GROUPS)
         if self.batch_size % self.ghost_batch:
-            raise Refusal(
+            raise ConfigError(
                 f"{spelled(self, 'ghost_batch')} does not divide {spelled(self, 'batch_size')}: use one that does"
             )
         if self.warmup_fraction < 1:
-            raise Refusal(f"{spelled(self, 'warmup_fraction')} must be at least 1: the peak lies inside the run")
+            raise ConfigError(f"{spelled(self, 'warmup_fraction')} must be at least 1: the peak lies inside the run")
         peak, end = self.epochs / self.warmup_fraction, self.epochs - self.ema_ep
         if peak > end:
             late = f"{spelled(self, 'ema_ep')} leaves no time to come down from the peak at epoch {peak:g}"
-            raise Refusal(f"{late} of {self.epochs}: use at most {self.epochs - peak:g}")
+            raise ConfigError(f"{late} of {self.epochs}: use at most {self.epochs - peak:g}")
 
     def network(self) -> "Network":
         groups = self.batch_size // self.ghost_batch if self.eval_stats == "average" else 1
@@ -92,7 +92,7 @@ class Apple2019:
         knots = (0, self.epochs / self.warmup_fraction, self.epochs - self.ema_ep)
         return PiecewiseLinear(knots, (0, peak, end))
 
-    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
+    def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         """The loss is a sum over the batch, so the rate is divided by it. (Dividing the loss instead would push
         half-precision gradients towards zero.)"""
         rate, decay = self.rate() * (1 / self.batch_size), WEIGHT_DECAY * self.lr_scaler * self.batch_size

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..data.augment import CropAndFlip, assign_independent
-from ..distributed import World
+from ..distributed import DistContext
 from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convolution, norms_of
 from ..metrics import ONE_VIEW
 from ..optim import PiecewiseLinear
 from ..recipe import Stage, cross_entropy
-from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
+from ..settings.settings import MOST, check_positive, check_within, option
 
 RATE = PiecewiseLinear((0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
 SCHEDULED = 40  # epochs
@@ -49,9 +49,9 @@ class Basenet:
     predict_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(self, "batch_size")
-        refuse_outside(self, "epochs", 1, SCHEDULED, "the schedule has no more")
-        refuse_outside(self, "width", 16, MOST, TOO_NARROW)
+        check_positive(self, "batch_size")
+        check_within(self, "epochs", 1, SCHEDULED, "the schedule has no more")
+        check_within(self, "width", 16, MOST, TOO_NARROW)
 
     def network(self) -> "Network":
         return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))
@@ -59,7 +59,7 @@ class Basenet:
     def whiten(self, network: nn.Module, images: Tensor) -> None:
         """Nothing here is computed from the images."""
 
-    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
+    def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         group = {"params": list(network.parameters()), "schedules": {"lr": RATE}}
         return [SGD([group], lr=0.0, momentum=SGD_MOMENTUM, nesterov=True, weight_decay=WEIGHT_DECAY)]
 

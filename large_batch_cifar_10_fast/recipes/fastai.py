@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..data.augment import CropAndFlip, CropJitterRotateFlip, assign_independent
-from ..distributed import World
+from ..distributed import DistContext
 from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convolution
 from ..metrics import ONE_VIEW
 from ..optim import PiecewiseLinear
 from ..recipe import Stage, cross_entropy
-from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
+from ..settings.settings import MOST, check_positive, check_within, option
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class FastAI:
         entry = ENTRIES[self.entry]
         object.__setattr__(self, "epochs", self.epochs or entry.knots[-1])
         object.__setattr__(self, "batch_size", self.batch_size or entry.batch_size)
-        refuse_unless_positive(self, "batch_size")
-        refuse_outside(self, "epochs", 1, entry.knots[-1], "the schedule has no more")
-        refuse_outside(self, "width", 3, MOST, TOO_NARROW)
+        check_positive(self, "batch_size")
+        check_within(self, "epochs", 1, entry.knots[-1], "the schedule has no more")
+        check_within(self, "width", 3, MOST, TOO_NARROW)
 
     @property
     def workers(self) -> int:
@@ -79,7 +79,7 @@ class FastAI:
     def whiten(self, network: nn.Module, images: Tensor) -> None:
         """Nothing here is computed from the images."""
 
-    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
+    def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         entry = ENTRIES[self.entry]
         schedules = {"lr": PiecewiseLinear(entry.knots, entry.rates), "momentum": PiecewiseLinear(entry.knots, MOMENTA)}
         group = {"params": list(network.parameters()), "schedules": schedules}

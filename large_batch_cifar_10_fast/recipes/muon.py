@@ -18,17 +18,17 @@ from torch.optim import SGD, Optimizer
 
 from ..cpu import Convolution, ConvolutionToPool, HalvingPool
 from ..data.augment import CropAndAlternateFlip, assign_independent
-from ..distributed import World
+from ..distributed import DistContext
 from ..layers import GhostBatchNorm, whitening_filters
 from ..metrics import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
 from ..optim import Muon, PiecewiseLinear
 from ..recipe import Prediction, Stage, cross_entropy
 from ..settings.settings import (
-    Refusal,
+    ConfigError,
+    check_not_negative,
+    check_positive,
+    check_within,
     option,
-    refuse_out_of_reason,
-    refuse_outside,
-    refuse_unless_positive,
     same_option,
     spelled,
 )
@@ -73,21 +73,21 @@ class MuonRecipe:
     predict_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(self, "epochs", "width", "workers", "rescale_every")
-        refuse_unless_positive(self, "filter_rate", "bias_rate", "head_rate", "momentum")
-        refuse_out_of_reason(self, "batch_size")
+        check_positive(self, "epochs", "width", "workers", "rescale_every")
+        check_positive(self, "filter_rate", "bias_rate", "head_rate", "momentum")
+        check_not_negative(self, "batch_size")
         for name in ("filter_momentum", "momentum", "label_smoothing", "norm_momentum"):
-            refuse_outside(self, name, 0, 1, "it is a share")
-        refuse_outside(self, "whitening_epochs", 0, self.epochs, f"a run has {self.epochs} epochs")
+            check_within(self, name, 0, 1, "it is a share")
+        check_within(self, "whitening_epochs", 0, self.epochs, f"a run has {self.epochs} epochs")
         if not self.batch_size and STEP_IMAGES % self.workers:
-            raise Refusal(f"{spelled(self, 'workers')} does not divide {STEP_IMAGES} images: choose --batch_size")
+            raise ConfigError(f"{spelled(self, 'workers')} does not divide {STEP_IMAGES} images: choose --batch_size")
         object.__setattr__(self, "batch_size", self.batch_size or STEP_IMAGES // self.workers)
         if self.batch_size == 1:
-            raise Refusal("a worker's batch of one image is too small for its norms: use a larger --batch_size")
+            raise ConfigError("a worker's batch of one image is too small for its norms: use a larger --batch_size")
         if not all(9 <= pixels <= 32 for pixels in self._listed("pixels", int)):
-            raise Refusal(f"{spelled(self, 'pixels')}: sizes must lie in 9 to 32, or three poolings leave nothing")
+            raise ConfigError(f"{spelled(self, 'pixels')}: sizes must lie in 9 to 32, or three poolings leave nothing")
         if not all(0 < share <= 1 for share in self._listed("kept", float)):
-            raise Refusal(f"{spelled(self, 'kept')}: shares must lie above 0, and at most be 1")
+            raise ConfigError(f"{spelled(self, 'kept')}: shares must lie above 0, and at most be 1")
 
     def _listed(self, name: str, kind: type) -> list:
         try:
@@ -96,7 +96,7 @@ class MuonRecipe:
             return [kind(figure) for figure in text.split(",")]
         except ValueError:
             what = "whole numbers, like 24,24,28,32" if kind is int else "numbers, like 1,1,0.7"
-            raise Refusal(f"{spelled(self, name)} is no list of {what}") from None
+            raise ConfigError(f"{spelled(self, name)} is no list of {what}") from None
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -125,7 +125,7 @@ class MuonRecipe:
         filters = whitening_filters(images[:5000], size=2, epsilon=5e-4)
         network.whitening.weight.copy_(torch.cat([filters, -filters]))  # so that no activation hides half of a patch
 
-    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
+    def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         """SGD's rates are for a loss summed over all images of a step; ours is the mean of the workers' sums."""
         step = self.workers * self.batch_size / EPOCH_IMAGES  # epochs; rates begin at the first step's end
         falling = PiecewiseLinear((step, self.epochs + step), (1.0, 0.0))
@@ -141,7 +141,7 @@ class MuonRecipe:
         sgd = SGD([biases, whitening, group([head], falling, self.head_rate)], momentum=self.momentum, nesterov=True)
         filters = {"params": [weight for weight in inner if weight.ndim == 4]}
         filters["schedules"] = {"lr": falling * self.filter_rate}
-        muon = Muon([filters], self.filter_momentum, self.rescale_every, world)
+        muon = Muon([filters], self.filter_momentum, self.rescale_every, ctx)
         return [muon, sgd]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..data.augment import CropAndFlip, assign_independent
-from ..distributed import World
+from ..distributed import DistContext
 from ..layers import TOO_NARROW, GhostBatchNorm
 from ..metrics import ONE_VIEW
 from ..optim import NesterovSGD, PiecewiseLinear
 from ..recipe import Stage, cross_entropy
-from ..settings.settings import MOST, option, refuse_outside, refuse_unless_positive
+from ..settings.settings import MOST, check_positive, check_within, option
 from .basenet import Network
 
 RATE = PiecewiseLinear((0, 15, 30, 35), (0, 0.1, 0.005, 0))
@@ -49,9 +49,9 @@ class Page:
     predict_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(self, "batch_size")
-        refuse_outside(self, "epochs", 1, SCHEDULED, "the schedule has no more")
-        refuse_outside(self, "width", 16, MOST, TOO_NARROW)
+        check_positive(self, "batch_size")
+        check_within(self, "epochs", 1, SCHEDULED, "the schedule has no more")
+        check_within(self, "width", 16, MOST, TOO_NARROW)
 
     def network(self) -> Network:
         """5,205,834 parameters at width 64; 5,205,962 with the surplus norm."""
@@ -66,7 +66,7 @@ class Page:
     def whiten(self, network: nn.Module, images: Tensor) -> None:
         """Nothing here is computed from the images."""
 
-    def optimizers(self, network: nn.Module, world: World) -> list[Optimizer]:
+    def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         rate = (RATE_WITH_KINK if self.starting_point else RATE) * (1 / self.batch_size)
         decay = WEIGHT_DECAY * self.batch_size
         group = {"params": list(network.parameters()), "schedules": {"lr": rate}, "weight_decay": decay}

@@ -18,9 +18,9 @@ from ..recipes.muon import Muon2024, MuonRecipe
 from ..recipes.page import Page
 from ..results.lines import as_pairs, from_pairs
 from ..results.provenance import commit
-from ..results.resuming import finished_rows, is_restart, refuse_other
+from ..results.resuming import check_unchanged, finished_rows, is_restart
 from ..results.tables import CONDITIONS, Row, planned_by
-from ..settings.settings import Launch, Refusal, Settings, has_option
+from ..settings.settings import ConfigError, Launch, Settings, has_option
 
 KINDS = (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)  # a new recipe joins here
 RECIPES = {recipe.name: recipe for recipe in KINDS}  # what --recipe knows
@@ -32,8 +32,8 @@ CHANGED = "somebody changed its table; put it back, or start without --resume"
 def read_request(arguments: Sequence[str], rows: Sequence[Row] | None = None) -> tuple[Settings, Recipe]:
     """Return the settings and the recipe asked for; with --resume those of the last campaign in --out.
 
-    `rows` are the campaign's, where somebody else read them; None: read them here. Raise Refusal for values that make
-    no sense, for --resume without a campaign, and where new values or the code differ from the campaign's.
+    `rows` are the campaign's, where somebody else read them; None: read them here. Raise ConfigError for values that
+    make no sense, for --resume without a campaign, and where new values or the code differ from the campaign's.
     """
     name = _recipe_asked_for(arguments)
     kind = RECIPES[name or DEFAULT]
@@ -41,7 +41,7 @@ def read_request(arguments: Sequence[str], rows: Sequence[Row] | None = None) ->
     asked.pop("recipe", None)
     if asked.get("demo"):
         if kind is not RECIPES[DEFAULT]:
-            raise Refusal(f"--demo is {DEFAULT}, small, not {kind.name}: leave out one of them")
+            raise ConfigError(f"--demo is {DEFAULT}, small, not {kind.name}: leave out one of them")
         asked = PRESET | asked
     settings, recipe = _made_of(Settings, asked), _made_of(kind, asked)
     if not settings.resume:
@@ -50,7 +50,7 @@ def read_request(arguments: Sequence[str], rows: Sequence[Row] | None = None) ->
 
 
 def read_launch(arguments: Sequence[str]) -> tuple[Launch, Settings]:
-    """Return how processes are started, and the settings before --resume adds a campaign's. Raise Refusal."""
+    """Return how processes are started, and the settings before --resume adds a campaign's. Raise ConfigError."""
     kind = RECIPES[_recipe_asked_for(arguments) or DEFAULT]
     asked = vars(_parser(kind).parse_args(arguments))
     return _made_of(Launch, asked), _made_of(Settings, asked)
@@ -78,7 +78,7 @@ def _recipe_asked_for(arguments: Sequence[str]) -> str | None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise Refusal(f"{message}; --help lists the options")
+        raise ConfigError(f"{message}; --help lists the options")
 
     def parse_args(self, arguments: Sequence[str]) -> argparse.Namespace:
         known, unknown = self.parse_known_args(arguments)
@@ -131,26 +131,28 @@ def _resumed(
 ) -> tuple[Settings, Recipe]:
     """The campaign's own settings and recipe, unless something given anew contradicts them."""
     if not rows:
-        raise Refusal(f"--resume: there is no campaign in {settings.out}: start one without --resume")
+        raise ConfigError(f"--resume: there is no campaign in {settings.out}: start one without --resume")
     row, planned = rows[-1], planned_by(rows[-1])
     if len(rows) >= len(planned) and not is_restart():
         message = f"the last campaign in {settings.out}, {row['campaign']}, has all its {len(planned)} runs"
         last_seed = int(row["seed"]) - int(row["run"]) + planned[-1]
         advice = f"; for its last run's weights train that again: --seed {last_seed} --save" if settings.save else ""
-        raise Refusal(f"--resume: {message}{advice}")
+        raise ConfigError(f"--resume: {message}{advice}")
     if settings.save and str(planned[-1]) in {row["run"] for row in rows} and not is_restart():
-        raise Refusal(f"--resume: --save keeps the last run's weights, and run {planned[-1]} is made: leave out --save")
+        raise ConfigError(
+            f"--resume: --save keeps the last run's weights, and run {planned[-1]} is made: leave out --save"
+        )
     if row["recipe"] not in RECIPES:
-        raise Refusal(f"--resume: this version has no recipe {row['recipe']}: start without --resume")
+        raise ConfigError(f"--resume: this version has no recipe {row['recipe']}: start without --resume")
     kind = RECIPES[row["recipe"]]
     recipe = _made_of(kind, _typed(kind, row, from_pairs(row["options"])))
     if as_pairs(asdict(recipe)) != row["options"]:
-        raise Refusal(f"--resume: campaign {row['campaign']} lacks options of {kind.name}: {CHANGED}")
+        raise ConfigError(f"--resume: campaign {row['campaign']} lacks options of {kind.name}: {CHANGED}")
     kept = _typed(Settings, row, {name: row[name] for name in ("runs", "share", *CONDITIONS)})
     kept |= {"seed": int(row["seed"]) - int(row["run"]), "no_compile": not kept["compile"]}
     campaign = kept | asdict(recipe)
     now = {key: value for key, value in asked.items() if key in campaign}
-    refuse_other(row | campaign, recipe=name or kind.name, **now)
+    check_unchanged(row | campaign, recipe=name or kind.name, **now)
     return replace(settings, **kept, data=asked.get("data", _images_here(row, settings))), recipe
 
 
@@ -161,7 +163,7 @@ def _images_here(row: Row, settings: Settings) -> str:
 
 
 def _typed(kind: type, row: Row, texts: Mapping[str, str]) -> dict[str, object]:
-    """What a row's words mean; raises Refusal for what this version would not have written."""
+    """What a row's words mean; raises ConfigError for what this version would not have written."""
     kinds, values = get_type_hints(kind), {}
     choices = {entry.name: entry.metadata.get("choices") for entry in fields(kind)}
     for name, text in texts.items():
@@ -169,5 +171,5 @@ def _typed(kind: type, row: Row, texts: Mapping[str, str]) -> dict[str, object]:
             if name in choices:
                 values[name] = text == "True" if kinds[name] is bool else kinds[name](text)
         if name not in values or str(values[name]) != text or text not in (choices[name] or [text]):
-            raise Refusal(f"--resume: campaign {row['campaign']} has {name}={text[:40]}: {CHANGED}")
+            raise ConfigError(f"--resume: campaign {row['campaign']} has {name}={text[:40]}: {CHANGED}")
     return values

@@ -3,7 +3,7 @@
 import signal
 
 from ..recipe import Recipe
-from ..settings.settings import Launch, Refusal
+from ..settings.settings import ConfigError, Launch
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a launch in order
 RENDEZVOUS = 900  # seconds that machines wait for each other at most
@@ -16,7 +16,7 @@ def plan_processes(recipe: Recipe, launch: Launch, gpus: int, cores: int) -> int
     processes = launch.nproc or max(fitting, default=1)
     if gpus and processes > places:
         of_teams = f" of {launch.teams} teams" if launch.teams > 1 else ""
-        raise Refusal(f"--nproc {processes}{of_teams} is more than the {gpus} GPUs here: use at most {places}")
+        raise ConfigError(f"--nproc {processes}{of_teams} is more than the {gpus} GPUs here: use at most {places}")
     return processes
 
 

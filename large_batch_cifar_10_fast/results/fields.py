@@ -4,7 +4,7 @@ import contextlib
 import math
 from dataclasses import dataclass
 
-from ..settings.settings import MOST, Refusal
+from ..settings.settings import MOST, ConfigError
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Number:
     or_nan: bool = False
 
     def read(self, text: str, where: str) -> float:
-        """Raises Refusal: `where` is 'long', not a number."""
+        """Raises ConfigError: `where` is 'long', not a number."""
         with contextlib.suppress(ValueError, OverflowError):
             value = float(int(text) if self.whole else text)
             if self.least <= value <= self.most or (self.or_nan and math.isnan(value)):
                 return value
-        raise Refusal(f"{where} is {text[:40]!r}, not {self.words}")
+        raise ConfigError(f"{where} is {text[:40]!r}, not {self.words}")
 
 
 LONGEST = 1e9  # seconds or hours; beyond, sums and ratios could overflow

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from ..devices import nvidia_smi
-from ..distributed import World
+from ..distributed import DistContext
 from ..settings.settings import PACKAGE, REPO
 
 DECIDING = ("train.py", "recipe.py", "recipes/*.py", "data/*.py", "networks.py", "layers.py", "optim.py", "cpu.py")
@@ -45,19 +45,19 @@ def software() -> dict[str, object]:
     return {"python": platform.python_version(), "torch": torch.__version__, "cuda": cuda, "cudnn": cudnn, "nccl": nccl}
 
 
-def device_name(world: World, teams: int = 1) -> str:
+def device_name(ctx: DistContext, teams: int = 1) -> str:
     """Return the devices of all processes, by name; every process has to ask. Teams share their machine's memory and
     bandwidth: their times compare with those of as many teams."""
-    kinds = " and ".join(sorted(set(world.all_gather_words("device", _kind_of_device(world)))))
+    kinds = " and ".join(sorted(set(ctx.all_gather_words("device", _kind_of_device(ctx)))))
     of_teams = f"{teams} teams of " if teams > 1 else ""
-    if not world.on_gpu:
-        return f"CPU {kinds}, {of_teams}{world.world_size} x {torch.get_num_threads()} threads"
-    return f"{of_teams}{world.world_size} x {kinds}"
+    if not ctx.on_gpu:
+        return f"CPU {kinds}, {of_teams}{ctx.world_size} x {torch.get_num_threads()} threads"
+    return f"{of_teams}{ctx.world_size} x {kinds}"
 
 
-def _kind_of_device(world: World) -> str:
-    if world.on_gpu:
-        return torch.cuda.get_device_name(world.device)
+def _kind_of_device(ctx: DistContext) -> str:
+    if ctx.on_gpu:
+        return torch.cuda.get_device_name(ctx.device)
     name = platform.machine()
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         line = next(line for line in file if line.startswith("model name"))
@@ -65,11 +65,11 @@ def _kind_of_device(world: World) -> str:
     return name
 
 
-def driver_and_clocks(world: World) -> dict[str, str]:
+def driver_and_clocks(ctx: DistContext) -> dict[str, str]:
     """Of this process's GPU, as nvidia-smi tells them; empty without one."""
     output = ""
-    if world.on_gpu:
-        found = torch.cuda.get_device_properties(world.device)  # nvidia-smi has indices of its own
+    if ctx.on_gpu:
+        found = torch.cuda.get_device_properties(ctx.device)  # nvidia-smi has indices of its own
         bus = f"{found.pci_domain_id:08x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
         output = nvidia_smi(f"--id={bus}", query, "--format=csv,noheader")

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from ..distributed import World
-from ..settings.settings import Refusal, Settings
+from ..distributed import DistContext
+from ..settings.settings import ConfigError, Settings
 from .provenance import code_digest, utc_now
 from .tables import Row, read_rows, rows_of_campaign
 
@@ -35,20 +35,20 @@ def is_restart() -> bool:
 def finished_rows(settings: Settings) -> list[Row]:
     """Return the campaign's rows: with --resume the last one's in --out, after a restart this launch's own.
 
-    Raise Refusal if they are of other code: it may not even have their recipe's options.
+    Raise ConfigError if they are of other code: it may not even have their recipe's options.
     """
     if not settings.resume and not is_restart():
         return []
     rows = rows_of(settings.out, "" if settings.resume else campaign_of_this_launch())
     for row in rows[-1:]:
-        refuse_other(row, code=code_digest(), torch=version("torch"))
+        check_unchanged(row, code=code_digest(), torch=version("torch"))
     return rows
 
 
-def rows_from_main(settings: Settings, world: World) -> list[Row]:
+def rows_from_main(settings: Settings, ctx: DistContext) -> list[Row]:
     """Return the campaign's rows as rank 0 reads them, on all processes: other machines need not have its folder."""
-    mine = json.dumps(finished_rows(settings)) if world.is_main else ""
-    return json.loads(world.all_gather_words("finished", mine)[0])
+    mine = json.dumps(finished_rows(settings)) if ctx.is_main else ""
+    return json.loads(ctx.all_gather_words("finished", mine)[0])
 
 
 def rows_of(out: str, campaign: str = "") -> list[Row]:
@@ -59,12 +59,12 @@ def rows_of(out: str, campaign: str = "") -> list[Row]:
     except FileNotFoundError:
         return []
     except OSError as error:  # a folder, or one that may not be read, or too long a name
-        raise Refusal(f"{path} cannot be read ({error.strerror}): give another --out") from error
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): give another --out") from error
 
 
-def refuse_other(row: Mapping[str, object], **now: object) -> None:
-    """Raise Refusal if a campaign's row, of words or of what they mean, tells anything otherwise than it is now."""
+def check_unchanged(row: Mapping[str, object], **now: object) -> None:
+    """Raise ConfigError if a campaign's row, of words or of what they mean, tells anything otherwise than it is now."""
     differing = {name: value for name, value in now.items() if row[name] not in (value, str(value))}
     if differing:
         said = ", ".join(f"{name} ({row[name]} then, {value} now)" for name, value in differing.items())
-        raise Refusal(f"--resume: campaign {row['campaign']} had other {said}: start without --resume")
+        raise ConfigError(f"--resume: campaign {row['campaign']} had other {said}: start without --resume")

@@ -14,16 +14,16 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..data.shards import Batch, Epoch
-from ..distributed import World, warn
+from ..distributed import DistContext, warn
 from ..metrics import Score
 from ..networks import work, work_of_epoch
 from ..recipe import Recipe
 from ..settings.settings import SYNTHETIC, WHOLE, Settings
 from . import lines
 from .clock import PARTS, Clock
-from .journal import append, append_epochs, write_timing_log, written_whole
 from .provenance import code_digest, commit, device_name, driver_and_clocks, peak_memory, software
-from .resuming import campaign_of_this_launch, refuse_other, started
+from .resuming import campaign_of_this_launch, check_unchanged, started
+from .run_table import append, append_epochs, write_timing_log, written_whole
 from .tables import CONDITIONS, GOAL, Row, diverged, reached_goal
 
 
@@ -34,32 +34,32 @@ class RunLog:
         self,
         settings: Settings,
         recipe: Recipe,
-        world: World,
+        ctx: DistContext,
         images: Callable[[], dict],
         finished: list[Row],
         team: str = WHOLE,
     ) -> None:
-        """`images` gives facts of the data set, `finished` are the rows of a resumed campaign. Raises Refusal."""
-        self.settings, self.recipe, self.world = settings, recipe, world
+        """`images` gives facts of the data set, `finished` are the rows of a resumed campaign. Raises ConfigError."""
+        self.settings, self.recipe, self.ctx = settings, recipe, ctx
         first, self.teams = map(int, team.split("/"))
-        self.speaks = world.is_main and first == 0  # for all teams
+        self.speaks = ctx.is_main and first == 0  # for all teams
         planned = settings.planned[first :: self.teams]
         self.rows = {int(row["run"]): row for row in finished if int(row["run"]) in planned}
         self.runs_to_make = [run for run in planned if run not in self.rows]
         self.facts: dict[str, object] = {}  # what all rows have alike; rank 0's alone
         self.epochs: list[dict[str, float]] = []  # of this run, the rows of epochs.tsv
-        device = device_name(world, self.teams)
+        device = device_name(ctx, self.teams)
         if finished:
-            refuse_other(finished[0], device=device)
-        if world.is_main:
+            check_unchanged(finished[0], device=device)
+        if ctx.is_main:
             self._take_down(images, finished, device)
 
     def _take_down(self, images: Callable[[], dict], finished: list[Row], device: str) -> None:
-        settings, recipe, world = self.settings, self.recipe, self.world
+        settings, recipe, ctx = self.settings, self.recipe, self.ctx
         known = finished[0] if finished else {"campaign": campaign_of_this_launch(), "started": started()}
         self.facts = {name: known[name] for name in ("campaign", "started")}
         self.facts |= {"recipe": recipe.name, "options": lines.as_pairs(asdict(recipe)), "workers": recipe.workers}
-        self.facts |= {"runs": settings.runs, "share": settings.share, "processes": world.world_size, "device": device}
+        self.facts |= {"runs": settings.runs, "share": settings.share, "processes": ctx.world_size, "device": device}
         self.facts |= images()
         self.facts |= {name: getattr(settings, name) for name in CONDITIONS}
         self.facts["data"] = settings.data if settings.data == SYNTHETIC else os.path.abspath(settings.data)
@@ -70,7 +70,7 @@ class RunLog:
             self._head()
 
     def _head(self) -> None:
-        facts = self.facts | {"plural": "es" * (self.world.world_size > 1), "made": len(self.rows)}
+        facts = self.facts | {"plural": "es" * (self.ctx.world_size > 1), "made": len(self.rows)}
         facts |= {"settings": lines.as_pairs(asdict(self.settings)), "runs": len(self.settings.planned)}
         self._print(lines.HEAD, **facts)
         self._print(lines.SOFTWARE, **software())
@@ -80,9 +80,9 @@ class RunLog:
     def set_up(self, clock: Clock, train_images: int, compiled: bool) -> None:
         """The published lines about what all runs share; from here on a run's work, in FLOP, goes by on a terminal.
         What could not be compiled is told, in rows and log, as not compiled, and --resume goes on with it so. Raises
-        Refusal where the runs made before were compiled, and now that failed."""
+        ConfigError where the runs made before were compiled, and now that failed."""
         for row in [*self.rows.values()][:1]:
-            refuse_other(row, compile=compiled)
+            check_unchanged(row, compile=compiled)
         hidden = None if self.speaks else True  # None: where there is no terminal
         self._train_images, a_run = train_images, work(self.recipe, train_images)
         parts = {"total": a_run * (len(self.rows) + len(self.runs_to_make)), "initial": a_run * len(self.rows)}
@@ -90,13 +90,13 @@ class RunLog:
         how = {"unit": "FLOP", "unit_scale": True, "smoothing": 0, "miniters": 1}
         self._bar = tqdm(**parts, **how, file=sys.stderr, disable=hidden)
         self.facts["compile"] = compiled
-        if self.world.on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.world.device)  # what was tried before is no run's
-        if self.world.is_main:
-            self.facts |= driver_and_clocks(self.world)  # now: before the warm-up a GPU is at rest, and its clocks, too
+        if self.ctx.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.ctx.device)  # what was tried before is no run's
+        if self.ctx.is_main:
+            self.facts |= driver_and_clocks(self.ctx)  # now: before the warm-up a GPU is at rest, and its clocks, too
         if self.speaks:
             self._print_set_up(clock, compiled)
-        if self.world.is_main:
+        if self.ctx.is_main:
             for run in sorted(self.rows):
                 self._print_run(self.rows[run])
 
@@ -127,7 +127,7 @@ class RunLog:
     def run(self, run: int, clock: Clock, train: Score, validation: Score, network: nn.Module) -> None:
         """A finished run: its row, and the last's weights. The main process returns when the row is on the disk."""
         epochs, self.epochs = self.epochs, []
-        if not self.world.is_main:
+        if not self.ctx.is_main:
             return
         row = self.facts | {"run": run, "seed": self.settings.seed + run}
         row |= {"train_accuracy": train.accuracy, "train_loss": train.loss}
@@ -137,7 +137,7 @@ class RunLog:
         row |= {"seconds": clock.total, "last_validation": clock.last["validation"]}
         at_goal = ((e["epoch"], e["seconds"]) for e in epochs if e["validation_accuracy"] >= GOAL)
         row["goal_epoch"], row["goal_seconds"] = ("", "") if diverged(row) else next(at_goal, ("", ""))
-        row["peak_memory"] = peak_memory(self.world.device)
+        row["peak_memory"] = peak_memory(self.ctx.device)
         if self.settings.save and run == self.settings.planned[-1]:  # before its row: what has a row is not made again
             self._save(network)
         if run == self.settings.planned[0]:

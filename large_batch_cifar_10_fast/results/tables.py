@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..settings.settings import WHOLE, Refusal, runs_of
+from ..settings.settings import WHOLE, ConfigError, runs_of
 from .clock import PARTS
 from .fields import COUNT, DURATION, FRACTION, FROM_ONE, LOSS, RUNS, TIME
 
@@ -69,26 +69,29 @@ def planned_by(row: Row) -> range:
 def read_rows(path: Path, content: bytes | None = None, to_append: bool = False) -> list[Row]:
     """All whole rows of a runs.tsv (`content`, if it was read already); one left half-written at the end is not one.
 
-    Raises Refusal, naming the line, for a table of other columns, or whose figures were spoilt since it was written.
+    Raise ConfigError, naming the line, for a table of other columns, or with damaged figures.
     """
     lines = split_whole(path.read_bytes() if content is None else content)[0].decode(errors="replace").splitlines()
     head = lines[0].split("\t") if lines else COLUMNS
     if head != COLUMNS and (to_append or head != OLDER):
-        raise Refusal(f"{path} has other columns than this version writes: move it or choose another --out")
+        raise ConfigError(f"{path} has other columns than this version writes: move it or choose another --out")
     try:
         rows = list(csv.reader(lines[1:], delimiter="\t"))
     except csv.Error as error:
-        raise Refusal(f"{path} is not a table ({error}): mend it or choose another --out") from None
+        raise ConfigError(f"{path} is not a table ({error}): mend it or choose another --out") from None
     for number, row in enumerate(rows, 2):
         if len(row) != len(head):
-            raise Refusal(f"{path}, line {number}: {len(row)} fields, not {len(head)}: mend it or choose another --out")
+            raise ConfigError(
+                f"{path}, line {number}: {len(row)} fields, not {len(head)}: mend it or choose another --out"
+            )
     table = [{"share": WHOLE, **dict(zip(head, row, strict=True))} for row in rows]
-    _refuse_spoilt(path, table)
+    _check_fields(path, table)
     return table
 
 
-def _refuse_spoilt(path: Path, table: list[Row]) -> None:
-    """Raise Refusal for a field that is not its kind of number, a run told twice or not of its share, a wrong seed."""
+def _check_fields(path: Path, table: list[Row]) -> None:
+    """Raise ConfigError for a field that is not its kind of number, a run that is doubled or not of its share, a wrong
+    seed."""
     seen, first_seed = set(), {}
     for number, row in enumerate(table, 2):
         where = f"{path}, line {number}"
@@ -97,20 +100,20 @@ def _refuse_spoilt(path: Path, table: list[Row]) -> None:
                 kind.read(row[name], f"{where}: {name}")
         count, images = int(row["validation_count"]), int(row["validation_images"])
         if count > images:
-            raise Refusal(f"{where}: validation_count is {count}, of {images} validation_images")
+            raise ConfigError(f"{where}: validation_count is {count}, of {images} validation_images")
         campaign, run, seed = row["campaign"], int(row["run"]), int(row["seed"])
         try:
             planned = planned_by(row)
-        except Refusal as refusal:
-            raise Refusal(f"{where}: {refusal}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         if run not in planned:
-            raise Refusal(f"{where}: run {run} is none of share {row['share']} of {row['runs']} runs")
+            raise ConfigError(f"{where}: run {run} is none of share {row['share']} of {row['runs']} runs")
         if (campaign, run) in seen:
-            raise Refusal(f"{where}: run {run} of campaign {campaign} is there a second time: take one of them out")
+            raise ConfigError(f"{where}: run {run} of campaign {campaign} is there a second time: take one of them out")
         seen.add((campaign, run))
         expected = first_seed.setdefault(campaign, seed - run) + run
         if seed != expected:
-            raise Refusal(f"{where}: seed is {seed}, but {expected} by campaign {campaign}'s first row")
+            raise ConfigError(f"{where}: seed is {seed}, but {expected} by campaign {campaign}'s first row")
 
 
 def split_whole(content: bytes) -> tuple[bytes, bytes]:

@@ -17,11 +17,11 @@ DATA = REPO / "data" if (REPO / "run_tests.sh").exists() else Path("data")  # in
 CIFAR_10 = "CIFAR-10"  # what its original images are called
 SYNTHETIC = "synthetic"  # images of ours, in the place of a folder's or file's name
 WHOLE = "0/1"  # the share that is all of a campaign
-REFUSED = 2  # the status of what ends with a refusal
+INVALID = 2  # the exit status for an invalid request
 MOST = 100_000  # of anything that is asked for in numbers: beyond it there is no sense, but loops without end
 
 
-class Refusal(Exception):  # noqa: N818 (an answer to the user, not a fault of the program)
+class ConfigError(Exception):
     """A request that cannot be met. Its text is one line: what is wrong, and what to do; whatever the request holds."""
 
     def __init__(self, text: str) -> None:
@@ -29,14 +29,14 @@ class Refusal(Exception):  # noqa: N818 (an answer to the user, not a fault of t
 
 
 @contextlib.contextmanager
-def refusals_end(command: str) -> Iterator[None]:
-    """Answer a refusal with one line on STDERR, from one process of a machine, and status 2."""
+def exit_on_config_error(command: str) -> Iterator[None]:
+    """Print a ConfigError as one line on STDERR, from one process of a machine, and exit with status 2."""
     try:
         yield
-    except Refusal as refusal:
+    except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{command}: {refusal}", file=sys.stderr)
-        sys.exit(REFUSED)
+            print(f"{command}: {error}", file=sys.stderr)
+        sys.exit(INVALID)
 
 
 def option(default, text: str, **more):
@@ -59,30 +59,32 @@ def spelled(value: object, name: str) -> str:
     return f"--{name} {getattr(value, name)}"
 
 
-def refuse_unless_positive(value: object, *names: str) -> None:
+def check_positive(value: object, *names: str) -> None:
     for name in names:
         if not 0 < getattr(value, name) <= MOST:
-            raise Refusal(f"{spelled(value, name)} must be greater than 0, and at most {MOST}")
+            raise ConfigError(f"{spelled(value, name)} must be greater than 0, and at most {MOST}")
 
 
-def refuse_out_of_reason(value: object, *names: str) -> None:
+def check_not_negative(value: object, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(value, name) <= MOST:
-            raise Refusal(f"{spelled(value, name)} must be a number of 0 to {MOST}")
+            raise ConfigError(f"{spelled(value, name)} must be a number of 0 to {MOST}")
 
 
-def refuse_outside(value: object, name: str, least: int, most: float, why: str) -> None:
+def check_within(value: object, name: str, least: int, most: float, why: str) -> None:
     if not least <= getattr(value, name) <= most:
-        raise Refusal(f"{spelled(value, name)} must lie in {least} to {most}: {why}")
+        raise ConfigError(f"{spelled(value, name)} must lie in {least} to {most}: {why}")
 
 
 def runs_of(share: str, runs: int) -> range:
-    """Those of a campaign's runs that a share of it makes: I/N is run I and every Nth after it. Raises Refusal."""
+    """Those of a campaign's runs that a share of it makes: I/N is run I and every Nth after it. Raises ConfigError."""
     if re.fullmatch("[0-9]{1,6}/[0-9]{1,6}", share):
         first, shares = map(int, share.split("/"))
         if first < min(shares, runs):
             return range(first, runs, shares)
-    raise Refusal(f"share {share} has none of {runs} runs: give I/N, I from 0, below N and below the number of runs")
+    raise ConfigError(
+        f"share {share} has none of {runs} runs: give I/N, I from 0, below N and below the number of runs"
+    )
 
 
 @dataclass(frozen=True)
@@ -109,16 +111,16 @@ class Settings:
     demo: bool = option(False, "the default recipe, small, on synthetic images")
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(self, "runs", "micro_batches")
+        check_positive(self, "runs", "micro_batches")
         if not self.resume:  # which takes runs and share from the campaign
             runs_of(self.share, self.runs)
         if self.compile and self.no_compile:
-            raise Refusal("--compile and --no_compile were both given: choose one")
+            raise ConfigError("--compile and --no_compile were both given: choose one")
         for name in ("data", "out", "save"):
             if not getattr(self, name).isprintable():
-                raise Refusal(f"--{name} {getattr(self, name)!a} cannot stand in a table: use printable characters")
+                raise ConfigError(f"--{name} {getattr(self, name)!a} cannot stand in a table: use printable characters")
         if not 0 <= self.seed < 2**62:
-            raise Refusal(f"{spelled(self, 'seed')} must lie in 0 to 2**62 - 1")
+            raise ConfigError(f"{spelled(self, 'seed')} must lie in 0 to 2**62 - 1")
 
     @property
     def planned(self) -> range:
@@ -140,18 +142,20 @@ class Launch:
     team: str = option("0/1", argparse.SUPPRESS)  # which of the teams this launch is
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(self, "nnodes", "teams", "timeout")
-        refuse_out_of_reason(self, "nproc", "restarts", "node_rank")
+        check_positive(self, "nnodes", "teams", "timeout")
+        check_not_negative(self, "nproc", "restarts", "node_rank")
         runs_of(self.team, MOST)
         if self.nnodes == 1:
             return
         if self.teams > 1 or self.restarts:
-            raise Refusal("--teams and --restarts are for one machine: use --share and --resume on several")
+            raise ConfigError("--teams and --restarts are for one machine: use --share and --resume on several")
         if not 0 <= self.node_rank < self.nnodes:
-            raise Refusal(f"--node_rank {self.node_rank} must be 0 to {self.nnodes - 1} with --nnodes {self.nnodes}")
+            raise ConfigError(
+                f"--node_rank {self.node_rank} must be 0 to {self.nnodes - 1} with --nnodes {self.nnodes}"
+            )
         host, _, port = self.rdzv_endpoint.rpartition(":")
         if not host or not re.fullmatch("[0-9]{1,5}", port):
-            raise Refusal(f"--rdzv_endpoint {self.rdzv_endpoint} must be host:port of the first machine")
+            raise ConfigError(f"--rdzv_endpoint {self.rdzv_endpoint} must be host:port of the first machine")
 
     @property
     def is_first_machine(self) -> bool:

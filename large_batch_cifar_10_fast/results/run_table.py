@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..distributed import warn
-from ..settings.settings import Refusal
+from ..settings.settings import ConfigError
 from .tables import COLUMNS, CURVE, EPOCHS, HEAD, read_rows, split_whole
 
 
@@ -19,8 +19,8 @@ def append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Append a campaign's runs to runs.tsv, those that it lacks, and return when they are on the disk.
 
     The table is opened for each append, so that one that was renamed, deleted or truncated since is no special case.
-    A half-written last line goes to runs.tsv.broken. Raise Refusal for a table of other columns, OSError as the disk
-    does.
+    A half-written last line goes to runs.tsv.broken. Raise ConfigError for a table of other columns, OSError as
+    the disk does.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b", buffering=0) as file:
@@ -34,10 +34,10 @@ def append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
             warn(f"the last row of {path} was half-written: it is in {path}.broken now")
         try:
             there = {(row["campaign"], row["run"]) for row in read_rows(path, whole, to_append=True)}
-        except Refusal as problem:
+        except ConfigError as problem:
             with open(f"{path}.broken", "ab") as aside:
                 aside.write(b"".join(map(as_line, rows)))
-            raise Refusal(f"{problem}; this campaign's rows are in {path}.broken") from None
+            raise ConfigError(f"{problem}; this campaign's rows are in {path}.broken") from None
         lacking = [row for row in rows if (row["campaign"], str(row["run"])) not in there]
         content = b"".join(map(as_line, lacking if whole else [HEAD, *lacking]))
         while content:
