@@ -9,13 +9,12 @@ others, and --eval_stats first for what was trained with average. Exit status: 0
 import argparse
 import pickle
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from . import __version__
 from .data.cifar10 import load_images
 from .data.shards import normalise, upload_test
 from .distributed import init_distributed, launched_world_size
@@ -24,9 +23,9 @@ from .recipe import Recipe
 from .request.advice import precision_on
 from .request.checks import check_processes, holds_weights
 from .request.command_line import read_request
-from .results import lines
 from .results.clock import Clock
-from .results.provenance import code_digest, commit, utc_now
+from .results.provenance import utc_now
+from .results.run_log import data_line, recipe_line, version_line
 from .settings.settings import ConfigError, Settings, exit_on_config_error
 from .train import evaluate, make_learner
 
@@ -68,11 +67,11 @@ def evaluate_weights(path: Path, settings: Settings, recipe: Recipe) -> None:
         with clock.counting("validation"):
             score = evaluate(learner, test)
         if ctx.is_main:
-            print(lines.HEAD.write(version=__version__, commit=commit(), code=code_digest(), started=utc_now()))
-            print(lines.DATA.write(**images.metadata()))
-            print(lines.RECIPE.write(recipe=recipe.name, options=lines.as_pairs(asdict(recipe))))
-            how = {"precision": learner.settings.precision, "weights": path, "seconds": clock.last["validation"]}
-            print(lines.EVALUATED.write(accuracy=score.accuracy, loss=score.loss, **how))
+            print(version_line(utc_now()))
+            print(data_line(images.metadata()))
+            print(recipe_line(recipe))
+            result = f"validation acc {score.accuracy:.4f} loss {score.loss:.5f} of {path}"
+            print(f"{result}, {learner.settings.precision}, in {clock.last['validation']:.3f}s")
 
 
 def main() -> None:

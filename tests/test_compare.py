@@ -15,7 +15,7 @@ from test_read_logs import PUBLISHED, our_form, published_form, runs_rows, two_c
 from large_batch_cifar_10_fast import compare
 from large_batch_cifar_10_fast.read_logs import read_log
 from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.results.lines import as_pairs
+from large_batch_cifar_10_fast.settings.settings import as_pairs
 
 
 @pytest.fixture

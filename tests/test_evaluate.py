@@ -1,5 +1,6 @@
 """evaluate: saved weights say what they said when their run ended, and what they say by other views."""
 
+import re
 import sys
 
 import pandas as pd
@@ -8,7 +9,6 @@ import torch
 from conftest import TINY, train_here
 
 from large_batch_cifar_10_fast import evaluate
-from large_batch_cifar_10_fast.results import lines
 
 SMALL = {
     "apple2019": ["--recipe", "apple2019", *TINY, "--eval_stats", "average"],
@@ -31,7 +31,8 @@ def said(monkeypatch, capsys):
     def say(*arguments):
         monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, arguments)])
         evaluate.main()
-        return lines.EVALUATED.read(capsys.readouterr().out.splitlines()[-1])
+        line = capsys.readouterr().out.splitlines()[-1]
+        return re.match(r"validation acc (?P<accuracy>\S+) loss (?P<loss>\S+) of ", line).groupdict()
 
     return say
 

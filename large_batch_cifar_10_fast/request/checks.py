@@ -9,11 +9,10 @@ from pathlib import Path
 from ..data.cifar10 import Images, count_training_images, load_images
 from ..distributed import DistContext
 from ..recipe import Recipe, images_of_an_epoch
-from ..results.lines import as_pairs, from_pairs
 from ..results.provenance import code_digest
 from ..results.resuming import check_unchanged
 from ..results.tables import Row, read_rows
-from ..settings.settings import SYNTHETIC, ConfigError, Settings, has_option, spelled
+from ..settings.settings import SYNTHETIC, ConfigError, Settings, as_pairs, from_pairs, has_option, spelled
 
 TABLES = ("runs.tsv", "epochs.tsv", "timing_log.tsv")
 LONGEST_NAME = 240  # bytes: files have 255, and while they are written a few more than their names

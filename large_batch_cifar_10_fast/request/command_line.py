@@ -16,11 +16,10 @@ from ..recipes.basenet import Basenet
 from ..recipes.fastai import FastAI
 from ..recipes.muon import Muon2024, MuonRecipe
 from ..recipes.page import Page
-from ..results.lines import as_pairs, from_pairs
 from ..results.provenance import commit
 from ..results.resuming import check_unchanged, finished_rows, is_restart
 from ..results.tables import CONDITIONS, Row, planned_by
-from ..settings.settings import ConfigError, Launch, Settings, has_option
+from ..settings.settings import ConfigError, Launch, Settings, as_pairs, from_pairs, has_option
 
 KINDS = (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)  # a new recipe joins here
 RECIPES = {recipe.name: recipe for recipe in KINDS}  # what --recipe knows

@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -74,6 +74,15 @@ def check_not_negative(value: object, *names: str) -> None:
 def check_within(value: object, name: str, least: int, most: float, why: str) -> None:
     if not least <= getattr(value, name) <= most:
         raise ConfigError(f"{spelled(value, name)} must lie in {least} to {most}: {why}")
+
+
+def as_pairs(values: Mapping[str, object]) -> str:
+    """Return options as they stand in a table and a log: `name=value name=value`."""
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def from_pairs(text: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S*)", text))
 
 
 def runs_of(share: str, runs: int) -> range:
