@@ -2,7 +2,7 @@
 
 import os
 
-from .settings.ending import end_with_launch
+from .ending import end_with_launch
 
 __version__ = "0.1.0"
 

@@ -36,22 +36,21 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from . import __version__
+from .checks import check_images, check_processes, count_cores, precision_on, resolve_defaults
+from .clock import Clock
+from .command_line import RECIPES, read_request, read_to_measure
 from .data.cifar10 import random_images
 from .data.shards import MEAN, STD, Batch, Shards
 from .devices import DTYPES, allow_tf32, matrix_rate
 from .distributed import DistContext, init_distributed, launched_world_size
+from .environment import code_digest, commit, device_name, peak_memory, utc_now
 from .layers import GhostBatchNorm, norms_of, prepare_norms
 from .metrics import MOST_AT_ONCE, Metrics
 from .networks import apply_stage, autocast, cast, make_network, reset, training_flop, weight_dtype, work
 from .optim import NesterovSGD, follow_schedules, step_all
+from .options import ConfigError, Settings, exit_on_config_error
 from .plot import BEHIND, WIDTH, check_picture, new_figure, save_picture
 from .recipe import Recipe, Stage, images_of_an_epoch, images_to_warm_up, reduced, stage_of
-from .request.advice import count_cores, precision_on, resolve_defaults
-from .request.checks import check_images, check_processes
-from .request.command_line import RECIPES, read_request, read_to_measure
-from .results.clock import Clock
-from .results.provenance import code_digest, commit, device_name, peak_memory, utc_now
-from .settings.settings import ConfigError, Settings, exit_on_config_error
 from .train import Learner, evaluate, make_learner, prepare, take_step, warm_up
 
 TRAIN, TEST = 50_000, 10_000  # images of CIFAR-10

@@ -18,9 +18,9 @@ from functools import partial
 
 import numpy as np
 
+from .campaign import CONDITIONS, GOAL
+from .options import CIFAR_10, REPO, ConfigError, exit_on_config_error
 from .read_logs import Log, read_log
-from .results.tables import CONDITIONS, GOAL
-from .settings.settings import CIFAR_10, REPO, ConfigError, exit_on_config_error
 from .stats import Conclusion, finite, judge, judge_goal, newcombe, resampled_interval, welch_interval, wilson
 
 LOGS = REPO / "logs"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .cpu import keep_freed_memory
-from .settings.settings import ConfigError
+from .options import ConfigError
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 DTYPES |= {"fp64": torch.float64}

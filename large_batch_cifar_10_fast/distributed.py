@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from tqdm import tqdm
 
 from .devices import take_device
-from .settings.ending import LAUNCH
-from .settings.settings import INVALID, ConfigError, exit_on_config_error
+from .ending import LAUNCH
+from .options import INVALID, ConfigError, exit_on_config_error
 
 LOST = 3  # seconds in which torchrun finds the process that was lost: its end is the cause, this one's follows
 

@@ -15,18 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .checks import check_processes, holds_weights, precision_on
+from .clock import Clock
+from .command_line import read_request
 from .data.cifar10 import load_images
 from .data.shards import normalise, upload_test
 from .distributed import init_distributed, launched_world_size
+from .environment import utc_now
+from .log import data_line, recipe_line, version_line
 from .networks import weight_dtype
+from .options import ConfigError, Settings, exit_on_config_error
 from .recipe import Recipe
-from .request.advice import precision_on
-from .request.checks import check_processes, holds_weights
-from .request.command_line import read_request
-from .results.clock import Clock
-from .results.provenance import utc_now
-from .results.run_log import data_line, recipe_line, version_line
-from .settings.settings import ConfigError, Settings, exit_on_config_error
 from .train import evaluate, make_learner
 
 

@@ -18,25 +18,25 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from .devices import count_gpus
-from .request.advice import count_cores
-from .request.checks import check_request
-from .request.command_line import read_launch, read_request
-from .request.planning import SIGNALS, is_ignored, plan_processes, torchrun_arguments
-from .results.resuming import (
+from .campaign import (
     CAMPAIGN,
     STARTED,
     SUPERVISED,
+    Row,
     campaign_of_this_launch,
     finished_rows,
     is_restart,
+    planned_by,
     rows_of,
     started,
 )
-from .results.run_log import print_summary
-from .results.tables import Row, planned_by
-from .settings.ending import LAUNCH
-from .settings.settings import INVALID, WHOLE, ConfigError, Launch, Settings, exit_on_config_error
+from .checks import check_request, count_cores
+from .command_line import read_launch, read_request
+from .devices import count_gpus
+from .ending import LAUNCH
+from .log import print_summary
+from .options import INVALID, WHOLE, ConfigError, Launch, Settings, exit_on_config_error
+from .recipe import Recipe
 
 COMMAND = "train_cifar_parallel.sh"
 SCRATCH = "large_batch_"  # what the name of a launch's folder for temporary files begins with
@@ -122,8 +122,7 @@ def supervise(arguments: Sequence[str], launch: Launch, settings: Settings, proc
     def start(team: int) -> subprocess.Popen:
         mine = {SUPERVISED: "1"}
         if places:
-            share = [places[(team * processes + i) % len(places)] for i in range(processes)]
-            mine["CUDA_VISIBLE_DEVICES"] = ",".join(share)
+            mine["CUDA_VISIBLE_DEVICES"] = gpus_of_team(team, processes, places)
         return subprocess.Popen([*command, "--team", f"{team}/{launch.teams}"], env={**os.environ, **mine})
 
     running, left, status = {team: start(team) for team in range(launch.teams)}, launch.restarts, 0
@@ -151,6 +150,11 @@ def supervise(arguments: Sequence[str], launch: Launch, settings: Settings, proc
     if not status and launch.teams > 1:
         print_summary(made(settings))
     return status
+
+
+def gpus_of_team(team: int, processes: int, places: Sequence[str]) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a team: as many GPUs as processes, from the first again where there are too few."""
+    return ",".join(places[(team * processes + i) % len(places)] for i in range(processes))
 
 
 def visible_gpus(gpus: int) -> list[str]:
@@ -281,6 +285,43 @@ def kept(report: str, settings: Settings, scratch: str) -> str:
         path.write_text("\n".join([report, *printed]))
         return f" (details: {path})"
     return ""
+
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a launch in order
+RENDEZVOUS = 900  # seconds that machines wait for each other at most
+
+
+def plan_processes(recipe: Recipe, launch: Launch, gpus: int, cores: int) -> int:
+    """Return --nproc, or the most processes of a team that divide the workers, each with a GPU or core of its own."""
+    places = max(1, (gpus or cores) // launch.teams)
+    fitting = [n for n in range(1, places + 1) if recipe.workers % (n * launch.nnodes) == 0]
+    processes = launch.nproc or max(fitting, default=1)
+    if gpus and processes > places:
+        of_teams = f" of {launch.teams} teams" if launch.teams > 1 else ""
+        raise ConfigError(f"--nproc {processes}{of_teams} is more than the {gpus} GPUs here: use at most {places}")
+    return processes
+
+
+def torchrun_arguments(launch: Launch, processes: int, scratch: str) -> list[str]:
+    """Return torchrun's arguments. On one machine the processes meet in a file, and torchrun opens no port."""
+    if launch.nnodes == 1:
+        where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={scratch}/rendezvous"]
+        where += ["--rdzv-id=large_batch", "--local-addr=127.0.0.1"]
+    else:
+        host, _, port = launch.rdzv_endpoint.rpartition(":")
+        where = ["--rdzv-backend=static", f"--nnodes={launch.nnodes}", f"--node-rank={launch.node_rank}"]
+        where += [f"--rdzv-endpoint={launch.rdzv_endpoint}", f"--master-addr={host}", f"--master-port={port}"]
+        where += [f"--rdzv-conf=timeout={min(launch.timeout, RENDEZVOUS)}"]
+    others = ",".join(f"{rank}:2" for rank in range(1, processes))  # whose STDERR goes to a file instead
+    kept = [f"--log-dir={scratch}/log", *([f"--redirects={others}"] if others else [])]
+    handled = ",".join(name for name in SIGNALS if not is_ignored(getattr(signal, name)))
+    ends = [f"--signals-to-handle={handled}", "--max-restarts=0"]
+    return [*where, *kept, *ends, f"--nproc-per-node={processes}", "-m", "--", "large_batch_cifar_10_fast.train"]
+
+
+def is_ignored(number: int) -> bool:
+    """Return whether a signal is ignored, as nohup has it of SIGHUP."""
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from .networks import work
+from .options import exit_on_config_error
 from .plot import BEHIND, INK, WIDTH, check_picture, new_figure, save_picture, spread
 from .recipe import Recipe
 from .recipes.apple2019 import Apple2019
@@ -21,7 +22,6 @@ from .recipes.basenet import Basenet
 from .recipes.fastai import FastAI
 from .recipes.muon import Muon2024, MuonRecipe
 from .recipes.page import Page
-from .settings.settings import exit_on_config_error
 
 TRAINING_IMAGES = 50_000
 

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from .campaign import GOAL, written_whole
+from .options import CIFAR_10, ConfigError, exit_on_config_error
 from .read_logs import PUBLISHED, Log, read_log
-from .results.run_table import written_whole
-from .results.tables import GOAL
-from .settings.settings import CIFAR_10, ConfigError, exit_on_config_error
 
 ENTRIES = {  # DAWNBench's files and their labels
     "apple_resnet9_8v100_pytorch": "Apple, 8 V100",

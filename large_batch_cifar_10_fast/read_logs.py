@@ -17,10 +17,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from .merge import ALIKE, merged
-from .results.campaign import read_bounded
-from .results.tables import CONDITIONS, GOAL
-from .settings.settings import CIFAR_10, REPO, ConfigError, Settings
+from .campaign import ALIKE, CONDITIONS, GOAL, merged, read_bounded
+from .options import CIFAR_10, REPO, ConfigError, Settings
 
 PUBLISHED = REPO / "published"
 OUR_CLOCK = "set-up and training, not validation"

@@ -13,24 +13,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .campaign import Row, rows_from_main
+from .checks import check_agreement, check_request, explaining_memory, resolve_defaults
+from .clock import Clock
+from .command_line import read_launch, read_request
 from .compiling import compiled
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Shards, normalise, upload_shards, upload_test
 from .devices import allow_tf32
 from .distributed import DistContext, init_distributed, leaving
 from .layers import norms_of, prepare_norms
+from .log import RunLog
 from .metrics import Metrics, Score
 from .networks import apply_stage, autocast, cast, frozen_weights, make_network, reset, weight_dtype
 from .optim import follow_schedules, step_all
+from .options import Settings
 from .recipe import Recipe, images_to_warm_up, reduced, stage_of
-from .request.advice import explaining_memory, resolve_defaults
-from .request.checks import check_agreement, check_request
-from .request.command_line import read_launch, read_request
-from .results.clock import Clock
-from .results.resuming import rows_from_main
-from .results.run_log import RunLog
-from .results.tables import Row
-from .settings.settings import Settings
 
 
 def main(arguments: Sequence[str]) -> None:

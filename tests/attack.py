@@ -23,13 +23,13 @@ from unittest import mock
 from conftest import LAUNCHER, TINY, train_here, write_npz
 from disturbances import fill_disks, heal_campaign, kill_campaigns
 
+from large_batch_cifar_10_fast.command_line import RECIPES
 from large_batch_cifar_10_fast.data import cifar10
 from large_batch_cifar_10_fast.data.cifar10 import load_images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import check_launch
+from large_batch_cifar_10_fast.options import ConfigError, Launch, Settings
 from large_batch_cifar_10_fast.read_logs import read_log
-from large_batch_cifar_10_fast.request.command_line import RECIPES
-from large_batch_cifar_10_fast.settings.settings import ConfigError, Launch, Settings
 
 BAD_VALUES = ["", "--", "-", "-1", "0", "1.5", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb"]
 BAD_VALUES += ["a\tb", "a\udcff", "/", "/dev/null", "/dev/full", "no/such/name", "x" * 300, "http://127.0.0.1/x", "%s"]

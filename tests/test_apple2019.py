@@ -7,8 +7,8 @@ import torch
 
 from large_batch_cifar_10_fast.layers import norms_of, prepare_norms
 from large_batch_cifar_10_fast.networks import cast, frozen_weights, make_network, reset, work
+from large_batch_cifar_10_fast.options import ConfigError
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.settings.settings import ConfigError
 
 SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
 CPU = torch.device("cpu")

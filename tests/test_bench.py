@@ -10,17 +10,16 @@ import torch
 from conftest import REPO, environment
 from test_compiling import ALONE, SMALL, fresh_network, gradients_of_a_step, whitened
 
-from large_batch_cifar_10_fast import bench
+from large_batch_cifar_10_fast import bench, command_line
+from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.data.shards import MEAN, STD, Shards, normalise
 from large_batch_cifar_10_fast.networks import work
 from large_batch_cifar_10_fast.optim import follow_schedules
+from large_batch_cifar_10_fast.options import Settings
 from large_batch_cifar_10_fast.recipe import Stage
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.request import command_line
-from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner
 
 pytestmark = pytest.mark.slow

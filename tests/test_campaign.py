@@ -13,9 +13,9 @@ from conftest import TINY, children_of, is_alive, launch, train_together
 from disturbances import DIFFERENT
 from ends import ENDS, listening, started, until, workers_of
 
+from large_batch_cifar_10_fast.campaign import COLUMNS
 from large_batch_cifar_10_fast.launch import check_launch, only_campaign_in, scratch_folder
-from large_batch_cifar_10_fast.results.tables import COLUMNS
-from large_batch_cifar_10_fast.settings.settings import ConfigError
+from large_batch_cifar_10_fast.options import ConfigError
 
 pytestmark = pytest.mark.slow
 

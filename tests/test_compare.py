@@ -13,9 +13,9 @@ from conftest import REPO
 from test_read_logs import PUBLISHED, our_form, published_form, runs_rows, two_campaigns, written
 
 from large_batch_cifar_10_fast import compare
+from large_batch_cifar_10_fast.command_line import read_request
+from large_batch_cifar_10_fast.options import as_pairs
 from large_batch_cifar_10_fast.read_logs import read_log
-from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.settings.settings import as_pairs
 
 
 @pytest.fixture

@@ -14,6 +14,9 @@ from test_story import Stock
 from torch._inductor import config as inductor
 
 from large_batch_cifar_10_fast import compiling
+from large_batch_cifar_10_fast.campaign import read_rows
+from large_batch_cifar_10_fast.checks import resolve_defaults
+from large_batch_cifar_10_fast.clock import Clock
 from large_batch_cifar_10_fast.compiling import check_gradients
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
@@ -21,13 +24,10 @@ from large_batch_cifar_10_fast.layers import prepare_norms
 from large_batch_cifar_10_fast.metrics import Metrics
 from large_batch_cifar_10_fast.networks import apply_stage, cast, make_network, reset
 from large_batch_cifar_10_fast.optim import follow_schedules
+from large_batch_cifar_10_fast.options import Settings
 from large_batch_cifar_10_fast.recipe import stage_of
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.request.advice import resolve_defaults
-from large_batch_cifar_10_fast.results.clock import Clock
-from large_batch_cifar_10_fast.results.tables import read_rows
-from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, take_step
 
 pytestmark = pytest.mark.slow

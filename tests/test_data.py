@@ -18,7 +18,7 @@ from torchvision.datasets import CIFAR10
 
 from large_batch_cifar_10_fast.data import cifar10
 from large_batch_cifar_10_fast.data.cifar10 import Images, count_training_images, download_cifar10, load_images
-from large_batch_cifar_10_fast.settings.settings import ConfigError
+from large_batch_cifar_10_fast.options import ConfigError
 
 
 class Executed(Exception):  # noqa: N818 (a signal of the test)

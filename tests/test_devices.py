@@ -10,15 +10,15 @@ import torch
 from conftest import GPUS, REPO, TINY, environment, launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from large_batch_cifar_10_fast import checks as advice
 from large_batch_cifar_10_fast import devices
 from large_batch_cifar_10_fast.devices import matrix_rate
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.optim import NesterovSGD
+from large_batch_cifar_10_fast.options import ConfigError, Settings
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.request import advice
-from large_batch_cifar_10_fast.settings.settings import ConfigError, Settings
 from large_batch_cifar_10_fast.train import make_learner
 
 CPU = DistContext(0, 1, torch.device("cpu"), 8)

@@ -16,8 +16,8 @@ import torch
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.settings.settings import Settings
-from large_batch_cifar_10_fast.results.clock import Clock
+from large_batch_cifar_10_fast.options import Settings
+from large_batch_cifar_10_fast.clock import Clock
 from large_batch_cifar_10_fast.train import make_learner, prepare, take_step, warm_up
 from large_batch_cifar_10_fast.distributed import init_distributed
 from large_batch_cifar_10_fast.optim import follow_schedules
@@ -40,7 +40,7 @@ for recipe in (Apple2019(width=16, batch_size=64), MuonRecipe(width=16, batch_si
 """
 LITTLE_MEMORY = f"""
 import sys, torch
-from large_batch_cifar_10_fast.settings.settings import exit_on_config_error
+from large_batch_cifar_10_fast.options import exit_on_config_error
 from {TRAIN} import main
 torch.cuda.set_per_process_memory_fraction(0.25 * 2**30 / torch.cuda.mem_get_info()[1])
 with exit_on_config_error("train"):
@@ -51,7 +51,7 @@ with exit_on_config_error("train"):
 IEEE = """
 import sys, torch
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.settings.settings import Settings
+from large_batch_cifar_10_fast.options import Settings
 from large_batch_cifar_10_fast.train import make_learner
 from large_batch_cifar_10_fast.distributed import init_distributed
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import LAUNCHER, TINY, environment, free_port, train_on_machines, train_together, write_npz
 
+from large_batch_cifar_10_fast.command_line import RECIPES
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.request.command_line import RECIPES
-from large_batch_cifar_10_fast.settings.settings import has_option
+from large_batch_cifar_10_fast.options import has_option
 
 pytestmark = pytest.mark.slow
 

@@ -13,12 +13,11 @@ import pandas as pd
 import pytest
 from conftest import REPO, environment, is_alive, launch
 
-from large_batch_cifar_10_fast.launch import advice, scratch_folder
+from large_batch_cifar_10_fast.campaign import CAMPAIGN
+from large_batch_cifar_10_fast.ending import LAUNCH
+from large_batch_cifar_10_fast.launch import advice, scratch_folder, torchrun_arguments
+from large_batch_cifar_10_fast.options import Launch, Settings
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
-from large_batch_cifar_10_fast.request.planning import torchrun_arguments
-from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
-from large_batch_cifar_10_fast.settings.ending import LAUNCH
-from large_batch_cifar_10_fast.settings.settings import Launch, Settings
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +40,7 @@ def test_a_folder_in_use_is_left_to_its_launch(tmp_path, monkeypatch):
 
 
 def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported():
-    code = "import large_batch_cifar_10_fast.settings.settings, sys; print('torch' in sys.modules)"
+    code = "import large_batch_cifar_10_fast.options, sys; print('torch' in sys.modules)"
     command = [sys.executable, "-c", code]
     alone = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True)
     assert (alone.returncode, alone.stdout) == (0, "False\n")

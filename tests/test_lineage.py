@@ -11,16 +11,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import lineage
+from large_batch_cifar_10_fast.command_line import RECIPES, read_request
 from large_batch_cifar_10_fast.compiling import gradients, noise
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import norms_of
 from large_batch_cifar_10_fast.networks import autocast, weight_dtype, work
 from large_batch_cifar_10_fast.optim import NesterovSGD
+from large_batch_cifar_10_fast.options import ConfigError, Settings
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.request.command_line import RECIPES, read_request
-from large_batch_cifar_10_fast.settings.settings import ConfigError, Settings
 from large_batch_cifar_10_fast.train import make_learner
 
 CPU = torch.device("cpu")

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from conftest import Recorder
 from torch import nn
 
+from large_batch_cifar_10_fast.clock import Clock
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
+from large_batch_cifar_10_fast.options import Settings
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.results.clock import Clock
-from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import REPO, TINY, environment
 
-from large_batch_cifar_10_fast.request.command_line import read_request
+from large_batch_cifar_10_fast.command_line import read_request
 
 pytestmark = pytest.mark.slow
 

@@ -10,16 +10,16 @@ from disturbances import DIFFERENT
 from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import train
+from large_batch_cifar_10_fast.campaign import COLUMNS
+from large_batch_cifar_10_fast.clock import Clock
+from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.metrics import Score
 from large_batch_cifar_10_fast.networks import apply_stage, frozen_weights, make_network, reset, work
+from large_batch_cifar_10_fast.options import ConfigError, Settings
 from large_batch_cifar_10_fast.recipe import Stage, stage_of
 from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe
-from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.results.clock import Clock
-from large_batch_cifar_10_fast.results.tables import COLUMNS
-from large_batch_cifar_10_fast.settings.settings import ConfigError, Settings
 from large_batch_cifar_10_fast.train import make_learner, prepare, train_once, warm_up
 
 CPU = torch.device("cpu")

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from large_batch_cifar_10_fast import devices, distributed
-from large_batch_cifar_10_fast.launch import visible_gpus
+from large_batch_cifar_10_fast.launch import plan_processes, torchrun_arguments, visible_gpus
+from large_batch_cifar_10_fast.options import ConfigError, Launch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.request.planning import plan_processes, torchrun_arguments
-from large_batch_cifar_10_fast.settings.settings import ConfigError, Launch
 
 
 def _on(machines: int) -> Launch:
@@ -55,6 +54,11 @@ def test_teams_get_the_gpus_by_the_names_they_have(visible, names, monkeypatch):
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus(2) == names
+
+
+def test_each_team_has_gpus_of_its_own_and_teams_share_where_there_are_too_few():
+    assert [gpus_of_team(team, 2, ["0", "1", "4", "5"]) for team in (0, 1)] == ["0,1", "4,5"]
+    assert [gpus_of_team(team, 1, ["0", "1"]) for team in range(4)] == ["0", "1", "0", "1"]
 
 
 def test_gpus_communicate_by_nccl_each_process_on_its_own(monkeypatch):

@@ -11,19 +11,16 @@ import pytest
 import torch
 from conftest import REPO, TINY, environment, train_here
 
-from large_batch_cifar_10_fast import launch
-from large_batch_cifar_10_fast.launch import raise_config_error_of_processes
-from large_batch_cifar_10_fast.request import command_line
-from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.request.planning import SIGNALS
-from large_batch_cifar_10_fast.results.resuming import CAMPAIGN, STARTED, SUPERVISED, finished_rows
-from large_batch_cifar_10_fast.results.tables import read_rows
-from large_batch_cifar_10_fast.settings.ending import LAUNCH
-from large_batch_cifar_10_fast.settings.settings import ConfigError, Launch, Settings
+from large_batch_cifar_10_fast import command_line, launch
+from large_batch_cifar_10_fast.campaign import CAMPAIGN, STARTED, SUPERVISED, finished_rows, read_rows
+from large_batch_cifar_10_fast.command_line import read_request
+from large_batch_cifar_10_fast.ending import LAUNCH
+from large_batch_cifar_10_fast.launch import SIGNALS, raise_config_error_of_processes
+from large_batch_cifar_10_fast.options import ConfigError, Launch, Settings
 
 ONE_REFUSES = """
 import os, time
-from large_batch_cifar_10_fast.settings.settings import ConfigError
+from large_batch_cifar_10_fast.options import ConfigError
 from large_batch_cifar_10_fast.distributed import leaving
 with leaving():
     if os.environ["RANK"] == "1":
@@ -33,7 +30,7 @@ with leaving():
 LAUNCH_THEM = """
 import sys
 from large_batch_cifar_10_fast import launch
-from large_batch_cifar_10_fast.settings.settings import Launch, Settings, exit_on_config_error
+from large_batch_cifar_10_fast.options import Launch, Settings, exit_on_config_error
 with exit_on_config_error("train_cifar_parallel.sh"), launch.scratch_folder() as scratch:
     arguments = launch.torchrun_arguments(Launch(), 2, scratch)[:-3]
     sys.exit(launch.run_processes([*arguments, sys.argv[1]], Settings(), Launch(), scratch))

@@ -9,10 +9,9 @@ import pandas as pd
 import pytest
 from conftest import REPO
 
+from large_batch_cifar_10_fast.campaign import COLUMNS, LARGEST
+from large_batch_cifar_10_fast.options import ConfigError
 from large_batch_cifar_10_fast.read_logs import read_log
-from large_batch_cifar_10_fast.results.campaign import LARGEST
-from large_batch_cifar_10_fast.results.tables import COLUMNS
-from large_batch_cifar_10_fast.settings.settings import ConfigError
 
 PUBLISHED = pd.read_csv(REPO / "published" / "apple_8xv100_50_runs.tsv", sep="\t")
 SUMMARY = (REPO / "published" / "apple_8xv100_summary.txt").read_text()

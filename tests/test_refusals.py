@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import environment, free_port, launch, options_among, write_npz
 
+from large_batch_cifar_10_fast.checks import check_out, holds_weights
+from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import check_launch
+from large_batch_cifar_10_fast.options import ConfigError, Launch, Settings
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO as PRESET
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.request.checks import check_out, holds_weights
-from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.settings.settings import ConfigError, Launch, Settings
 
 DEMO = ("--demo",)
 CASES = {

@@ -13,18 +13,17 @@ import pytest
 import torch
 from conftest import REPO, TINY, environment, train_here, train_together
 
+from large_batch_cifar_10_fast import log as run_log
 from large_batch_cifar_10_fast import train
+from large_batch_cifar_10_fast.campaign import COLUMNS, write_timing_log, written_whole
+from large_batch_cifar_10_fast.checks import explaining_memory
+from large_batch_cifar_10_fast.clock import Clock
 from large_batch_cifar_10_fast.data.cifar10 import load_images
 from large_batch_cifar_10_fast.distributed import DistContext
+from large_batch_cifar_10_fast.environment import driver_and_clocks
 from large_batch_cifar_10_fast.metrics import Score
+from large_batch_cifar_10_fast.options import Settings, exit_on_config_error
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.request.advice import explaining_memory
-from large_batch_cifar_10_fast.results import run_log
-from large_batch_cifar_10_fast.results.clock import Clock
-from large_batch_cifar_10_fast.results.provenance import driver_and_clocks
-from large_batch_cifar_10_fast.results.run_table import write_timing_log, written_whole
-from large_batch_cifar_10_fast.results.tables import COLUMNS
-from large_batch_cifar_10_fast.settings.settings import Settings, exit_on_config_error
 
 pytestmark = pytest.mark.slow
 

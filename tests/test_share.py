@@ -9,17 +9,16 @@ import torch
 from conftest import TINY, train_here
 from disturbances import DIFFERENT
 
-from large_batch_cifar_10_fast import merge
+from large_batch_cifar_10_fast import campaign as merge
+from large_batch_cifar_10_fast import checks as request_advice
+from large_batch_cifar_10_fast.campaign import CAMPAIGN, COLUMNS, NUMBERS
+from large_batch_cifar_10_fast.checks import check_out
+from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.launch import advice
+from large_batch_cifar_10_fast.options import ConfigError, Launch, Settings
 from large_batch_cifar_10_fast.read_logs import read_log
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.request import advice as request_advice
-from large_batch_cifar_10_fast.request.checks import check_out
-from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.results.resuming import CAMPAIGN
-from large_batch_cifar_10_fast.results.tables import COLUMNS, NUMBERS
-from large_batch_cifar_10_fast.settings.settings import ConfigError, Launch, Settings
 
 RUNS, SHARES = 5, ("0/1", "0/3", "2/3")
 RESULT = [name for name in COLUMNS if name not in (*DIFFERENT, "share")]

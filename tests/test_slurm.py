@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from conftest import REPO, TINY, environment
 
-from large_batch_cifar_10_fast import merge
+from large_batch_cifar_10_fast import campaign as merge
 
 pytestmark = pytest.mark.slow
 

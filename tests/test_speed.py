@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from large_batch_cifar_10_fast.clock import Clock
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.metrics import Metrics
 from large_batch_cifar_10_fast.networks import make_network
+from large_batch_cifar_10_fast.options import Settings
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.results.clock import Clock
-from large_batch_cifar_10_fast.settings.settings import Settings
 from large_batch_cifar_10_fast.train import Learner, prepare, take_step
 
 pytestmark = pytest.mark.slow

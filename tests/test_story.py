@@ -10,19 +10,18 @@ import torch.nn.functional as F
 from conftest import TINY, Recorder, train_here
 from torch import nn
 
-from large_batch_cifar_10_fast import train
+from large_batch_cifar_10_fast import command_line, train
+from large_batch_cifar_10_fast.clock import Clock
+from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independent
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
+from large_batch_cifar_10_fast.environment import code_digest
 from large_batch_cifar_10_fast.layers import GhostBatchNorm
 from large_batch_cifar_10_fast.metrics import ONE_VIEW, Score
 from large_batch_cifar_10_fast.optim import PiecewiseLinear
+from large_batch_cifar_10_fast.options import ConfigError, Settings, option
 from large_batch_cifar_10_fast.recipe import Stage
-from large_batch_cifar_10_fast.request import command_line
-from large_batch_cifar_10_fast.request.command_line import read_request
-from large_batch_cifar_10_fast.results.clock import Clock
-from large_batch_cifar_10_fast.results.provenance import code_digest
-from large_batch_cifar_10_fast.settings.settings import ConfigError, Settings, option
 
 
 @pytest.mark.slow
@@ -161,9 +160,9 @@ def test_a_campaign_of_another_recipe_is_written_and_resumed(two_recipes, tiny_n
 
 
 def test_the_digest_of_the_code_covers_what_decides_the_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr("large_batch_cifar_10_fast.results.provenance.PACKAGE", tmp_path)
+    monkeypatch.setattr("large_batch_cifar_10_fast.environment.PACKAGE", tmp_path)
     seen = [code_digest()]
-    for name in ("train.py", "recipes/page.py", "layers.py", "data/augment.py", "plot.py", "results/lines.py"):
+    for name in ("train.py", "recipes/page.py", "layers.py", "data/augment.py", "plot.py", "log.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("changed")
         seen.append(code_digest())

@@ -11,9 +11,8 @@ import pytest
 from conftest import REPO, environment
 from disturbances import no_file_beyond
 
-from large_batch_cifar_10_fast.results.run_table import append, append_epochs
-from large_batch_cifar_10_fast.results.tables import COLUMNS, EPOCHS, read_rows
-from large_batch_cifar_10_fast.settings.settings import ConfigError
+from large_batch_cifar_10_fast.campaign import COLUMNS, EPOCHS, append, append_epochs, read_rows
+from large_batch_cifar_10_fast.options import ConfigError
 
 
 def _row(run, campaign="mine"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from ..settings.settings import CIFAR_10, SYNTHETIC, ConfigError
+from ..options import CIFAR_10, SYNTHETIC, ConfigError
 from .synthetic import TRAIN_COUNT, draw_shapes
 
 ARCHIVE = "cifar-10-python.tar.gz"

@@ -18,8 +18,8 @@ from ..distributed import DistContext
 from ..layers import GhostBatchNorm, whitening_filters
 from ..metrics import TWO_VIEWS
 from ..optim import NesterovSGD, PiecewiseLinear
+from ..options import ConfigError, check_not_negative, check_positive, option, spelled
 from ..recipe import Stage, cross_entropy
-from ..settings.settings import ConfigError, check_not_negative, check_positive, option, spelled
 
 Norm = Callable[[int], nn.Module]  # made for so many channels
 

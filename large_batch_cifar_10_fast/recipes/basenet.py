@@ -20,8 +20,8 @@ from ..distributed import DistContext
 from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convolution, norms_of
 from ..metrics import ONE_VIEW
 from ..optim import PiecewiseLinear
+from ..options import MOST, check_positive, check_within, option
 from ..recipe import Stage, cross_entropy
-from ..settings.settings import MOST, check_positive, check_within, option
 
 RATE = PiecewiseLinear((0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
 SCHEDULED = 40  # epochs

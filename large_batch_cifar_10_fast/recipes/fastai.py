@@ -17,8 +17,8 @@ from ..distributed import DistContext
 from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convolution
 from ..metrics import ONE_VIEW
 from ..optim import PiecewiseLinear
+from ..options import MOST, check_positive, check_within, option
 from ..recipe import Stage, cross_entropy
-from ..settings.settings import MOST, check_positive, check_within, option
 
 
 @dataclass(frozen=True)

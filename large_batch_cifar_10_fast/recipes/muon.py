@@ -22,16 +22,8 @@ from ..distributed import DistContext
 from ..layers import GhostBatchNorm, whitening_filters
 from ..metrics import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
 from ..optim import Muon, PiecewiseLinear
+from ..options import ConfigError, check_not_negative, check_positive, check_within, option, same_option, spelled
 from ..recipe import Prediction, Stage, cross_entropy
-from ..settings.settings import (
-    ConfigError,
-    check_not_negative,
-    check_positive,
-    check_within,
-    option,
-    same_option,
-    spelled,
-)
 
 STEP_IMAGES, EPOCH_IMAGES = 2000, 50_000
 WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's rate

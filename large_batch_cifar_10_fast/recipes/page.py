@@ -17,8 +17,8 @@ from ..distributed import DistContext
 from ..layers import TOO_NARROW, GhostBatchNorm
 from ..metrics import ONE_VIEW
 from ..optim import NesterovSGD, PiecewiseLinear
+from ..options import MOST, check_positive, check_within, option
 from ..recipe import Stage, cross_entropy
-from ..settings.settings import MOST, check_positive, check_within, option
 from .basenet import Network
 
 RATE = PiecewiseLinear((0, 15, 30, 35), (0, 0.1, 0.005, 0))

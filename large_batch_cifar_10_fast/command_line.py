@@ -8,18 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import get_type_hints
 
-from .. import __version__
-from ..devices import count_gpus
-from ..recipe import Recipe
-from ..recipes.apple2019 import DEMO, Apple2019
-from ..recipes.basenet import Basenet
-from ..recipes.fastai import FastAI
-from ..recipes.muon import Muon2024, MuonRecipe
-from ..recipes.page import Page
-from ..results.provenance import commit
-from ..results.resuming import check_unchanged, finished_rows, is_restart
-from ..results.tables import CONDITIONS, Row, planned_by
-from ..settings.settings import ConfigError, Launch, Settings, as_pairs, from_pairs, has_option
+from . import __version__
+from .campaign import CONDITIONS, Row, check_unchanged, finished_rows, is_restart, planned_by
+from .devices import count_gpus
+from .environment import commit
+from .options import ConfigError, Launch, Settings, as_pairs, from_pairs, has_option
+from .recipe import Recipe
+from .recipes.apple2019 import DEMO, Apple2019
+from .recipes.basenet import Basenet
+from .recipes.fastai import FastAI
+from .recipes.muon import Muon2024, MuonRecipe
+from .recipes.page import Page
 
 KINDS = (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)  # a new recipe joins here
 RECIPES = {recipe.name: recipe for recipe in KINDS}  # what --recipe knows

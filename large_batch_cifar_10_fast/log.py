@@ -1,4 +1,4 @@
-"""What a campaign says: the lines on STDOUT, the progress on a terminal, and what goes into its two tables."""
+"""The log on STDOUT and progress on a terminal."""
 
 import os
 import statistics
@@ -12,18 +12,29 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .. import __version__
-from ..data.shards import Batch, Epoch
-from ..distributed import DistContext, warn
-from ..metrics import Score
-from ..networks import work, work_of_epoch
-from ..recipe import Recipe
-from ..settings.settings import SYNTHETIC, WHOLE, Settings, as_pairs
+from . import __version__
+from .campaign import (
+    CONDITIONS,
+    GOAL,
+    Row,
+    append,
+    append_epochs,
+    campaign_of_this_launch,
+    check_unchanged,
+    diverged,
+    reached_goal,
+    started,
+    write_timing_log,
+    written_whole,
+)
 from .clock import PARTS, Clock
-from .provenance import code_digest, commit, device_name, driver_and_clocks, peak_memory, software
-from .resuming import campaign_of_this_launch, check_unchanged, started
-from .run_table import append, append_epochs, write_timing_log, written_whole
-from .tables import CONDITIONS, GOAL, Row, diverged, reached_goal
+from .data.shards import Batch, Epoch
+from .distributed import DistContext, warn
+from .environment import code_digest, commit, device_name, driver_and_clocks, peak_memory, software
+from .metrics import Score
+from .networks import work, work_of_epoch
+from .options import SYNTHETIC, WHOLE, Settings, as_pairs
+from .recipe import Recipe
 
 
 class RunLog:

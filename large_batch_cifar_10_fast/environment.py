@@ -10,9 +10,9 @@ from functools import cache
 
 import torch
 
-from ..devices import nvidia_smi
-from ..distributed import DistContext
-from ..settings.settings import PACKAGE, REPO
+from .devices import nvidia_smi
+from .distributed import DistContext
+from .options import PACKAGE, REPO
 
 DECIDING = ("train.py", "recipe.py", "recipes/*.py", "data/*.py", "networks.py", "layers.py", "optim.py", "cpu.py")
 DECIDING += ("compiling.py", "devices.py", "distributed.py", "metrics.py")

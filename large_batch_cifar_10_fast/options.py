@@ -1,4 +1,4 @@
-"""What does not decide the weights: where and how a campaign runs. And how options are declared and refused."""
+"""Options: how they are declared and checked, and those that are the same for every recipe."""
 
 import argparse
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parent
 REPO = PACKAGE.parent
 DATA = REPO / "data" if (REPO / "run_tests.sh").exists() else Path("data")  # installed, there is no repository
 
