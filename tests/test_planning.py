@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from large_batch_cifar_10_fast import devices, distributed
-from large_batch_cifar_10_fast.launch import plan_processes, torchrun_arguments, visible_gpus
+from large_batch_cifar_10_fast.launch import gpus_of_team, plan_processes, torchrun_arguments, visible_gpus
 from large_batch_cifar_10_fast.options import ConfigError, Launch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
