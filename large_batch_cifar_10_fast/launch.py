@@ -153,7 +153,7 @@ def supervise(arguments: Sequence[str], launch: Launch, settings: Settings, proc
 
 
 def gpus_of_team(team: int, processes: int, places: Sequence[str]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a team: as many GPUs as processes, from the first again where there are too few."""
+    """Return CUDA_VISIBLE_DEVICES for a team: a GPU for each process. Teams share GPUs where there are too few."""
     return ",".join(places[(team * processes + i) % len(places)] for i in range(processes))
 
 
