@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run all tests (in under six minutes on two cores with pytest-xdist), or with --quick one minute's worth. Other arguments go to pytest.
+# Run all tests (about four minutes on two idle cores with pytest-xdist), or with --quick one minute's worth. Other arguments go to pytest.
 set -eu
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"
