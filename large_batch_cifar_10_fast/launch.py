@@ -72,7 +72,7 @@ def only_campaign_in(out: Path) -> Iterator[None]:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(f"another campaign is running in {out}: wait for it or choose another --out") from None
-    except OSError:  # a file system without locks; rows are safe all the same (run_table.py)
+    except OSError:  # a file system without locks; rows are safe all the same (campaign.append)
         pass
     try:
         yield
@@ -137,7 +137,7 @@ def supervise(arguments: Sequence[str], launch: Launch, settings: Settings, proc
                 print(f"Warning: started again, {left} of {launch.restarts} restarts left", file=sys.stderr, flush=True)
                 running[team] = start(team)
             elif ended:
-                status = status or ended
+                status = status or (ended if ended > 0 else 128 - ended)
         if (interrupted or status) and running:
             for process in running.values():
                 process.send_signal(interrupted[0] if interrupted else signal.SIGTERM)
