@@ -190,9 +190,7 @@ def append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
                 aside.write(b"".join(map(as_line, rows)))
             raise ConfigError(f"{problem}; this campaign's rows are in {path}.broken") from None
         lacking = [row for row in rows if (row["campaign"], str(row["run"])) not in there]
-        content = b"".join(map(as_line, lacking if whole else [HEAD, *lacking]))
-        while content:
-            content = content[file.write(content) :]
+        write_all(file, b"".join(map(as_line, lacking if whole else [HEAD, *lacking])))
         os.fsync(file.fileno())
 
 
@@ -205,9 +203,13 @@ def append_epochs(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         kept = file.read().rfind(b"\n") + 1
         file.truncate(kept)
         lines = ["\t".join(str(row[name]) for name in EPOCHS) for row in rows]
-        content = "".join(f"{line}\n" for line in ([] if kept else ["\t".join(EPOCHS)]) + lines).encode()
-        while content:
-            content = content[file.write(content) :]
+        write_all(file, "".join(f"{line}\n" for line in ([] if kept else ["\t".join(EPOCHS)]) + lines).encode())
+
+
+def write_all(file: BinaryIO, content: bytes) -> None:
+    """Write to an unbuffered file, which may take a part at a time. Raise OSError where the disk is full."""
+    while content:
+        content = content[file.write(content) :]
 
 
 def lock(file: BinaryIO) -> None:

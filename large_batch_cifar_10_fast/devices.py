@@ -55,7 +55,7 @@ def count_gpus(device: str = "") -> int:
 
 def has_nvidia_devices() -> bool:
     """Return whether the system shows NVIDIA GPUs, whatever torch makes of them."""
-    return bool(glob.glob("/dev/nvidia[0-9]*")) or "GPU" in nvidia_smi("--list-gpus")
+    return bool(glob.glob("/dev/nvidia[0-9]*")) or "GPU" in output_of("nvidia-smi", "--list-gpus")
 
 
 def unusable(cuda: str | None, driver: str, reason: str) -> str:
@@ -107,14 +107,15 @@ def driver_version() -> str:
     with contextlib.suppress(OSError):
         if found := re.search(r"Module .*?\s(\d+\.[\d.]+)\s", Path("/proc/driver/nvidia/version").read_text()):
             return found[1]
-    found = re.search(r"^\d+\.[\d.]+$", nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader"), re.MULTILINE)
+    found = re.search(
+        r"^\d+\.[\d.]+$", output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), re.MULTILINE
+    )
     return found[0] if found else "unknown"
 
 
-def nvidia_smi(*arguments: str) -> str:
-    """Return what nvidia-smi prints, or nothing where it is missing or fails."""
+def output_of(*command: str) -> str:
+    """Return what a command prints, or nothing where it is missing or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     return ""
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from .devices import take_device
 from .ending import LAUNCH
-from .options import INVALID, ConfigError, exit_on_config_error
+from .options import INVALID, ConfigError, Launch, exit_on_config_error
 
 LOST = 3  # seconds in which torchrun finds the process that was lost: its end is the cause, this one's follows
 
@@ -105,9 +105,6 @@ def warn(text: str) -> None:
         print(f"Warning: {text}", file=sys.stderr, flush=True)
 
 
-TIMEOUT = 3600  # seconds; one epoch on a slow machine may keep the others waiting
-
-
 def launched_world_size() -> int:
     """Return how many processes this one is part of, from torchrun's environment; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -133,7 +130,7 @@ def silent_stdout() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def init_distributed(total_workers: int = 1, device: str = "", timeout: int = TIMEOUT) -> Iterator[DistContext]:
+def init_distributed(total_workers: int = 1, device: str = "", timeout: int = Launch.timeout) -> Iterator[DistContext]:
     """Join the process group, and leave it in order.
 
     `device` is that of the command line. A collective or a rendezvous that takes longer than `timeout` seconds raises

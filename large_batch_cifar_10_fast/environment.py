@@ -4,13 +4,12 @@ import contextlib
 import hashlib
 import platform
 import resource
-import subprocess
 from datetime import UTC, datetime
 from functools import cache
 
 import torch
 
-from .devices import nvidia_smi
+from .devices import output_of
 from .distributed import DistContext
 from .options import PACKAGE, REPO
 
@@ -35,7 +34,7 @@ def code_digest() -> str:
 @cache
 def commit() -> str:
     """The commit of this code, with -dirty if it was changed since; "unknown" outside a git checkout."""
-    return _said_by("git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
+    return output_of("git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
 def software() -> dict[str, object]:
@@ -72,7 +71,7 @@ def driver_and_clocks(ctx: DistContext) -> dict[str, str]:
         found = torch.cuda.get_device_properties(ctx.device)  # nvidia-smi has indices of its own
         bus = f"{found.pci_domain_id:08x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-        output = nvidia_smi(f"--id={bus}", query, "--format=csv,noheader")
+        output = output_of("nvidia-smi", f"--id={bus}", query, "--format=csv,noheader")
     driver, _, clocks = output.partition(", ")
     if clocks:
         clocks = "SM {} (at most {}), memory {}, power limit {}".format(*clocks.split(", "))
@@ -84,9 +83,3 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def _said_by(*command: str) -> str:
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return ""

@@ -97,11 +97,11 @@ def check_launch(arguments: Sequence[str]) -> tuple[Launch, Settings, int, int]:
                 "--resume: give this machine its --nproc; only the first knows the campaign before they meet"
             )
         return launch, settings, launch.nproc, gpus
-    settings, recipe = read_request(arguments)
+    finished = finished_rows(settings) if settings.resume else []
+    settings, recipe = read_request(arguments, finished)
     processes = plan_processes(recipe, launch, gpus, count_cores())
     if launch.teams > len(settings.planned):
         raise ConfigError(f"--teams {launch.teams} is more than the runs to make ({len(settings.planned)}): use fewer")
-    finished = finished_rows(settings) if settings.resume else []
     check_request(settings, recipe, processes * launch.nnodes, launch.is_first_machine, finished)
     return launch, settings, processes, gpus
 
@@ -195,8 +195,6 @@ def run_processes(arguments: list[str], settings: Settings, launch: Launch, scra
         how, status, report = f"ended by {end.sigval.name}", 128 + end.sigval, ""
         if launch.team != WHOLE:
             return status  # the launcher of all teams says it
-    except ConfigError:
-        raise
     except ChildFailedError as failed:
         raise_config_error_of_processes(scratch)
         how, status, report = what_failed(*failed.get_first_failure()), 1, failed.format_msg()
