@@ -36,22 +36,37 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from . import __version__
-from .checks import check_images, check_processes, count_cores, precision_on, resolve_defaults
-from .clock import Clock
-from .command_line import RECIPES, read_request, read_to_measure
+from .checks import check_images, check_processes, precision_on, resolve_defaults
+from .command_line import RECIPES, Parser, read_request
 from .data.cifar10 import random_images
 from .data.shards import MEAN, STD, Batch, Shards
-from .devices import DTYPES, allow_tf32, matrix_rate
+from .devices import DTYPES, allow_tf32, count_cores, count_gpus, matrix_rate
 from .distributed import DistContext, init_distributed, launched_world_size
 from .environment import code_digest, commit, device_name, peak_memory, utc_now
+from .evaluate import evaluate
 from .layers import GhostBatchNorm, norms_of, prepare_norms
+from .log import Clock
 from .metrics import MOST_AT_ONCE, Metrics
-from .networks import apply_stage, autocast, cast, make_network, reset, training_flop, weight_dtype, work
 from .optim import NesterovSGD, follow_schedules, step_all
-from .options import ConfigError, Settings, exit_on_config_error
+from .options import ConfigError, RunConfig, exit_on_config_error, has_option
 from .plot import BEHIND, WIDTH, check_picture, new_figure, save_picture
-from .recipe import Recipe, Stage, images_of_an_epoch, images_to_warm_up, reduced, stage_of
-from .train import Learner, evaluate, make_learner, prepare, take_step, warm_up
+from .recipe import (
+    Recipe,
+    Stage,
+    apply_stage,
+    autocast,
+    cast,
+    images_of_an_epoch,
+    images_to_warm_up,
+    make_network,
+    reduce_loss,
+    reset,
+    stage_of,
+    training_flop,
+    weight_dtype,
+    work,
+)
+from .train import Model, make_model, prepare, take_step, warm_up
 
 TRAIN, TEST = 50_000, 10_000  # images of CIFAR-10
 PADDING, SIZE = 4, 32
@@ -75,11 +90,11 @@ def timed(ctx: DistContext, seconds: list[float], function: Callable[[], object]
     return result
 
 
-def timed_step(learner: Learner, optimizers: list[Optimizer], batches: list[Batch], seconds: list[float]) -> None:
+def timed_step(model: Model, optimizers: list[Optimizer], batches: list[Batch], seconds: list[float]) -> None:
     """Take a training step in the learner's own precision and append its seconds."""
-    allow_tf32(learner.settings.precision == "tf32")
-    metrics = Metrics(learner.ctx)
-    timed(learner.ctx, seconds, lambda: take_step(learner, optimizers, batches, metrics))
+    allow_tf32(model.precision == "tf32")
+    metrics = Metrics(model.ctx)
+    timed(model.ctx, seconds, lambda: take_step(model, optimizers, batches, metrics))
 
 
 def first_batches(recipe: Recipe, shards: Shards) -> dict[Stage, list[Batch]]:
@@ -90,13 +105,13 @@ def first_batches(recipe: Recipe, shards: Shards) -> dict[Stage, list[Batch]]:
     return {kind: next(iter(shards.epoch(seed=0, epoch=epoch))) for kind, epoch in kinds.items()}
 
 
-def time_kinds(learner: Learner, optimizers: list[Optimizer], batches: dict[Stage, list[Batch]]) -> dict[Stage, float]:
+def time_kinds(model: Model, optimizers: list[Optimizer], batches: dict[Stage, list[Batch]]) -> dict[Stage, float]:
     """Take one step of each kind, the first with all parameters trained. Return the seconds of each."""
-    reset(learner.network, learner.recipe, seed=0)
+    reset(model.network, model.recipe, seed=0)
     seconds = {}
     for kind, micro_batches in batches.items():
-        apply_stage(learner.network, kind)
-        timed_step(learner, optimizers, micro_batches, took := [])
+        apply_stage(model.network, kind)
+        timed_step(model, optimizers, micro_batches, took := [])
         seconds[kind] = took[0]
     return seconds
 
@@ -182,30 +197,34 @@ def baseline_optimizers(recipe: Recipe, network: nn.Module, ctx: DistContext) ->
 # The parts of a run
 
 
-def measure_run(settings: Settings, recipe: Recipe, baseline_precision: str, repeats: int, start_up: float) -> dict:
+def measure_run(config: RunConfig, recipe: Recipe, baseline_precision: str, repeats: int, start_up: float) -> dict:
     """Return conditions, seconds of every part and figures derived from them; {} on all processes but the main one."""
-    check_processes(settings, recipe, launched_world_size())
+    check_processes(config.micro_batches, recipe, launched_world_size())
     check_images(recipe, TRAIN)
-    with init_distributed(recipe.workers, device=settings.device) as ctx:
-        settings, seconds = resolve_defaults(settings, recipe, ctx, TRAIN), defaultdict(list)
-        learner = timed(ctx, seconds["compilation"], lambda: make_learner(settings, recipe, ctx))
+    with init_distributed(recipe.workers, device=config.device) as ctx:
+        config, seconds = resolve_defaults(config, recipe, ctx, TRAIN), defaultdict(list)
+        model = timed(
+            ctx,
+            seconds["compilation"],
+            lambda: make_model(recipe, ctx, config.precision, config.compile, config.micro_batches),
+        )
         noise = random_images(TRAIN, TEST)
         for _ in range(min(repeats, 3)):
-            data = prepare(noise, learner, clock := Clock(ctx.synchronize))
+            data = prepare(noise, model, clock := Clock(ctx.synchronize))
             for part, took in clock.seconds.items():
                 seconds[part].append(took)
         if ctx.on_gpu:
             torch.cuda.reset_peak_memory_stats(ctx.device)
-        optimizers, last = recipe.optimizers(learner.network, ctx), recipe.stages[-1].kind
+        optimizers, last = recipe.optimizers(model.network, ctx), recipe.stages[-1].kind
         follow_schedules(optimizers, epoch=1)
         batches = first_batches(recipe, data.train)
         earlier = {kind: batch for kind, batch in batches.items() if kind != last}
-        rounds = [time_kinds(learner, optimizers, earlier) for _ in range(repeats + 1)][1:]  # the first is a warm-up
+        rounds = [time_kinds(model, optimizers, earlier) for _ in range(repeats + 1)][1:]  # the first is a warm-up
         for kind in earlier:
             epoch = next(stage.first_epoch for stage in recipe.stages if stage.kind == kind)
             seconds[f"step from epoch {epoch} on"] = [took[kind] for took in rounds]
-        apply_stage(learner.network, last)
-        step = partial(take_step, learner, optimizers, batches[last], Metrics(ctx))
+        apply_stage(model.network, last)
+        step = partial(take_step, model, optimizers, batches[last], Metrics(ctx))
         step()
         ctx.synchronize()
         peak = peak_memory(ctx.device)  # before the baseline takes memory
@@ -214,16 +233,18 @@ def measure_run(settings: Settings, recipe: Recipe, baseline_precision: str, rep
         for seed in range(repeats):
             epoch = partial(data.train.epoch, seed, epoch=1)  # sampling counts, too
             timed(ctx, seconds["augmentation of an epoch"], lambda e=epoch: [None for _ in e()])
-        plain = replace(settings, precision=baseline_precision, compile=False, micro_batches=1)
-        network = baseline_network(recipe, plain.precision, ctx.device)
+        network = baseline_network(recipe, baseline_precision, ctx.device)
         recipe.whiten(network, data.train.images)
         apply_stage(network, last)
-        ours, theirs = time_both(learner, Learner(network, network, recipe, plain, ctx), batches[last], repeats)
-        allow_tf32(settings.precision == "tf32")
+        ours, theirs = time_both(
+            model, Model(recipe, network, network, baseline_precision, 1, ctx), batches[last], repeats
+        )
+        allow_tf32(config.precision == "tf32")
         # A CPU takes minutes for 10,000 test images: measure a chunk and scale.
         chunk = len(data.test[0]) if ctx.on_gpu else MOST_AT_ONCE // 4
+        test = data.test[0][:chunk], data.test[1][:chunk]
         for _ in range(min(repeats, 3)):
-            timed(ctx, took := [], lambda: evaluate(learner, (data.test[0][:chunk], data.test[1][:chunk])))
+            timed(ctx, took := [], lambda: evaluate(model.network, recipe, recipe.tta, model.precision, test, ctx))
             seconds["validation"].append(took[0] * len(data.test[0]) / chunk)
         facts = conditions(ctx)
         if not ctx.is_main:
@@ -236,10 +257,10 @@ def measure_run(settings: Settings, recipe: Recipe, baseline_precision: str, rep
         per_image = {kind: median(took[kind] for took in rounds) / count for kind in earlier}
         per_image[last] = of_a_step / count
         first_epoch = recipe.workers * images_of_an_epoch(recipe, TRAIN, 1) * per_image[stage_of(recipe, 1).kind]
-        rate, flop = matrix_rate(settings.precision, ctx.device), training_flop(recipe, last) * count
+        rate, flop = matrix_rate(config.precision, ctx.device), training_flop(recipe, last) * count
         facts |= {"recipe": recipe.name, "workers": recipe.workers, "batch": recipe.batch_size}
-        facts |= {"width": getattr(recipe, "width", "-"), "precision": settings.precision}
-        facts |= {"compiled": learner.forward is not learner.network, "baseline precision": plain.precision}
+        facts |= {"width": getattr(recipe, "width", "-"), "precision": config.precision}
+        facts |= {"compiled": model.forward is not model.network, "baseline precision": baseline_precision}
         return {
             "conditions": facts | {"repeats": repeats},
             "seconds": parts,
@@ -253,40 +274,40 @@ def measure_run(settings: Settings, recipe: Recipe, baseline_precision: str, rep
         }
 
 
-def time_both(ours: Learner, baseline: Learner, batches: list[Batch], repeats: int) -> tuple[Seconds, Seconds]:
+def time_both(ours: Model, baseline: Model, batches: list[Batch], repeats: int) -> tuple[Seconds, Seconds]:
     """Take steps of ours and of the baseline in turn, whole and in parts. Return the seconds of both."""
     sides, taken = [], (defaultdict(list), defaultdict(list))
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    images = images.to(weight_dtype(baseline.recipe, baseline.settings.precision)).contiguous()
-    for learner, make, micro_batches in (
+    images = images.to(weight_dtype(baseline.recipe, baseline.precision)).contiguous()
+    for model, make, micro_batches in (
         (ours, ours.recipe.optimizers, batches),
         (baseline, partial(baseline_optimizers, baseline.recipe), [(images, labels)]),
     ):
-        follow_schedules(optimizers := make(learner.network, learner.ctx), epoch=1)
-        sides.append((learner, optimizers, micro_batches))
+        follow_schedules(optimizers := make(model.network, model.ctx), epoch=1)
+        sides.append((model, optimizers, micro_batches))
     for repeat in range(repeats + 1):
         if repeat == 1:  # the first was a warm-up
             taken = defaultdict(list), defaultdict(list)
         for side, seconds in zip(sides, taken, strict=True):
             timed_step(*side, seconds["step"])
-        for (learner, optimizers, micro_batches), seconds in zip(sides, taken, strict=True):
+        for (model, optimizers, micro_batches), seconds in zip(sides, taken, strict=True):
             if len(micro_batches) == 1:
-                time_step_in_parts(learner, optimizers, *micro_batches[0], seconds)
+                time_step_in_parts(model, optimizers, *micro_batches[0], seconds)
     return taken
 
 
 def time_step_in_parts(
-    learner: Learner, optimizers: list[Optimizer], images: Tensor, labels: Tensor, seconds: Seconds
+    model: Model, optimizers: list[Optimizer], images: Tensor, labels: Tensor, seconds: Seconds
 ) -> None:
     """Take a step on images [B, 3, H, W] and labels [B], synchronized after each part."""
-    network, recipe, ctx, precision = learner.network, learner.recipe, learner.ctx, learner.settings.precision
+    network, recipe, ctx, precision = model.network, model.recipe, model.ctx, model.precision
     allow_tf32(precision == "tf32")
     prepare_norms(network, len(ctx.workers), tracking=False)
 
     def forward() -> Tensor:
         with autocast(recipe, precision, ctx.device):
-            losses = recipe.loss(learner.forward(images), labels)
-        return reduced(recipe, losses, len(ctx.workers))
+            losses = recipe.loss(model.forward(images), labels)
+        return reduce_loss(recipe, losses, len(ctx.workers))
 
     loss = timed(ctx, seconds["forward"], forward)
     timed(ctx, seconds["backward"], loss.backward)
@@ -338,29 +359,29 @@ def run_as_text(result: dict) -> str:
 # One recipe against another
 
 
-def run_timer(learner: Learner, images: Counter[Stage]) -> Callable[[], float]:
+def run_timer(model: Model, images: Counter[Stage]) -> Callable[[], float]:
     """Return a function that takes a step of each kind and returns the seconds of a run of so many images."""
-    recipe, ctx = learner.recipe, learner.ctx
+    recipe, ctx = model.recipe, model.ctx
     noise = random_images(images_to_warm_up(recipe, TRAIN), 1)
-    batches = first_batches(recipe, prepare(noise, learner, Clock(ctx.synchronize)).train)
-    optimizers, count = recipe.optimizers(learner.network, ctx), recipe.workers * recipe.batch_size
+    batches = first_batches(recipe, prepare(noise, model, Clock(ctx.synchronize)).train)
+    optimizers, count = recipe.optimizers(model.network, ctx), recipe.workers * recipe.batch_size
     follow_schedules(optimizers, epoch=1)
-    return lambda: sum(images[kind] / count * took for kind, took in time_kinds(learner, optimizers, batches).items())
+    return lambda: sum(images[kind] / count * took for kind, took in time_kinds(model, optimizers, batches).items())
 
 
-def compare_recipes(asked: list[tuple[Settings, Recipe]], measured: list[Recipe], rounds: int) -> dict:
+def compare_recipes(asked: list[tuple[RunConfig, Recipe]], measured: list[Recipe], rounds: int) -> dict:
     """Measure steps of two recipes in turn. `measured` are the recipes asked for, with the workers of one step."""
     with init_distributed(1, device=asked[0][0].device) as ctx:
         timers, recipes = [], []
-        for (settings, recipe), small in zip(asked, measured, strict=True):
-            check_processes(settings, small, 1)
+        for (config, recipe), small in zip(asked, measured, strict=True):
+            check_processes(config.micro_batches, small, 1)
             check_images(small, TRAIN)
-            precision = precision_on(ctx, settings, recipe, TRAIN)
-            settings = replace(settings, precision=precision, compile=not settings.no_compile)
-            learner = make_learner(settings, small, replace(ctx, total_workers=small.workers))
-            timers.append(run_timer(learner, images_by_kind(recipe, TRAIN)))
+            precision = precision_on(ctx, config.precision, recipe, TRAIN)
+            small_ctx = replace(ctx, total_workers=small.workers)
+            model = make_model(small, small_ctx, precision, not config.no_compile, config.micro_batches)
+            timers.append(run_timer(model, images_by_kind(recipe, TRAIN)))
             facts = {"recipe": recipe.name, "step": f"{small.workers} x {small.batch_size} images"}
-            facts |= {"precision": precision, "compiled": learner.forward is not learner.network}
+            facts |= {"precision": precision, "compiled": model.forward is not model.network}
             recipes.append(facts | {"work of a run, PFLOP": work(recipe, TRAIN) / 1e15})
         pairs = [[seconds_of_a_run() for seconds_of_a_run in timers] for _ in range(rounds + 1)][1:]  # after a warm-up
         ratios = [other / one for one, other in pairs]
@@ -460,24 +481,27 @@ def time_epoch(
     return total if taken == steps else first + (total - first) / (taken - 1) * (steps - 1)
 
 
-def compare_pipelines(settings: Settings, recipe: Recipe, most: int | None, repeats: int) -> dict:
+def compare_pipelines(config: RunConfig, recipe: Recipe, most: int | None, repeats: int) -> dict:
     """Measure an epoch of every input pipeline, without and with at most `most` training steps, in turn."""
     if recipe.workers > 1 or launched_world_size() > 1:
         raise ConfigError(
             f"--input_pipelines needs one worker on one process, not recipe {recipe.name}: use --recipe page"
         )
-    check_processes(settings, recipe, 1)
+    check_processes(config.micro_batches, recipe, 1)
     check_images(recipe, TRAIN)
-    with init_distributed(recipe.workers, device=settings.device) as ctx:
-        settings = resolve_defaults(settings, recipe, ctx, TRAIN)
-        learner, noise = make_learner(settings, recipe, ctx), random_images(TRAIN, 1)
-        shards = prepare(noise, learner, Clock(ctx.synchronize)).train
-        warm_up(learner, TRAIN, 1)  # with the short last batch
-        optimizers, metrics = recipe.optimizers(learner.network, ctx), Metrics(ctx)
-        reset(learner.network, recipe, seed=0)
+    with init_distributed(recipe.workers, device=config.device) as ctx:
+        config = resolve_defaults(config, recipe, ctx, TRAIN)
+        model, noise = (
+            make_model(recipe, ctx, config.precision, config.compile, config.micro_batches),
+            random_images(TRAIN, 1),
+        )
+        shards = prepare(noise, model, Clock(ctx.synchronize)).train
+        warm_up(model, TRAIN, 1)  # with the short last batch
+        optimizers, metrics = recipe.optimizers(model.network, ctx), Metrics(ctx)
+        reset(model.network, recipe, seed=0)
 
         def train(batch: Batch) -> None:
-            take_step(learner, optimizers, [batch], metrics)
+            take_step(model, optimizers, [batch], metrics)
 
         pipelines, steps = input_pipelines(*noise.train, shards, count_cores()), shards.steps_of(epoch=1)
         most = min(most or (steps if ctx.on_gpu else 5), steps)
@@ -488,7 +512,7 @@ def compare_pipelines(settings: Settings, recipe: Recipe, most: int | None, repe
                 trained = time_epoch(load(), train, most, steps, ctx)
                 seconds[name]["loading"].append(loading)
                 seconds[name]["with training"].append(trained)
-        facts = {"recipe": recipe.name, "precision": settings.precision, "training steps": f"{most} of {steps}"}
+        facts = {"recipe": recipe.name, "precision": config.precision, "training steps": f"{most} of {steps}"}
         return {"conditions": conditions(ctx) | facts, "pipelines": seconds}
 
 
@@ -527,9 +551,14 @@ def draw_pipelines(seconds: dict[str, Seconds], file: Path) -> None:
 # The command line
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ConfigError(f"{message}; --help lists the options")
+def read_to_measure(arguments: list[str], processes: int) -> tuple[RunConfig, Recipe]:
+    """Return config and recipe; on a CPU with one worker a process unless --workers is given, as a step with eight
+    would take half a minute."""
+    config, recipe = read_request(arguments)
+    given = any(argument.split("=")[0] == "--workers" for argument in arguments)
+    if has_option(recipe, "workers") and not given and not count_gpus(config.device):
+        return read_request([*arguments, "--workers", str(processes)])
+    return config, recipe
 
 
 def positive_number(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The GPUs that torch can use, and one clear line where it cannot use those that are there."""
+"""The devices that torch can use, and a clear error where it cannot use the GPUs of this machine."""
 
 import contextlib
 import glob
@@ -9,6 +9,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -142,7 +143,7 @@ def allow_tf32(allowed: bool) -> None:
 
 
 def matrix_rate(precision: str, device: torch.device) -> float:
-    """This device's own floating-point operations a second in a large matrix product."""
+    """Return this device's floating-point operations a second in a large matrix product."""
     allow_tf32(precision == "tf32")
     size = 8192 if device.type == "cuda" else 2048
     dtype = DTYPES[precision]
@@ -155,3 +156,29 @@ def matrix_rate(precision: str, device: torch.device) -> float:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / statistics.median(seconds[2:])
+
+
+GAIN = 1.25  # times float32's rate, from which bfloat16 is used: rates on a busy machine vary by some tens of percent
+
+
+@cache
+def gains_by_bf16() -> bool:
+    """Return whether this CPU multiplies faster in bfloat16; some have slow instructions for it."""
+    asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: another torch may lack them
+    if not any(getattr(torch.cpu, name, bool)() for name in asked):
+        return False
+    half, single = (matrix_rate(precision, torch.device("cpu")) for precision in ("bf16", "fp32"))
+    return half > GAIN * single
+
+
+def check_precision(precision: str, name: str, capability: tuple[int, int]) -> None:
+    """Raise ConfigError for a precision that a GPU lacks; torch would emulate it slowly."""
+    if precision in ("bf16", "tf32") and capability < BF16_FROM:
+        other = "fp16" if precision == "bf16" else "fp32"
+        what = f"{name} has {capability[0]}.{capability[1]}: use --precision {other}"
+        raise ConfigError(f"--precision {precision} needs a GPU of compute capability 8.0 or later, {what}")
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from tqdm import tqdm
 
+from . import LAUNCH
 from .devices import take_device
-from .ending import LAUNCH
 from .options import INVALID, ConfigError, Launch, exit_on_config_error
 
-LOST = 3  # seconds in which torchrun finds the process that was lost: its end is the cause, this one's follows
+LOST = 3  # seconds in which torchrun finds the lost process, whose end caused this process's error
 
 
 @dataclass(frozen=True)
 class DistContext:
-    """The process group that trains a run together: this process's rank, the world size, its device and the number of
-    workers of all processes."""
+    """This process's place among those that train a run together, and the number of workers of all of them."""
 
     rank: int
     world_size: int
@@ -37,13 +36,13 @@ class DistContext:
 
     @property
     def workers(self) -> range:
-        """The workers of this process: equal consecutive parts, so that worker 0 is on rank 0."""
+        """The workers of this process: rank 0 has the first, worker 0 included."""
         share = self.total_workers // self.world_size
         return range(self.rank * share, (self.rank + 1) * share)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which has worker 0 and writes tables and log."""
+        """Whether this is rank 0, which writes tables and log."""
         return self.rank == 0
 
     @property
@@ -51,12 +50,12 @@ class DistContext:
         return self.device.type == "cuda"
 
     def warn(self, text: str) -> None:
-        """Print a line to STDERR, from rank 0 alone."""
+        """Print a warning on STDERR, from rank 0 alone."""
         if self.is_main:
             warn(text)
 
     def synchronize(self) -> None:
-        """Return when the devices of all processes have finished what they were given."""
+        """Wait until the devices of all processes have finished."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
         if self.world_size > 1:
@@ -69,21 +68,21 @@ class DistContext:
         return tensor
 
     def broadcast(self, *tensors: Tensor) -> None:
-        """Give all processes the main one's values, in place."""
+        """Copy rank 0's values to all processes, in place."""
         if self.world_size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
     @torch.no_grad()
     def average_gradients(self, network: nn.Module, loss_scale: int) -> None:
-        """The mean over all workers, in place; a process's gradients are sums over its own workers, of scaled losses.
+        """Replace gradients, sums over this process's workers of scaled losses, by the mean over all workers.
 
-        Divided before they are summed, as published: half precision does not reach as far as the sum. All of one
-        type go in one message, at the end: a compiled backward hands over nothing earlier.
+        Division comes before the sum, as published: the sum could overflow in half precision. Each dtype is one
+        collective after the backward pass, because a compiled backward returns all gradients at its end.
         """
         gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            # A gradient has its weight's strides, which leave no gaps: as a line of numbers it needs no copy.
+            # A gradient has its weight's strides, without gaps, so that this flat view needs no copy.
             lines = [g.as_strided((g.numel(),), (1,)) for g in gradients if g.dtype == dtype]
             torch._foreach_div_(lines, self.total_workers * loss_scale)
             if self.world_size > 1:
@@ -92,7 +91,7 @@ class DistContext:
                 torch._foreach_copy_(lines, message.split([len(line) for line in lines]))
 
     def all_gather_words(self, subject: str, word: str) -> list[str]:
-        """Return what each process says about a subject, by rank, when all have said it; each subject once."""
+        """Return the words of all processes on a subject, by rank. A subject is used once."""
         if self.store is None:
             return [word]
         self.store.set(f"{subject}/{self.rank}", word)
@@ -100,7 +99,7 @@ class DistContext:
 
 
 def warn(text: str) -> None:
-    """A line on STDERR, clear of the progress bar."""
+    """Print a warning on STDERR, clear of the progress bar."""
     with tqdm.external_write_mode():
         print(f"Warning: {text}", file=sys.stderr, flush=True)
 
@@ -131,10 +130,9 @@ def silent_stdout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def init_distributed(total_workers: int = 1, device: str = "", timeout: int = Launch.timeout) -> Iterator[DistContext]:
-    """Join the process group, and leave it in order.
+    """Join the process group, and leave it at the end.
 
-    `device` is that of the command line. A collective or a rendezvous that takes longer than `timeout` seconds raises
-    torch's own error.
+    A collective or a rendezvous that takes longer than `timeout` seconds raises torch's own error.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
     chosen = take_device(device)
@@ -167,9 +165,9 @@ def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> dist.Sto
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Run the body, then end the process. Under torchrun leave an exception in the file that the launcher reads.
+    """Run the body, then end the process. Under torchrun, write an exception to the file that the launcher reads.
 
-    torchrun's children end by os._exit: an ordinary exit runs PyTorch's static destructors beside its threads, which
+    torchrun's children end with os._exit: an ordinary exit runs PyTorch's static destructors beside its threads, which
     aborted 5 of 90 launches of two processes after their last line.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:

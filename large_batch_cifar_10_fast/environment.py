@@ -1,4 +1,4 @@
-"""On what a campaign was made: code, versions, devices."""
+"""What a log records about code, versions and devices."""
 
 import contextlib
 import hashlib
@@ -13,12 +13,12 @@ from .devices import output_of
 from .distributed import DistContext
 from .options import PACKAGE, REPO
 
-DECIDING = ("train.py", "recipe.py", "recipes/*.py", "data/*.py", "networks.py", "layers.py", "optim.py", "cpu.py")
-DECIDING += ("compiling.py", "devices.py", "distributed.py", "metrics.py")
+DECIDING = ("train.py", "recipe.py", "recipes/*.py", "data/*.py", "layers.py", "optim.py", "cpu.py", "compiling.py")
+DECIDING += ("devices.py", "distributed.py", "metrics.py", "evaluate.py")
 
 
 def utc_now() -> str:
-    """As the head of a log tells it."""
+    """Return the time as the head of a log has it."""
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
@@ -33,20 +33,22 @@ def code_digest() -> str:
 
 @cache
 def commit() -> str:
-    """The commit of this code, with -dirty if it was changed since; "unknown" outside a git checkout."""
+    """Return the commit of this code, with -dirty if it was changed since; "unknown" outside a git checkout."""
     return output_of("git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
 def software() -> dict[str, object]:
-    """Versions of the interpreter and of torch with what it was built for."""
+    """Return the versions of Python, of torch, and of the libraries torch was built for."""
     nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if torch.cuda.is_initialized() else ""
     cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
     return {"python": platform.python_version(), "torch": torch.__version__, "cuda": cuda, "cudnn": cudnn, "nccl": nccl}
 
 
 def device_name(ctx: DistContext, teams: int = 1) -> str:
-    """Return the devices of all processes, by name; every process has to ask. Teams share their machine's memory and
-    bandwidth: their times compare with those of as many teams."""
+    """Return the names of the devices of all processes, all of which must call this.
+
+    It includes the number of teams: they share the machine's bandwidth, so times compare for equal numbers only.
+    """
     kinds = " and ".join(sorted(set(ctx.all_gather_words("device", _kind_of_device(ctx)))))
     of_teams = f"{teams} teams of " if teams > 1 else ""
     if not ctx.on_gpu:
@@ -65,7 +67,7 @@ def _kind_of_device(ctx: DistContext) -> str:
 
 
 def driver_and_clocks(ctx: DistContext) -> dict[str, str]:
-    """Of this process's GPU, as nvidia-smi tells them; empty without one."""
+    """Return this GPU's driver and clocks from nvidia-smi; empty texts without a GPU."""
     output = ""
     if ctx.on_gpu:
         found = torch.cuda.get_device_properties(ctx.device)  # nvidia-smi has indices of its own
@@ -79,7 +81,7 @@ def driver_and_clocks(ctx: DistContext) -> dict[str, str]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes this process has had; of a GPU's memory, if it has one, since its first run began."""
+    """Return the most bytes this process has used: of GPU memory since `reset_peak_memory_stats`, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -1,82 +1,94 @@
-"""What saved weights say of the test images, by the views or the statistics that are asked for now.
+"""Evaluate a network on the test images; as a command, evaluate saved weights:
 
     python -m large_batch_cifar_10_fast.evaluate WEIGHTS [options of train.py]
 
-WEIGHTS is what --save wrote; the options are those it was trained with, but for --views or --precision, which may be
-others, and --eval_stats first for what was trained with average. Exit status: 0, or 2 where the weights do not fit.
+WEIGHTS is a file that --save wrote. Give the options it was trained with; only --views and --precision may differ, and
+--eval_stats first also evaluates weights trained with average. Exit status: 0, or 2 if the weights do not fit.
 """
 
 import argparse
-import pickle
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from .checks import check_processes, holds_weights, precision_on
-from .clock import Clock
+from .checks import check_processes, is_checkpoint, precision_on
 from .command_line import read_request
 from .data.cifar10 import load_images
-from .data.shards import normalise, upload_test
-from .distributed import init_distributed, launched_world_size
+from .data.shards import normalize, upload_test
+from .devices import allow_tf32
+from .distributed import DistContext, init_distributed, launched_world_size
 from .environment import utc_now
-from .log import data_line, recipe_line, version_line
-from .networks import weight_dtype
-from .options import ConfigError, Settings, exit_on_config_error
-from .recipe import Recipe
-from .train import evaluate, make_learner
+from .layers import norms_of
+from .log import Clock, data_line, recipe_line, version_line
+from .metrics import Metrics, Score
+from .options import ConfigError, RunConfig, exit_on_config_error
+from .recipe import Prediction, Recipe, autocast, cast, make_network, weight_dtype
+
+
+@torch.no_grad()
+def evaluate(
+    network: nn.Module,
+    recipe: Recipe,
+    predict: Prediction,
+    precision: str,
+    test: tuple[Tensor, Tensor],
+    ctx: DistContext,
+) -> Score:
+    """Return the score on all test images, of which each process evaluates its part `test`."""
+    network.eval()
+    ctx.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
+    (images, labels), metrics = test, Metrics(ctx)
+    with autocast(recipe, precision, ctx.device):
+        logits = predict(network, images)
+    metrics.count(logits, labels, recipe.loss(logits, labels))
+    network.train()
+    return metrics.read()
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
-    """Weights, and the statistics of every norm; of those of all groups (--eval_stats average) the first's where one is
-    enough. Raises ConfigError for what is no such file, or of another network."""
+    """Load weights and running statistics; raise ConfigError if the file is damaged or of another network.
+
+    If the file has statistics of all ghost groups (--eval_stats average), a network with one group takes the first.
+    """
     try:
-        if not holds_weights(path):
-            raise ConfigError(f"{path} is no file that --save wrote")
+        if not is_checkpoint(path):
+            raise ValueError("--save did not write it")
         weights = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"{path} cannot be read: {type(error).__name__}") from error
-    if not isinstance(weights, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
-    ):
-        raise ConfigError(f"{path} holds no weights by name")
-    expected = network.state_dict()
-    for name in expected.keys() & weights.keys():
-        if name.endswith(("running_mean", "running_var")):
-            weights[name] = weights[name][: len(expected[name])]
-    for name in sorted(expected.keys() | weights.keys()):
-        there, here = (tuple(d[name].shape) if name in d else "none" for d in (weights, expected))
-        if there != here:
-            raise ConfigError(f"{path} has {name} {there}, not {here}: give the recipe and options it was trained with")
-    network.load_state_dict(weights)
+        for name, expected in network.state_dict().items():
+            if name.endswith(("running_mean", "running_var")):
+                weights[name] = weights[name][: len(expected)]
+        network.load_state_dict(weights)
+    except Exception as error:  # torch raises nearly anything for a damaged or foreign file
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{path} does not fit ({reason}): give the recipe and options it was trained with") from error
 
 
-def evaluate_weights(path: Path, settings: Settings, recipe: Recipe) -> None:
-    check_processes(settings, recipe, launched_world_size())
-    images = load_images(settings.data)
-    with init_distributed(recipe.workers, device=settings.device) as ctx:
-        precision = precision_on(ctx, settings, recipe, len(images.train_images))
-        learner = make_learner(replace(settings, precision=precision, compile=False), recipe, ctx)
-        load_weights(learner.network, path)
+def evaluate_weights(path: Path, config: RunConfig, recipe: Recipe) -> None:
+    """Print the score of saved weights on the test images."""
+    check_processes(config.micro_batches, recipe, launched_world_size())
+    images = load_images(config.data)
+    with init_distributed(recipe.workers, device=config.device) as ctx:
+        precision = precision_on(ctx, config.precision, recipe, len(images.train_images))
+        allow_tf32(precision == "tf32")
+        dtype = weight_dtype(recipe, precision)
+        network = cast(make_network(recipe, seed=0), dtype, ctx.device)
+        load_weights(network, path)
         test_images, labels = upload_test(*images.test, ctx)
-        test = normalise(test_images, weight_dtype(recipe, learner.settings.precision)), labels
         clock = Clock(ctx.synchronize)
         with clock.counting("validation"):
-            score = evaluate(learner, test)
+            score = evaluate(network, recipe, recipe.tta, precision, (normalize(test_images, dtype), labels), ctx)
         if ctx.is_main:
-            print(version_line(utc_now()))
-            print(data_line(images.metadata()))
-            print(recipe_line(recipe))
+            print(version_line(utc_now()), data_line(images.metadata()), recipe_line(recipe), sep="\n")
             result = f"validation acc {score.accuracy:.4f} loss {score.loss:.5f} of {path}"
-            print(f"{result}, {learner.settings.precision}, in {clock.last['validation']:.3f}s")
+            print(f"{result}, {precision}, in {clock.last['validation']:.3f}s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.evaluate", description=__doc__)
     parser.formatter_class, parser.allow_abbrev = argparse.RawDescriptionHelpFormatter, False
-    parser.add_argument("weights", metavar="WEIGHTS", help="what --save wrote")
+    parser.add_argument("weights", metavar="WEIGHTS", help="a file that --save wrote")
     options = parser.parse_args(sys.argv[1:2])  # the others are train.py's
     with exit_on_config_error("evaluate"):
         evaluate_weights(Path(options.weights), *read_request(sys.argv[2:]))

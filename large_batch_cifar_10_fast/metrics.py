@@ -1,4 +1,4 @@
-"""Metrics without waiting for the device, and test-time augmentation: logits averaged over views of an image."""
+"""Metrics that do not wait for the device, and test-time augmentation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .distributed import DistContext
-from .recipe import widened
+from .recipe import at_least_float32
 
 
 @dataclass(frozen=True)
 class Score:
-    """How many of so many images were right, and their mean loss."""
+    """The number of correct images among `images`, and their mean loss."""
 
     correct: int
     images: int
@@ -25,8 +25,10 @@ class Score:
 
 
 class Metrics:
-    """Images right, images seen, and their losses added up (float64 [3]), on the device until they are read; and each
-    micro-batch's losses, float32 [B]."""
+    """Accumulate correct images, images and losses (float64 [3]) on the device.
+
+    `losses` has the losses of every micro-batch, float32 [B].
+    """
 
     def __init__(self, ctx: DistContext) -> None:
         self.ctx = ctx
@@ -40,7 +42,7 @@ class Metrics:
         self.losses.append(losses.detach().float())
 
     def read(self) -> Score:
-        """Of all processes together."""
+        """Return the score over all processes; waits for the device."""
         correct, images, loss = self.ctx.all_reduce(self.sums).tolist()
         return Score(int(correct), int(images), loss / images)
 
@@ -50,15 +52,16 @@ MOST_AT_ONCE = 1000  # images, which fit any device
 
 
 @dataclass(frozen=True)
-class Averaged:
-    """Logits averaged over views, each with its weight; weights add up to 1."""
+class TestTimeAugmentation:
+    """Average logits over views of each image; the weights of the views add up to 1."""
 
     views: Mapping[View, float]
 
     def __call__(self, network: nn.Module, images: Tensor) -> Tensor:
+        """Return logits [n, 10] for images [n, 32, 32, 3]."""
         chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(MOST_AT_ONCE))
         return torch.cat(
-            [sum(weight * widened(network(v(chunk))) for v, weight in self.views.items()) for chunk in chunks]
+            [sum(weight * at_least_float32(network(v(chunk))) for v, weight in self.views.items()) for chunk in chunks]
         )
 
 
@@ -67,12 +70,11 @@ def unchanged(images: Tensor) -> Tensor:
 
 
 def mirrored(images: Tensor) -> Tensor:
-    """Left and right exchanged."""
     return images.flip(3)
 
 
 def up_left(images: Tensor) -> Tensor:
-    """Moved by one pixel up and left; the reflected next row and column come in."""
+    """Shift by one pixel; the border is padded by reflection."""
     return F.pad(images, (0, 1, 0, 1), "reflect")[:, :, 1:, 1:]
 
 
@@ -88,9 +90,9 @@ def mirrored_down_right(images: Tensor) -> Tensor:
     return mirrored(down_right(images))
 
 
-ONE_VIEW = Averaged({unchanged: 1.0})
-TWO_VIEWS = Averaged({unchanged: 1 / 2, mirrored: 1 / 2})
-SIX_VIEWS = Averaged(
+ONE_VIEW = TestTimeAugmentation({unchanged: 1.0})
+TWO_VIEWS = TestTimeAugmentation({unchanged: 1 / 2, mirrored: 1 / 2})
+SIX_VIEWS = TestTimeAugmentation(
     {unchanged: 1 / 4, mirrored: 1 / 4}
     | dict.fromkeys((up_left, down_right, mirrored_up_left, mirrored_down_right), 1 / 8)
 )

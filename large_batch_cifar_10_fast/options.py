@@ -1,4 +1,4 @@
-"""Options: how they are declared and checked, and those that are the same for every recipe."""
+"""How options are declared and checked, and the options that are the same for every recipe."""
 
 import argparse
 import contextlib
@@ -11,18 +11,16 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 REPO = PACKAGE.parent
-DATA = REPO / "data" if (REPO / "run_tests.sh").exists() else Path("data")  # installed, there is no repository
-
-
-CIFAR_10 = "CIFAR-10"  # what its original images are called
-SYNTHETIC = "synthetic"  # images of ours, in the place of a folder's or file's name
+DATA = REPO / "data" if (REPO / "run_tests.sh").exists() else Path("data")  # an installed package has no repository
+CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
+SYNTHETIC = "synthetic"  # the --data that needs no file
 WHOLE = "0/1"  # the share that is all of a campaign
 INVALID = 2  # the exit status for an invalid request
-MOST = 100_000  # of anything that is asked for in numbers: beyond it there is no sense, but loops without end
+MOST = 100_000  # the largest number any option takes
 
 
 class ConfigError(Exception):
-    """A request that cannot be met. Its text is one line: what is wrong, and what to do; whatever the request holds."""
+    """An invalid request. Its text is one line: what is wrong, and what to do."""
 
     def __init__(self, text: str) -> None:
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
@@ -45,12 +43,12 @@ def option(default, text: str, **more):
 
 
 def same_option(owner: type, name: str, default):
-    """An option of another recipe, with a default of its own."""
+    """Return an option of another recipe with another default."""
     return field(default=default, metadata=owner.__dataclass_fields__[name].metadata)
 
 
 def has_option(owner: object, name: str) -> bool:
-    """Whether a recipe, or its class, leaves this open (else it is fixed, a ClassVar)."""
+    """Return whether this is an option of a recipe; otherwise the recipe fixes it (ClassVar)."""
     return name in {entry.name for entry in fields(owner)}
 
 
@@ -77,7 +75,7 @@ def check_within(value: object, name: str, least: int, most: float, why: str) ->
 
 
 def as_pairs(values: Mapping[str, object]) -> str:
-    """Return options as they stand in a table and a log: `name=value name=value`."""
+    """Return options as tables and logs have them: `name=value name=value`."""
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
@@ -86,8 +84,8 @@ def from_pairs(text: str) -> dict[str, str]:
 
 
 def runs_of(share: str, runs: int) -> range:
-    """Those of a campaign's runs that a share of it makes: I/N is run I and every Nth after it. Raises ConfigError."""
-    if re.fullmatch("[0-9]{1,6}/[0-9]{1,6}", share):
+    """Return the runs of a share: I/N is run I and every Nth run after it. Raise ConfigError if there are none."""
+    if re.fullmatch("[0-9]{1,6}/[0-9]{1,6}", share) and runs <= MOST:
         first, shares = map(int, share.split("/"))
         if first < min(shares, runs):
             return range(first, runs, shares)
@@ -97,26 +95,26 @@ def runs_of(share: str, runs: int) -> range:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Device, processes, precision, compilation, folders, campaign: the same for every recipe."""
+class RunConfig:
+    """Where and how a recipe runs: device, precision, compilation, folders, campaign."""
 
     runs: int = option(1, "runs, each with fresh weights; run i uses seed + i")
-    share: str = option(WHOLE, "I/N: make runs I, I+N, I+2N, ... alone; other launches the other shares of N")
+    share: str = option(WHOLE, "I/N: make only runs I, I+N, I+2N, ...; other launches make the other shares of N")
     seed: int = option(0, "seed of the first run")
-    data: str = option(str(DATA), "folder with CIFAR-10 (fetched if missing), FILE.npz, or synthetic")
-    out: str = option(".", "folder for timing_log.tsv and runs.tsv")
+    data: str = option(str(DATA), "folder with CIFAR-10 (downloaded if missing), FILE.npz, or synthetic")
+    out: str = option(".", "folder for timing_log.tsv, runs.tsv and epochs.tsv")
     device: str = option("", "the GPUs if there are any, else the CPU", choices=("cuda", "cpu"))
     precision: str = option(
         "",
-        "half on a GPU: the recipe's; bf16 on a CPU that has it, for runs from ten minutes up; else fp32 (IEEE)",
+        "half on a GPU: the recipe's; bf16 on a CPU that gains by it, for runs of ten minutes or more; else fp32",
         choices=("fp16", "bf16", "tf32", "fp32", "fp64"),
     )
-    micro_batches: int = option(1, "forward and backward passes a step is split into: more need less memory")
-    compile: bool = option(False, "compile the training step (default with CUDA; on a CPU from ten minutes up)")
+    micro_batches: int = option(1, "forward and backward passes of a step: more need less memory")
+    compile: bool = option(False, "compile the network (default with CUDA, and on a CPU from ten minutes up)")
     no_compile: bool = option(False, "do not compile")
-    no_warmup: bool = option(False, "skip the untimed warm-up, so that the first run pays for it")
-    save: str = option("", "file for the weights and running statistics of the last run (or the share's last)")
-    resume: bool = option(False, "go on with the last campaign in --out, with its settings")
+    no_warmup: bool = option(False, "skip the untimed warm-up; the first run is then slower")
+    save: str = option("", "file for the weights and running statistics of the last run (of the share)")
+    resume: bool = option(False, "continue the last campaign in --out with its options")
     demo: bool = option(False, "the default recipe, small, on synthetic images")
 
     def __post_init__(self) -> None:
@@ -133,22 +131,22 @@ class Settings:
 
     @property
     def planned(self) -> range:
-        """The runs that this launch makes, or has made before."""
+        """The runs of this launch's share."""
         return runs_of(self.share, self.runs)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The processes of a launch. None of it decides the weights."""
+    """How processes are started."""
 
     nproc: int = option(0, "processes on this machine (of a team); 0: as many as fit its GPUs or cores")
     nnodes: int = option(1, "machines; start the script on each")
     node_rank: int = option(0, "number of this machine, from 0")
     rdzv_endpoint: str = option("", "host:port of the first machine, where the machines meet")
     teams: int = option(1, "launches on this machine that share the runs, each with its own GPUs or cores")
-    restarts: int = option(0, "times that a launch that failed is started again, for the missing runs")
+    restarts: int = option(0, "how often a launch that failed is started again, for the missing runs")
     timeout: int = option(3600, "seconds that processes wait for each other")
-    team: str = option("0/1", argparse.SUPPRESS)  # which of the teams this launch is
+    team: str = option(WHOLE, argparse.SUPPRESS)  # which of the teams this launch is
 
     def __post_init__(self) -> None:
         check_positive(self, "nnodes", "teams", "timeout")
@@ -158,12 +156,11 @@ class Launch:
             return
         if self.teams > 1 or self.restarts:
             raise ConfigError("--teams and --restarts are for one machine: use --share and --resume on several")
-        if not 0 <= self.node_rank < self.nnodes:
+        if self.node_rank >= self.nnodes:
             raise ConfigError(
                 f"--node_rank {self.node_rank} must be 0 to {self.nnodes - 1} with --nnodes {self.nnodes}"
             )
-        host, _, port = self.rdzv_endpoint.rpartition(":")
-        if not host or not re.fullmatch("[0-9]{1,5}", port):
+        if not re.fullmatch(".+:[0-9]{1,5}", self.rdzv_endpoint):
             raise ConfigError(f"--rdzv_endpoint {self.rdzv_endpoint} must be host:port of the first machine")
 
     @property

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from .campaign import ALIKE, CONDITIONS, GOAL, merged, read_bounded
-from .options import CIFAR_10, REPO, ConfigError, Settings
+from .campaign import ALIKE, CONDITIONS, GOAL, merged
+from .options import CIFAR_10, REPO, ConfigError, RunConfig
 
 PUBLISHED = REPO / "published"
 OUR_CLOCK = "set-up and training, not validation"
@@ -114,9 +114,10 @@ def _read_file(path: str, campaign: str | None) -> Log:
 
 
 def _text(path: str) -> str:
-    content = read_bounded(path)
     try:
-        return content.decode("utf-8-sig")
+        return (content := Path(path).read_bytes()).decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}, line {line}: cannot be read ({error.reason}, byte {error.start})") from None
@@ -297,7 +298,7 @@ def _pairs(text: str) -> dict[str, str]:
 def _conditions(found: dict[str, str]) -> dict[str, str]:
     """Select what may explain a difference: CONDITIONS_READ and the recipe's options (once among the settings)."""
     options = _pairs(found.get("options", found.get("settings", ""))).items() - REMOVED_OPTIONS.items()
-    options = {name: value for name, value in sorted(options) if name not in Settings.__dataclass_fields__}
+    options = {name: value for name, value in sorted(options) if name not in RunConfig.__dataclass_fields__}
     ours = {"clock": OUR_CLOCK} if "recipe" in found or "digest" in found else {}
     return {name: found[name] for name in CONDITIONS_READ if name in found} | options | ours
 

@@ -1,119 +1,200 @@
-"""What training asks of a recipe: everything that decides the weights, and nothing about where or how it runs."""
+"""What training asks of a recipe, and what follows from one: stages, precision, fresh weights, the work of a run.
+
+A recipe is everything that decides the weights. Where and how it runs is a RunConfig (options.py).
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
+from .devices import DTYPES
 from .distributed import DistContext
+from .layers import norms_of
 
 
 class Augmentation(Protocol):
-    """Choices are sampled once an epoch for a whole shard; a batch is then made of its images and their choices.
+    """Sample the parameters of an epoch for a whole shard, then make each batch from its images and their parameters.
 
-    `generator` is the epoch's own; `run_generator` begins alike in every epoch of a run.
+    `generator` belongs to the epoch; `run_generator` starts alike in every epoch of a run.
     """
 
     def sample(self, count: int, generator: Generator, run_generator: Generator, epoch: int) -> Sequence[Tensor]: ...
 
-    def __call__(self, images: Tensor, rows: Tensor, *choices: Tensor) -> Tensor: ...
+    def __call__(self, images: Tensor, rows: Tensor, *parameters: Tensor) -> Tensor: ...
 
 
 class Prediction(Protocol):
-    """Logits [n, 10] of a process's test images [n, 32, 32, 3], from one view of them or several."""
+    """Return logits [n, 10] for test images [n, 32, 32, 3], from one view of each image or several."""
 
     def __call__(self, network: nn.Module, images: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Stage:
-    """From its first epoch on, until the next stage: images scaled down to so many pixels a side; weights that rest,
-    whose names begin with one of these; the share of each worker's images that an epoch trains on, those of the
-    highest loss when last seen."""
+    """What changes within a run; a stage lasts from its first epoch until the next stage begins."""
 
     first_epoch: int = 1
-    resolution: int = 32
-    frozen: tuple[str, ...] = ()
-    kept: float = 1.0
+    resolution: int = 32  # pixels a side, to which images are scaled down
+    frozen: tuple[str, ...] = ()  # parameters whose names begin with one of these are no longer trained
+    keep_fraction: float = 1.0  # of each worker's images, those with the highest loss when last seen
 
     @property
     def kind(self) -> "Stage":
-        """This stage but for when it begins and how much it keeps: stages of one kind take the same steps, by one
-        graph, compiled before the clock starts."""
-        return replace(self, first_epoch=1, kept=1.0)
+        """What a step's graph depends on: stages of one kind share it, and it is compiled before the clock starts."""
+        return replace(self, first_epoch=1, keep_fraction=1.0)
 
 
 class Recipe(Protocol):
-    """A frozen dataclass, whose fields are its options on the command line; write one beside apple2019.py."""
+    """A frozen dataclass whose fields are its options on the command line; add one beside apple2019.py."""
 
     name: str
     workers: int  # replicas, each with its own shard of the training images
     batch_size: int  # images a worker takes each step
     epochs: int
     augmentation: Augmentation
-    whole_epochs: bool  # whether what full batches leave of a shard is trained on too, as a short one
-    reduction: Literal["sum", "mean"]  # of the loss over a worker's batch; over the workers it is always the mean
-    half: Literal["fp16", "bf16"]  # what a GPU computes in by default; fp16 where the GPU has no bf16
-    half_weights: bool  # in fp16; else it trains float32 weights and only computes in half
-    loss_scale: int  # the loss is multiplied by it, and gradients divided: half precision loses small ones
-    stages: Sequence[Stage]  # by their first epochs, of which the first is 1
-    predict: Prediction  # after the last epoch, and of saved weights
-    predict_early: Prediction  # after the epochs before
+    whole_epochs: bool  # whether the images that fill no batch make a short last one
+    reduction: Literal["sum", "mean"]  # of the loss over a worker's batch; over workers it is always the mean
+    half: Literal["fp16", "bf16"]  # default precision on a GPU; fp16 where the GPU has no bf16
+    half_weights: bool  # whether weights are fp16, too; otherwise float32 weights are computed with in fp16
+    loss_scale: int  # multiplies the loss and divides gradients: half precision loses small gradients
+    stages: Sequence[Stage]  # ordered; the first begins with epoch 1
+    tta: Prediction  # test-time augmentation after the last epoch, and for saved weights
+    tta_early: Prediction  # after earlier epochs
 
     def network(self) -> nn.Module:
-        """Images [B, 3, 32, 32] to logits [B, 10], initialised; its norms are GhostBatchNorm."""
+        """Return an initialized network: images [B, 3, 32, 32] to logits [B, 10]. Its norms are GhostBatchNorm."""
         ...
 
     def whiten(self, network: nn.Module, images: Tensor) -> None:
-        """Set the network's frozen weights from worker 0's images [n, 32, 32, 3], normalised and unpadded."""
+        """Set the frozen weights from worker 0's images [n, 32, 32, 3], normalized and unpadded."""
         ...
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
-        """Each parameter group has `schedules`: what moves in it (lr, momentum), as functions of the time in epochs.
+        """Return optimizers whose groups have `schedules`: lr, momentum, ... as functions of the time in epochs.
 
-        They find the same gradients and weights on all processes of the ctx, and leave the same.
+        All processes of the ctx give them the same gradients and weights, and must get the same weights back.
         """
         ...
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Losses [B], of logits [B, 10] and labels int64 [B]."""
+        """Return losses [B] for logits [B, 10] and labels int64 [B]."""
         ...
 
 
-def reduced(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:
-    """The sum over workers, so many side by side, of each one's loss over its batch; scaled."""
+def reduce_loss(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:
+    """Return the scaled sum over workers of each one's loss; `losses` [B] has their batches one after the other."""
     total = losses.sum() if recipe.reduction == "sum" else losses.sum() / (len(losses) // workers)
     return total * recipe.loss_scale
 
 
+def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return losses [B], in float32 or float64."""
+    return F.cross_entropy(at_least_float32(logits), labels, reduction="none", label_smoothing=label_smoothing)
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Half-precision logits would often tie when they are added up or compared."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+# Stages
+
+
+def stage_of(recipe: Recipe, epoch: int) -> Stage:
+    return [stage for stage in recipe.stages if stage.first_epoch <= epoch][-1]
+
+
 def images_of_an_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
-    """How many images of each worker's shard an epoch trains on: as many as the stage keeps of the shortest shard, or
-    the full batches of them alone."""
-    kept = round(total_images // recipe.workers * stage_of(recipe, epoch).kept)
+    """Return how many images of each worker's shard an epoch trains on; shards count as long as the shortest."""
+    kept = round(total_images // recipe.workers * stage_of(recipe, epoch).keep_fraction)
     return kept if recipe.whole_epochs else kept - kept % recipe.batch_size
 
 
 def images_to_warm_up(recipe: Recipe, total_images: int) -> int:
-    """How many, of all workers, make a step of every kind, however little a stage keeps, and of every size of batch."""
+    """Return how many images, of all workers, fill a step of every kind and the short last batch."""
     last = images_of_an_epoch(recipe, total_images, epoch=1) % recipe.batch_size or recipe.batch_size
-    return recipe.workers * (recipe.batch_size * math.ceil(1 / min(stage.kept for stage in recipe.stages)) + last)
+    batches = math.ceil(1 / min(stage.keep_fraction for stage in recipe.stages))
+    return recipe.workers * (recipe.batch_size * batches + last)
 
 
-def stage_of(recipe: Recipe, epoch: int) -> Stage:
-    """The stage that an epoch belongs to."""
-    return [stage for stage in recipe.stages if stage.first_epoch <= epoch][-1]
+def apply_stage(network: nn.Module, stage: Stage) -> None:
+    """Freeze the stage's parameters: no gradient of them is computed until `reset`."""
+    for name, weight in network.named_parameters():
+        if name.startswith(stage.frozen):
+            weight.requires_grad_(False)
 
 
-def widened(logits: Tensor) -> Tensor:
-    """In float32 at least: sums of half-precision logits would tie."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+# Precision and weights
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Losses [B], in float32 at least."""
-    return F.cross_entropy(widened(logits), labels, reduction="none", label_smoothing=label_smoothing)
+def weight_dtype(recipe: Recipe, precision: str) -> torch.dtype:
+    """Return the type of weights and images: float32 for bf16, and for fp16 unless the recipe has half weights."""
+    mixed = precision == "bf16" or (precision == "fp16" and not recipe.half_weights)
+    return torch.float32 if mixed else DTYPES[precision]
+
+
+def autocast(recipe: Recipe, precision: str, device: torch.device) -> torch.autocast:
+    """Return a context in which the network computes in `precision`, whatever the type of its weights."""
+    dtype = DTYPES[precision]
+    return torch.autocast(device.type, dtype, enabled=dtype != weight_dtype(recipe, precision))
+
+
+def make_network(recipe: Recipe, seed: int) -> nn.Module:
+    """Return the recipe's network; `seed` alone decides its weights, and the global random stream is untouched."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return recipe.network()
+
+
+def cast(network: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Move the network to the device, channels-last, with weights of this type; norms stay in float32 at least."""
+    network.to(device, dtype, memory_format=torch.channels_last)
+    if dtype == torch.float16:
+        for norm in norms_of(network):
+            norm.float()
+    return network
+
+
+def frozen_weights(network: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that are never trained: `whiten` sets them once, for all runs."""
+    return {name: weight.data for name, weight in network.named_parameters() if not weight.requires_grad}
+
+
+def reset(network: nn.Module, recipe: Recipe, seed: int) -> None:
+    """Give the network fresh weights in the same memory, so that compiled code stays valid. Frozen weights stay."""
+    fresh = make_network(recipe, seed)
+    for name, weight in fresh.named_parameters():
+        network.get_parameter(name).requires_grad_(weight.requires_grad)  # undo the stages of the last run
+    network.load_state_dict({**fresh.state_dict(), **frozen_weights(network)})
+
+
+# Work
+
+
+@cache
+def training_flop(recipe: Recipe, stage: Stage) -> int:
+    """Return the floating-point operations of one image's forward and backward pass, by torch's counter."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        network = recipe.network()
+        apply_stage(network, stage)
+        network(torch.empty(1, 3, stage.resolution, stage.resolution)).sum().backward()
+    return counter.get_total_flops()
+
+
+def work_of_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
+    """Return the floating-point operations of an epoch's training steps, without evaluation."""
+    images = recipe.workers * images_of_an_epoch(recipe, total_images, epoch)
+    return images * training_flop(recipe, stage_of(recipe, epoch).kind)
+
+
+def work(recipe: Recipe, total_images: int) -> int:
+    """Return the floating-point operations of a run's training steps."""
+    return sum(work_of_epoch(recipe, total_images, epoch) for epoch in range(1, recipe.epochs + 1))

@@ -1,7 +1,7 @@
 """CIFAR-10 to 94%: the whole story, from the command line to the summary.
 
-Start it with train_cifar_parallel.sh (all devices), or as `python -m large_batch_cifar_10_fast.train` (one process).
-What is trained, and how, is a recipe (recipes/). "Section 6" is that of docs/method.md.
+Start it with train_cifar_parallel.sh (all devices), with torchrun, or as `python -m large_batch_cifar_10_fast.train`
+(one process). A recipe (recipes/) decides what is trained and how. "Section 6" is that of docs/method.md.
 """
 
 import math
@@ -15,160 +15,162 @@ from torch.optim import Optimizer
 
 from .campaign import Row, rows_from_main
 from .checks import check_agreement, check_request, explaining_memory, resolve_defaults
-from .clock import Clock
 from .command_line import read_launch, read_request
 from .compiling import compiled
 from .data.cifar10 import Images, load_images, random_images
-from .data.shards import Batch, Shards, normalise, upload_shards, upload_test
+from .data.shards import Batch, Shards, normalize, upload_shards, upload_test
 from .devices import allow_tf32
 from .distributed import DistContext, init_distributed, leaving
-from .layers import norms_of, prepare_norms
-from .log import RunLog
-from .metrics import Metrics, Score
-from .networks import apply_stage, autocast, cast, frozen_weights, make_network, reset, weight_dtype
+from .evaluate import Metrics, evaluate
+from .layers import prepare_norms
+from .log import Clock, RunLog
 from .optim import follow_schedules, step_all
-from .options import Settings
-from .recipe import Recipe, images_to_warm_up, reduced, stage_of
+from .options import RunConfig
+from .recipe import (
+    Recipe,
+    apply_stage,
+    autocast,
+    cast,
+    frozen_weights,
+    images_to_warm_up,
+    make_network,
+    reduce_loss,
+    reset,
+    stage_of,
+    weight_dtype,
+)
 
 
 def main(arguments: Sequence[str]) -> None:
-    launch, asked = read_launch(arguments)
-    with init_distributed(device=asked.device, timeout=launch.timeout) as ctx:
-        finished = rows_from_main(asked, ctx)
-        settings, recipe = read_request(arguments, finished)
-        check_request(settings, recipe, ctx.world_size, ctx.is_main, finished)
+    launch, config = read_launch(arguments)
+    with init_distributed(device=config.device, timeout=launch.timeout) as ctx:
+        finished = rows_from_main(config.out, config.resume, ctx)
+        config, recipe = read_request(arguments, finished)
+        check_request(config, recipe, ctx.world_size, ctx.is_main, finished)
         ctx = replace(ctx, total_workers=recipe.workers)
-        with explaining_memory(settings, recipe, ctx):
-            train_campaign(settings, recipe, ctx, finished, launch.team)
+        with explaining_memory(config.micro_batches, recipe.batch_size, ctx):
+            train_campaign(config, recipe, ctx, finished, launch.team)
 
 
-def train_campaign(settings: Settings, recipe: Recipe, ctx: DistContext, finished: list[Row], team: str) -> None:
-    """All runs of a launch: what they share is made once; what comes before `clock` is not timed."""
-    images = load_images(settings.data)
-    settings = resolve_defaults(settings, recipe, ctx, len(images.train_images))
-    check_agreement(settings, recipe, images, finished, ctx)
-    log = RunLog(settings, recipe, ctx, images.metadata, finished, team)
-    learner = make_learner(settings, recipe, ctx)
-    if not settings.no_warmup:
-        warm_up(learner, len(images.train_images), len(images.test_images) if ctx.on_gpu else ctx.world_size)
+def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished: list[Row], team: str) -> None:
+    """Make all runs of a launch. They share images and network; nothing before `clock` is timed."""
+    images = load_images(config.data)
+    config = resolve_defaults(config, recipe, ctx, len(images.train_images))
+    check_agreement(config, recipe, images.digest, finished, ctx)
+    log = RunLog(config, recipe, ctx, images.metadata, finished, team)
+    model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches)
+    if not config.no_warmup:
+        warm_up(model, len(images.train_images), len(images.test_images) if ctx.on_gpu else ctx.world_size)
 
     clock = Clock(ctx.synchronize)
-    data = prepare(images, learner, clock)
-    log.set_up(clock, len(images.train_images), compiled=learner.forward is not learner.network)
+    data = prepare(images, model, clock)
+    log.set_up(clock, len(images.train_images), compiled=model.forward is not model.network)
     for run in log.runs_to_make:
-        train_once(run, learner, data, clock.fork(), log)
+        train_once(run, config.seed + run, model, data, clock.fork(), log)
     log.summary()
 
 
 @dataclass(frozen=True)
-class Learner:
-    """What all runs train, one after the other from fresh weights; `forward` is the network, compiled or not."""
+class Model:
+    """A recipe's network on this process's device, trained by all runs one after the other from fresh weights."""
 
-    network: nn.Module
-    forward: nn.Module
     recipe: Recipe
-    settings: Settings
+    network: nn.Module
+    forward: nn.Module  # the network, compiled or not
+    precision: str
+    micro_batches: int  # forward and backward passes of a step
     ctx: DistContext
 
 
-def make_learner(settings: Settings, recipe: Recipe, ctx: DistContext) -> Learner:
-    allow_tf32(settings.precision == "tf32")
-    dtype = weight_dtype(recipe, settings.precision)
-    forward = network = cast(make_network(recipe, settings.seed), dtype, ctx.device)
-    if settings.compile:
-        forward = compiled(network, recipe, settings.precision, settings.micro_batches, ctx)
-    return Learner(network, forward, recipe, settings, ctx)
+def make_model(
+    recipe: Recipe, ctx: DistContext, precision: str, compile: bool = False, micro_batches: int = 1
+) -> Model:
+    allow_tf32(precision == "tf32")
+    forward = network = cast(make_network(recipe, seed=0), weight_dtype(recipe, precision), ctx.device)
+    if compile:
+        forward = compiled(network, recipe, precision, micro_batches, ctx)
+    return Model(recipe, network, forward, precision, micro_batches, ctx)
 
 
 @dataclass(frozen=True)
 class Data:
-    """What all runs share, on the device: this process's training shards and its part of the test images."""
+    """What all runs share on the device: the shards of this process's workers, and its part of the test images."""
 
     train: Shards
     test: Batch
 
 
-def prepare(images: Images, learner: Learner, clock: Clock) -> Data:
-    """Upload, normalise, find the whitening filters: all of it counts as training time (section 6)."""
-    ctx, dtype = learner.ctx, weight_dtype(learner.recipe, learner.settings.precision)
+def prepare(images: Images, model: Model, clock: Clock) -> Data:
+    """Upload and normalize the images, compute the whitening filters. All of it counts as training (section 6)."""
+    recipe, network, ctx = model.recipe, model.network, model.ctx
+    dtype = weight_dtype(recipe, model.precision)
     with clock.counting("upload"):
-        train = upload_shards(*images.train, learner.recipe, ctx, learner.settings.micro_batches)
+        train = upload_shards(*images.train, recipe, ctx, model.micro_batches)
         test_images, test_labels = upload_test(*images.test, ctx)
     with clock.counting("preprocessing"):
-        train = replace(train, images=normalise(train.images, dtype))
-        test_images = normalise(test_images, dtype)
+        train = replace(train, images=normalize(train.images, dtype))
+        test_images = normalize(test_images, dtype)
     with clock.counting("whitening"):
         if ctx.is_main:
-            learner.recipe.whiten(learner.network, train.images[:: len(ctx.workers)])  # worker 0's
-        ctx.broadcast(*frozen_weights(learner.network).values())
+            recipe.whiten(network, train.images[:: len(ctx.workers)])  # worker 0's
+        ctx.broadcast(*frozen_weights(network).values())
     return Data(train, (test_images, test_labels))
 
 
-def train_once(run: int, learner: Learner, data: Data, clock: Clock, log: RunLog) -> None:
-    """One run from fresh weights; its seed alone decides them, every shuffle, crop and flip."""
-    recipe, ctx, seed = learner.recipe, learner.ctx, learner.settings.seed + run
-    reset(learner.network, recipe, seed)
-    optimizers, losses = recipe.optimizers(learner.network, ctx), data.train.initial_losses()
+def train_once(run: int, seed: int, model: Model, data: Data, clock: Clock, log: RunLog) -> None:
+    """Train from fresh weights. The seed alone decides the weights and all shuffles, crops and flips."""
+    recipe, network, ctx = model.recipe, model.network, model.ctx
+    reset(network, recipe, seed)
+    optimizers, losses = recipe.optimizers(network, ctx), data.train.initial_losses()
     for epoch in range(1, recipe.epochs + 1):
         metrics = Metrics(ctx)
         with clock.counting("training"):
-            apply_stage(learner.network, stage_of(recipe, epoch))
+            apply_stage(network, stage_of(recipe, epoch))
             batches = data.train.epoch(seed, epoch, losses)
             for step, micro_batches in enumerate(log.progress(batches, run, epoch), 1):
                 follow_schedules(optimizers, epoch - 1 + step / len(batches))
-                take_step(learner, optimizers, micro_batches, metrics)
+                take_step(model, optimizers, micro_batches, metrics)
             losses[batches.rows] = torch.cat(metrics.losses)
-        with clock.counting("validation"):  # a part that is told, but not counted (section 6)
-            validation = evaluate(learner, data.test, at_end=epoch == recipe.epochs)
+        with clock.counting("validation"):  # shown, but not part of the training time (section 6)
+            predict = recipe.tta if epoch == recipe.epochs else recipe.tta_early
+            validation = evaluate(network, recipe, predict, model.precision, data.test, ctx)
         train = metrics.read()
         log.epoch(clock, train, validation)
-        if not math.isfinite(train.loss + validation.loss):  # the weights will not recover: the log warns of it
+        if not math.isfinite(train.loss + validation.loss):  # such weights never recover
             break
-    log.run(run, clock, train, validation, learner.network)
+    log.run(run, clock, train, validation, network)
 
 
-def take_step(learner: Learner, optimizers: list[Optimizer], micro_batches: list[Batch], metrics: Metrics) -> None:
-    """One update from one batch of every worker, in one forward and backward pass or several."""
-    network, recipe, ctx = learner.network, learner.recipe, learner.ctx
-    workers = len(ctx.workers) // len(micro_batches)  # whose images stand one after the other in a micro-batch
+def take_step(model: Model, optimizers: list[Optimizer], micro_batches: list[Batch], metrics: Metrics) -> None:
+    """Update the weights once, from one batch of every worker."""
+    recipe, network, ctx = model.recipe, model.network, model.ctx
+    workers = len(ctx.workers) // len(micro_batches)  # whose batches a micro-batch holds, one after the other
     for index, (images, labels) in enumerate(micro_batches):
         prepare_norms(network, workers, tracking=ctx.is_main and index == 0)  # worker 0's statistics alone
-        with autocast(recipe, learner.settings.precision, ctx.device):
-            logits = learner.forward(images)
+        with autocast(recipe, model.precision, ctx.device):
+            logits = model.forward(images)
         losses = recipe.loss(logits, labels)
-        reduced(recipe, losses, workers).backward()
+        reduce_loss(recipe, losses, workers).backward()
         metrics.count(logits, labels, losses)
-    ctx.average_gradients(network, recipe.loss_scale)  # over the workers; the mean is taken here and nowhere else
-    with autocast(recipe, learner.settings.precision, ctx.device):  # for what an optimizer multiplies, as Muon does
+    ctx.average_gradients(network, recipe.loss_scale)  # over all workers, here and nowhere else
+    with autocast(recipe, model.precision, ctx.device):  # for the matrix products of Muon
         step_all(optimizers)
 
 
-@torch.no_grad()
-def evaluate(learner: Learner, test: Batch, at_end: bool = True) -> Score:
-    """All test images once, shared by the processes, each in the views that the recipe takes at the end, or before."""
-    network, recipe, ctx = learner.network, learner.recipe, learner.ctx
-    network.eval()
-    ctx.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
-    (images, labels), metrics = test, Metrics(ctx)
-    with autocast(recipe, learner.settings.precision, ctx.device):
-        logits = (recipe.predict if at_end else recipe.predict_early)(network, images)
-    metrics.count(logits, labels, recipe.loss(logits, labels))
-    network.train()
-    return metrics.read()
+def warm_up(model: Model, train_images: int, test_images: int) -> None:
+    """Train on noise with steps of every kind and batch size, and evaluate; the next reset discards the result.
 
-
-def warm_up(learner: Learner, train_images: int, test_images: int) -> None:
-    """Steps of every kind, of every size there is, and an evaluation, on random data of the right shapes and thrown
-    away: the timed runs then find kernels chosen, memory at hand and the processes connected."""
-    recipe = learner.recipe
+    The timed runs then find kernels chosen, memory allocated and processes connected.
+    """
+    recipe, network, ctx = model.recipe, model.network, model.ctx
     noise = random_images(images_to_warm_up(recipe, train_images), test_images)
-    data = prepare(noise, learner, Clock(learner.ctx.synchronize))
-    optimizers = recipe.optimizers(learner.network, learner.ctx)
+    data = prepare(noise, model, Clock(ctx.synchronize))
+    optimizers = recipe.optimizers(network, ctx)
     for stage in {stage.kind: stage for stage in recipe.stages}.values():
-        apply_stage(learner.network, stage)
+        apply_stage(network, stage)
         for micro_batches in data.train.epoch(seed=0, epoch=stage.first_epoch):
-            take_step(learner, optimizers, micro_batches, Metrics(learner.ctx))
-    evaluate(learner, data.test)
+            take_step(model, optimizers, micro_batches, Metrics(ctx))
+    evaluate(network, recipe, recipe.tta, model.precision, data.test, ctx)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from large_batch_cifar_10_fast.data import cifar10
 from large_batch_cifar_10_fast.data.cifar10 import load_images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import check_launch
-from large_batch_cifar_10_fast.options import ConfigError, Launch, Settings
+from large_batch_cifar_10_fast.options import ConfigError, Launch, RunConfig
 from large_batch_cifar_10_fast.read_logs import read_log
 
 BAD_VALUES = ["", "--", "-", "-1", "0", "1.5", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb"]
@@ -56,7 +56,7 @@ def bad_requests(npz: Path, place: Path) -> Iterator[tuple[str, Callable[[], obj
     with mock.patch.object(cifar10, "MIRRORS", (NOBODY,)):
         for recipe in RECIPES.values():
             options = [
-                entry.name for owner in (recipe, Settings, Launch) for entry in fields(owner) if entry.type != "bool"
+                entry.name for owner in (recipe, RunConfig, Launch) for entry in fields(owner) if entry.type != "bool"
             ]
             for name in [*options, "recipe", "no_such_option"]:
                 for value in BAD_VALUES:

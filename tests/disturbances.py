@@ -21,8 +21,7 @@ import ends
 import pandas as pd
 from conftest import TINY, children_of, is_alive, train_here
 
-from large_batch_cifar_10_fast.campaign import COLUMNS, read_rows
-from large_batch_cifar_10_fast.clock import PARTS
+from large_batch_cifar_10_fast.campaign import COLUMNS, PARTS, read_rows
 from large_batch_cifar_10_fast.options import ConfigError
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGSEGV, signal.SIGABRT)

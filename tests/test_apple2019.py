@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from large_batch_cifar_10_fast.layers import norms_of, prepare_norms
-from large_batch_cifar_10_fast.networks import cast, frozen_weights, make_network, reset, work
 from large_batch_cifar_10_fast.options import ConfigError
+from large_batch_cifar_10_fast.recipe import cast, frozen_weights, make_network, reset, work
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
 SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)

@@ -8,7 +8,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
 from large_batch_cifar_10_fast.data.augment import color_jitter, rotate_and_flip
-from large_batch_cifar_10_fast.data.shards import MEAN, STD, normalise
+from large_batch_cifar_10_fast.data.shards import MEAN, STD, normalize
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 
 AUGMENTATION = FastAI.augmentation
@@ -44,7 +44,7 @@ def test_rotation_and_then_flip_are_torchvisions(degrees, flip):
 
 def test_an_augmented_batch_is_normalised_again_and_nothing_is_drawn_twice():
     bytes_ = (255 * _pixels(50)).round().to(torch.uint8).permute(0, 2, 3, 1)
-    images, rows = normalise(bytes_, torch.float64), torch.arange(50)
+    images, rows = normalize(bytes_, torch.float64), torch.arange(50)
     choices = AUGMENTATION.sample(50, torch.Generator().manual_seed(3), torch.Generator(), 1)
     batch = AUGMENTATION(images, rows, *choices)
     assert batch.is_contiguous(memory_format=torch.channels_last)

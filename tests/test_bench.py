@@ -12,15 +12,13 @@ from test_compiling import ALONE, SMALL, fresh_network, gradients_of_a_step, whi
 
 from large_batch_cifar_10_fast import bench, command_line
 from large_batch_cifar_10_fast.command_line import read_request
-from large_batch_cifar_10_fast.data.shards import MEAN, STD, Shards, normalise
-from large_batch_cifar_10_fast.networks import work
+from large_batch_cifar_10_fast.data.shards import MEAN, STD, Shards, normalize
 from large_batch_cifar_10_fast.optim import follow_schedules
-from large_batch_cifar_10_fast.options import Settings
-from large_batch_cifar_10_fast.recipe import Stage
+from large_batch_cifar_10_fast.recipe import Stage, work
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.train import make_learner
+from large_batch_cifar_10_fast.train import make_model
 
 pytestmark = pytest.mark.slow
 
@@ -88,11 +86,11 @@ def test_recipes_are_measured_in_turn_and_the_ratio_is_of_pairs(measure, monkeyp
     """By a clock of ours: a step of muon takes n seconds in round n, one of apple2019 always 6."""
     taken, trained, now = [], [], [0]
 
-    def timed_step(learner, optimizers, batches, seconds):
-        taken.append((learner.recipe.name, batches[0][0].shape[-1], len(batches[0][0])))
-        trained.append(all(weight.requires_grad for weight in learner.network.parameters() if weight.ndim == 1))
-        now[0] += learner.recipe.name == "muon" and batches[0][0].shape[-1] == 24
-        seconds.append(now[0] if learner.recipe.name == "muon" else 6)
+    def timed_step(model, optimizers, batches, seconds):
+        taken.append((model.recipe.name, batches[0][0].shape[-1], len(batches[0][0])))
+        trained.append(all(weight.requires_grad for weight in model.network.parameters() if weight.ndim == 1))
+        now[0] += model.recipe.name == "muon" and batches[0][0].shape[-1] == 24
+        seconds.append(now[0] if model.recipe.name == "muon" else 6)
 
     monkeypatch.setattr(bench, "timed_step", timed_step)
     options = ["--width", "2", "--batch_size", "32", "--epochs", "3", "--precision", "fp32", "--no_compile"]
@@ -116,17 +114,17 @@ def test_the_interval_of_the_median_is_that_of_the_sign_test(count, ranks):
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_each_side_of_a_comparison_computes_in_the_float32_it_names(in_parts, monkeypatch):
     allowed = []
-    learners = [make_learner(Settings(precision=name), SMALL, ALONE) for name in ("tf32", "fp32", "tf32")]
+    learners = [make_model(SMALL, ALONE, name) for name in ("tf32", "fp32", "tf32")]
     images, labels = torch.zeros(32, 3, 32, 32), torch.zeros(32, dtype=torch.int64)
-    for learner in learners:
-        optimizers = SMALL.optimizers(learner.network, ALONE)
-        hook = learner.network.register_forward_pre_hook(
+    for model in learners:
+        optimizers = SMALL.optimizers(model.network, ALONE)
+        hook = model.network.register_forward_pre_hook(
             lambda *_: allowed.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
         )
         if in_parts:
-            bench.time_step_in_parts(learner, optimizers, images, labels, bench.defaultdict(list))
+            bench.time_step_in_parts(model, optimizers, images, labels, bench.defaultdict(list))
         else:
-            bench.timed_step(learner, optimizers, [(images, labels)], [])
+            bench.timed_step(model, optimizers, [(images, labels)], [])
         hook.remove()
     assert allowed == [(True, True), (False, False), (True, True)]
 
@@ -136,7 +134,7 @@ def test_every_input_pipeline_loads_every_image_once_cropped_and_mirrored_like_o
     grays = np.arange(40, dtype=np.uint8) * 6
     images = np.repeat(grays, 32 * 32 * 3).reshape(40, 32, 32, 3)
     images[:, :, :16] += 3
-    device_images = normalise(torch.from_numpy(images), torch.float32)
+    device_images = normalize(torch.from_numpy(images), torch.float32)
     shards = Shards(device_images, torch.arange(40) % 10, range(1), 40, Page(batch_size=16), 1)
     for name, load in bench.input_pipelines(images, np.arange(40) % 10, shards, 1).items():
         batches = list(load())

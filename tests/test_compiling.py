@@ -16,25 +16,23 @@ from torch._inductor import config as inductor
 from large_batch_cifar_10_fast import compiling
 from large_batch_cifar_10_fast.campaign import read_rows
 from large_batch_cifar_10_fast.checks import resolve_defaults
-from large_batch_cifar_10_fast.clock import Clock
 from large_batch_cifar_10_fast.compiling import check_gradients
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import prepare_norms
+from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.metrics import Metrics
-from large_batch_cifar_10_fast.networks import apply_stage, cast, make_network, reset
 from large_batch_cifar_10_fast.optim import follow_schedules
-from large_batch_cifar_10_fast.options import Settings
-from large_batch_cifar_10_fast.recipe import stage_of
+from large_batch_cifar_10_fast.options import RunConfig
+from large_batch_cifar_10_fast.recipe import apply_stage, cast, make_network, reset, stage_of
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.train import make_learner, prepare, take_step
+from large_batch_cifar_10_fast.train import make_model, prepare, take_step
 
 pytestmark = pytest.mark.slow
 
 ALONE = DistContext(0, 1, torch.device("cpu"), 2)
 SMALL = Apple2019(workers=2, batch_size=16, ghost_batch=8, width=4)
-COMPILED = Settings(precision="fp64", compile=True)
 
 
 class Short(Apple2019):
@@ -76,10 +74,10 @@ def test_the_compiled_network_has_the_same_gradients_and_statistics(capsys):
     """By scalar instructions: where nothing is compiled yet, as in CI, torch would try for 18 seconds which vector
     instructions there are. Whoever trains with those has each gradient checked before (compiled)."""
     recipe = Short(**asdict(SMALL))
-    learner = make_learner(COMPILED, recipe, ALONE)
-    assert learner.forward is not learner.network, "no compiler here?"
+    model = make_model(recipe, ALONE, "fp64", compile=True)
+    assert model.forward is not model.network, "no compiler here?"
     assert capsys.readouterr().err == ""
-    eager, ours = fresh_network(recipe), gradients_of_a_step(whitened(learner.network, recipe), learner.forward)
+    eager, ours = fresh_network(recipe), gradients_of_a_step(whitened(model.network, recipe), model.forward)
     expected = gradients_of_a_step(eager, eager)
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
@@ -94,16 +92,16 @@ def without_kernels(monkeypatch):
 def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(without_kernels):
     recipe = MuonRecipe(width=4, batch_size=20, pixels="24,32", epochs=2, kept="1")
     alone = replace(ALONE, total_workers=recipe.workers)
-    learner = make_learner(COMPILED, recipe, alone)
-    assert learner.forward is not learner.network, "no compiler here?"
-    data = prepare(random_images(20, 10), learner, Clock(alone.synchronize))
-    reset(learner.network, recipe, seed=0)
+    model = make_model(recipe, alone, "fp64", compile=True)
+    assert model.forward is not model.network, "no compiler here?"
+    data = prepare(random_images(20, 10), model, Clock(alone.synchronize))
+    reset(model.network, recipe, seed=0)
     for epoch in (1, 2):
-        apply_stage(learner.network, stage_of(recipe, epoch))
+        apply_stage(model.network, stage_of(recipe, epoch))
         (micro_batches,) = data.train.epoch(0, epoch)
         assert micro_batches[0][0].shape[-1] == {1: 24, 2: 32}[epoch]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            take_step(learner, recipe.optimizers(learner.network, alone), micro_batches, Metrics(alone))
+            take_step(model, recipe.optimizers(model.network, alone), micro_batches, Metrics(alone))
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="convolutions here know no bfloat16")
@@ -140,25 +138,25 @@ def test_what_an_epoch_keeps_takes_no_graph_of_its_own(without_kernels, monkeypa
     tried = []
     monkeypatch.setattr(compiling, "check_gradients", lambda *_: tried.append(1))
     recipe = MuonRecipe(width=4, batch_size=20, pixels="9", epochs=3, kept="1,0.7,0.5")
-    make_learner(COMPILED, recipe, replace(ALONE, total_workers=recipe.workers))
+    make_model(recipe, replace(ALONE, total_workers=recipe.workers), "fp64", compile=True)
     assert len(tried) == 2, "the whitening's bias awake, and at rest"
 
 
 def test_a_compiled_network_takes_a_short_last_batch_too(without_kernels):
     recipe, weights = Stock(batch_size=16), []
-    for settings in (Settings(precision="fp64"), COMPILED):
-        learner = make_learner(settings, recipe, ALONE)
-        data = prepare(random_images(2 * 19, 10), learner, Clock(ALONE.synchronize))
-        reset(learner.network, recipe, seed=0)
-        optimizers = recipe.optimizers(learner.network, learner.ctx)
+    for compile in (False, True):
+        model = make_model(recipe, ALONE, "fp64", compile)
+        data = prepare(random_images(2 * 19, 10), model, Clock(ALONE.synchronize))
+        reset(model.network, recipe, seed=0)
+        optimizers = recipe.optimizers(model.network, model.ctx)
         follow_schedules(optimizers, epoch=1)
         sizes = []
         for micro_batches in data.train.epoch(0, 1):
             sizes.append(len(micro_batches[0][1]))
-            take_step(learner, optimizers, micro_batches, Metrics(ALONE))
+            take_step(model, optimizers, micro_batches, Metrics(ALONE))
         assert sizes == [32, 6]
-        weights.append([*learner.network.parameters(), *learner.network.buffers()])
-    assert learner.forward is not learner.network, "no compiler here?"
+        weights.append([*model.network.parameters(), *model.network.buffers()])
+    assert model.forward is not model.network, "no compiler here?"
     for eager, compiled in zip(*weights, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-11)
 
@@ -178,10 +176,10 @@ def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
             return net.head(net.layer3(net.layer2(net.layer1(x)))) / 16 + 0 * lost
 
     monkeypatch.setattr(torch, "compile", Forgetful)
-    learner = make_learner(COMPILED, SMALL, ALONE)
-    assert learner.forward is learner.network
+    model = make_model(SMALL, ALONE, "fp64", compile=True)
+    assert model.forward is model.network
     assert "Warning: not compiled (the compiled gradient of prep.0.weight is 100% off)" in capsys.readouterr().err
-    assert all(weight.grad is None for weight in learner.network.parameters())
+    assert all(weight.grad is None for weight in model.network.parameters())
 
 
 def test_a_compilation_that_was_broken_off_names_the_file_to_delete(monkeypatch, capsys):
@@ -189,8 +187,8 @@ def test_a_compilation_that_was_broken_off_names_the_file_to_delete(monkeypatch,
         raise ImportError("/tmp/cache/main.so: file too short")  # seen after a kill in the middle of linking
 
     monkeypatch.setattr(torch, "compile", lambda network, **_: refuse)
-    learner = make_learner(COMPILED, SMALL, ALONE)
-    assert learner.forward is learner.network
+    model = make_model(SMALL, ALONE, "fp64", compile=True)
+    assert model.forward is model.network
     assert "(/tmp/cache/main.so: file too short) (a compilation was broken off: delete this file)" in (
         capsys.readouterr().err
     )
@@ -237,14 +235,14 @@ def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("settings", "recipe", "expected"),
+    ("config", "recipe", "expected"),
     [
-        (Settings(), Apple2019(), True),  # hours on a CPU
-        (Settings(no_compile=True), Apple2019(), False),
-        (Settings(), Apple2019(width=8, epochs=3, ema_ep=1.0), False),  # over before a compiler is done
-        (Settings(compile=True), Apple2019(width=8, epochs=3, ema_ep=1.0), True),
+        (RunConfig(), Apple2019(), True),  # hours on a CPU
+        (RunConfig(no_compile=True), Apple2019(), False),
+        (RunConfig(), Apple2019(width=8, epochs=3, ema_ep=1.0), False),  # over before a compiler is done
+        (RunConfig(compile=True), Apple2019(width=8, epochs=3, ema_ep=1.0), True),
     ],
 )
-def test_long_runs_are_compiled_unless_told_otherwise(settings, recipe, expected):
-    settled = resolve_defaults(settings, recipe, DistContext(1, 2, torch.device("cpu"), 8), 50_000)
+def test_long_runs_are_compiled_unless_told_otherwise(config, recipe, expected):
+    settled = resolve_defaults(config, recipe, DistContext(1, 2, torch.device("cpu"), 8), 50_000)
     assert (settled.compile, settled.no_compile) == (expected, not expected)

@@ -15,11 +15,11 @@ from large_batch_cifar_10_fast import devices
 from large_batch_cifar_10_fast.devices import matrix_rate
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.optim import NesterovSGD
-from large_batch_cifar_10_fast.options import ConfigError, Settings
+from large_batch_cifar_10_fast.options import ConfigError
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.train import make_learner
+from large_batch_cifar_10_fast.train import make_model
 
 CPU = DistContext(0, 1, torch.device("cpu"), 8)
 
@@ -117,7 +117,7 @@ def _on_gpu(capability: tuple[int, int], monkeypatch, others: str | None = None)
 def test_a_gpu_computes_in_the_half_precision_of_the_recipe_or_the_one_it_has(monkeypatch):
     def default(recipe, capability, others=None):
         ctx = _on_gpu(capability, monkeypatch, others)
-        return advice.precision_on(ctx, Settings(), recipe, 50_000)
+        return advice.precision_on(ctx, "", recipe, 50_000)
 
     assert [default(recipe, (9, 0)) for recipe in (Apple2019(), FastAI(), MuonRecipe())] == ["fp16", "fp16", "bf16"]
     assert [default(MuonRecipe(), capability) for capability in ((7, 0), (7, 5), (8, 0))] == ["fp16", "fp16", "bf16"]
@@ -126,15 +126,14 @@ def test_a_gpu_computes_in_the_half_precision_of_the_recipe_or_the_one_it_has(mo
 
 @pytest.mark.parametrize(("precision", "instead"), [("bf16", "fp16"), ("tf32", "fp32")])
 def test_a_precision_that_a_gpu_lacks_is_refused(precision, instead, monkeypatch):
-    settings = Settings(precision=precision)
-    assert advice.precision_on(_on_gpu((8, 0), monkeypatch), settings, Apple2019(), 50_000) == precision
+    assert advice.precision_on(_on_gpu((8, 0), monkeypatch), precision, Apple2019(), 50_000) == precision
     with pytest.raises(ConfigError, match=f"--precision {precision} needs .* 8.0 .*7.5: use --precision {instead}"):
-        advice.precision_on(_on_gpu((7, 5), monkeypatch), settings, Apple2019(), 50_000)
+        advice.precision_on(_on_gpu((7, 5), monkeypatch), precision, Apple2019(), 50_000)
 
 
 def test_tf32_is_for_gpus():
     with pytest.raises(ConfigError, match="use --precision fp32"):
-        advice.precision_on(CPU, Settings(precision="tf32"), Apple2019(), 50_000)
+        advice.precision_on(CPU, "tf32", Apple2019(), 50_000)
 
 
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", False), ("tf32", True)])
@@ -144,7 +143,7 @@ def test_float32_is_ieee_unless_tf32_is_named(precision, allowed, monkeypatch):
     before = [getattr(*flag) for flag in flags]
     try:
         for use in (
-            lambda: make_learner(Settings(precision=precision), Apple2019(width=8), CPU),
+            lambda: make_model(Apple2019(width=8), CPU, precision),
             lambda: matrix_rate(precision, CPU.device),
         ):
             for owner, name in flags:

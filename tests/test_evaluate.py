@@ -56,19 +56,12 @@ def test_what_does_not_fit_is_refused_in_one_line(saved, said, tmp_path, capsys)
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "cut.pt").write_bytes(b"PK" + weights.read_bytes()[:500])
     (tmp_path / "changed.pt").write_bytes(weights.read_bytes().replace(b"ctorch", b"cos\nys"))
-    refused = {
-        tmp_path / "absent.pt": "is no file that --save wrote",
-        tmp_path / "text.pt": "is no file that --save wrote",
-        tmp_path / "cut.pt": "is no file that --save wrote",
-        tmp_path / "changed.pt": "cannot be read: ",
-        tmp_path / "list.pt": "holds no weights by name",
-    }
-    for path, message in refused.items():
+    for name in ("absent.pt", "text.pt", "cut.pt", "changed.pt", "list.pt"):
         with pytest.raises(SystemExit) as end:
-            said(path, *options)
+            said(tmp_path / name, *options)
         told = capsys.readouterr().err
         assert (end.value.code, told.count("\n")) == (2, 1), told
-        assert message in told
+        assert f"{tmp_path / name} does not fit (" in told
     with pytest.raises(SystemExit):
         said(weights, *options, "--width", 8)
     assert "give the recipe and options it was trained with" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.options import Settings
-from large_batch_cifar_10_fast.clock import Clock
+from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.train import make_learner, prepare, take_step, warm_up
 from large_batch_cifar_10_fast.distributed import init_distributed
 from large_batch_cifar_10_fast.optim import follow_schedules

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -13,10 +12,9 @@ import pandas as pd
 import pytest
 from conftest import REPO, environment, is_alive, launch
 
-from large_batch_cifar_10_fast.campaign import CAMPAIGN
-from large_batch_cifar_10_fast.ending import LAUNCH
-from large_batch_cifar_10_fast.launch import advice, scratch_folder, torchrun_arguments
-from large_batch_cifar_10_fast.options import Launch, Settings
+from large_batch_cifar_10_fast import LAUNCH
+from large_batch_cifar_10_fast.launch import progress_of, torchrun_arguments
+from large_batch_cifar_10_fast.options import Launch
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
 
 pytestmark = pytest.mark.slow
@@ -31,14 +29,6 @@ def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
     assert len(pd.read_csv(tmp_path / "timing_log.tsv", sep="\t")) == DEMO["epochs"]
 
 
-def test_a_folder_in_use_is_left_to_its_launch(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with scratch_folder() as first, scratch_folder() as second:
-        assert Path(first).exists()
-        assert first != second
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported():
     code = "import large_batch_cifar_10_fast.options, sys; print('torch' in sys.modules)"
     command = [sys.executable, "-c", code]
@@ -50,11 +40,10 @@ def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported():
     assert (orphan.returncode, orphan.stdout, orphan.stderr) == (1, "", "")
 
 
-def test_advice_names_what_is_wrong_with_a_table_that_was_spoilt_meanwhile(tmp_path, monkeypatch):
-    monkeypatch.setenv(CAMPAIGN, "mine")
-    assert advice(Settings(out=str(tmp_path)), Launch()) == "no run was finished"
+def test_the_closing_line_names_what_is_wrong_with_a_table_that_was_damaged_meanwhile(tmp_path):
+    assert progress_of(str(tmp_path), "mine") == "no run was finished"
     (tmp_path / "runs.tsv").write_text("a\tb\n")
-    assert "has other columns" in advice(Settings(out=str(tmp_path)), Launch())
+    assert "has other columns" in progress_of(str(tmp_path), "mine")
 
 
 def test_a_signal_that_is_ignored_goes_on_being_ignored(monkeypatch):

@@ -6,22 +6,21 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import train_here
+from conftest import REPO, train_here
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from large_batch_cifar_10_fast import lineage
 from large_batch_cifar_10_fast.command_line import RECIPES, read_request
 from large_batch_cifar_10_fast.compiling import gradients, noise
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import norms_of
-from large_batch_cifar_10_fast.networks import autocast, weight_dtype, work
 from large_batch_cifar_10_fast.optim import NesterovSGD
-from large_batch_cifar_10_fast.options import ConfigError, Settings
+from large_batch_cifar_10_fast.options import ConfigError
+from large_batch_cifar_10_fast.recipe import autocast, weight_dtype, work
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.train import make_learner
+from large_batch_cifar_10_fast.train import make_model
 
 CPU = torch.device("cpu")
 ALONE = DistContext(0, 1, CPU, 1)
@@ -134,9 +133,9 @@ def test_in_bf16_gradients_point_where_those_of_float64_do(kind):
     recipe, ctx = kind(batch_size=8, width=16 if kind is not FastAI else 3), ALONE
     found = {}
     for precision in ("bf16", "fp64"):
-        learner = make_learner(Settings(precision=precision, seed=3), recipe, ctx)
+        model = make_model(recipe, ctx, precision)
         batch = noise(8, 32, weight_dtype(recipe, precision), ctx)
-        found[precision] = gradients(learner.network, learner.forward, recipe, batch, precision)
+        found[precision] = gradients(model.network, model.forward, recipe, batch, precision)
     for name, expected in found["fp64"].items():
         assert found["bf16"][name].dtype == torch.float32
         cosine = F.cosine_similarity(found["bf16"][name].double().flatten(), expected.flatten(), dim=0)
@@ -159,26 +158,21 @@ def test_what_a_recipe_cannot_do_is_refused(arguments, message):
         read_request(arguments)
 
 
-@pytest.mark.parametrize("system", lineage.SYSTEMS, ids=lambda system: system.name)
-def test_the_rates_that_the_table_tells_are_the_recipes(system):
-    recipe = system.recipe
-    optimizer = recipe.optimizers(recipe.network(), DistContext(0, 1, CPU, recipe.workers))[0]
-    schedule = optimizer.param_groups[0]["schedules"]["lr"]
-    # What is for a sum is so much smaller than what is for a mean.
-    for_the_mean = recipe.batch_size if isinstance(optimizer, NesterovSGD) else 1
-    told = [float(text) for text in re.findall(r"(?<![(\d.])[\d.]+(?![\d.)])", system.rate)]
-    assert told == pytest.approx([value * for_the_mean for value in schedule.values])
-    epochs = {float(text) for text in re.findall(r"\(([\d.]+)\)", system.rate)} - {recipe.epochs}
-    assert epochs <= set(schedule.knots)
-
-
-@pytest.mark.slow
-def test_the_table_of_the_lineage_tells_every_recipe_and_its_work(tmp_path, capsys):
-    lineage.main(["--picture", str(tmp_path / "p.svg")])
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert {row[0].strip("`").split()[0] for row in rows} == RECIPES.keys()
-    told = {row[0].strip("`"): [row[place] for place in (2, 3, 4, 5, 7, 8, 9)] for row in rows}
-    assert told["basenet"] == ["5,205,962", "0.460", "1 x 128", "40", "5.51", "340.6", "1 V100"]
-    assert told["fastai"][:2] == ["9,658,458", "1.385"]
-    assert told["apple2019"][4] == "2.01"
-    assert "work of a run, PFLOP" in (tmp_path / "p.svg").read_text()
+def test_the_table_in_the_documents_is_counted_on_the_recipes():
+    cells = [line.strip("| ").split(" | ") for line in (REPO / "docs" / "lineage.md").read_text().splitlines()]
+    rows = {row[0].strip("`"): row for row in cells if len(row) == 11 and row[0].startswith("`")}
+    assert {name.split()[0] for name in rows} == RECIPES.keys()
+    for name, (_, _, parameters, multiply_adds, batches, epochs, rate, pflop, *_) in rows.items():
+        _, recipe = read_request(["--recipe", *name.split()])
+        network = recipe.network()
+        assert f"{sum(w.numel() for w in network.parameters() if w.requires_grad):,}" == parameters
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+            recipe.network().eval()(torch.empty(1, 3, 32, 32))
+        assert f"{counter.get_total_flops() / 2e9:.3f}" == multiply_adds
+        assert (f"{recipe.workers} x {recipe.batch_size}", str(recipe.epochs)) == (batches, epochs)
+        assert f"{work(recipe, 50_000) / 1e15:.2f}" == pflop
+        optimizer = recipe.optimizers(network, DistContext(0, 1, CPU, recipe.workers))[0]
+        schedule = optimizer.param_groups[0]["schedules"]["lr"]
+        for_the_mean = recipe.batch_size if isinstance(optimizer, NesterovSGD) else 1  # it takes the loss's sum
+        values = [float(text) for text in re.findall(r"(?<![(\d.])[\d.]+(?![\d.)])", rate)]
+        assert values == pytest.approx([value * for_the_mean for value in schedule.values])

@@ -8,15 +8,14 @@ import torch.nn.functional as F
 from conftest import Recorder
 from torch import nn
 
-from large_batch_cifar_10_fast.clock import Clock
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.options import Settings
+from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
+from large_batch_cifar_10_fast.train import make_model, prepare, train_once
 
 CPU = torch.device("cpu")
 ALONE = DistContext(0, 1, CPU, 1)
@@ -126,14 +125,14 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(system):
     recipe = kind(epochs=EPOCHS, batch_size=BATCH, **options)
     ctx = DistContext(0, 1, CPU, recipe.workers)
     images = Images("shapes", *draw_shapes(SHARD * recipe.workers + recipe.workers // 2, 40))
-    learner = make_learner(Settings(precision="fp64", seed=SEED), recipe, ctx)
-    data, log = prepare(images, learner, Clock(ctx.synchronize)), Recorder()
+    model = make_model(recipe, ctx, "fp64")
+    data, log = prepare(images, model, Clock(ctx.synchronize)), Recorder()
     reference = copy.deepcopy(reference).double()
     weights = list(reference.parameters())
     with torch.no_grad():
-        for ours, theirs in zip(learner.network.parameters(), weights, strict=True):
+        for ours, theirs in zip(model.network.parameters(), weights, strict=True):
             theirs.copy_(ours)
-    train_once(0, learner, data, Clock(ctx.synchronize), log)
+    train_once(0, SEED, model, data, Clock(ctx.synchronize), log)
 
     velocities, step = [torch.zeros_like(w) for w in weights], 0
     for epoch in range(1, EPOCHS + 1):
@@ -162,7 +161,7 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(system):
         score = log.validations[epoch - 1]
         assert score.correct == (logits.argmax(1) == data.test[1]).sum()
         assert score.loss == pytest.approx(F.cross_entropy(logits, data.test[1]).item(), rel=1e-9)
-    for ours, theirs in zip(learner.network.parameters(), weights, strict=True):
+    for ours, theirs in zip(model.network.parameters(), weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
     assert (log.train.correct, log.train.images) == (right, 10 * recipe.workers)
     assert log.train.loss == pytest.approx(total / (10 * recipe.workers), rel=1e-9)

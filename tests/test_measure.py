@@ -74,8 +74,8 @@ def test_every_part_asks_the_programs_for_what_they_have(tiny_npz, tmp_path, sta
         if "--against" in arguments:
             assert arguments == ["--recipe", "muon", "--against", "apple2019", "--rounds", "20"]
         elif program not in ("pytest", "compare"):
-            settings, _ = read_request([word for word in arguments if word != "--input_pipelines"])
-            assert settings.data == str(tiny_npz) or program == "bench"
+            config, _ = read_request([word for word in arguments if word != "--input_pipelines"])
+            assert config.data == str(tiny_npz) or program == "bench"
 
 
 def test_a_campaign_that_was_broken_off_is_gone_on_with_and_a_part_may_be_of_a_part(tiny_npz, tmp_path, stand_in):

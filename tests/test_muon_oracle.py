@@ -6,15 +6,14 @@ import torch.nn.functional as F
 from conftest import Recorder
 from torch import nn
 
-from large_batch_cifar_10_fast.clock import Clock
 from large_batch_cifar_10_fast.compiling import gradients, noise
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.networks import reset, weight_dtype
-from large_batch_cifar_10_fast.options import Settings
+from large_batch_cifar_10_fast.log import Clock
+from large_batch_cifar_10_fast.recipe import reset, weight_dtype
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
+from large_batch_cifar_10_fast.train import make_model, prepare, train_once
 
 CPU = torch.device("cpu")
 ALONE = DistContext(0, 1, CPU, 1)
@@ -67,10 +66,10 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
     total = 12 * steps + workers  # what is left of a shard waits
     recipe = MuonRecipe(epochs=epochs, batch_size=batch, workers=workers, width=4, pixels="24,32", kept="1,1,0.7,0.5")
     ctx = DistContext(0, 1, CPU, workers)
-    learner = make_learner(Settings(precision="fp64", seed=seed), recipe, ctx)
-    data = prepare(Images("shapes", *draw_shapes(total, 40)), learner, Clock(ctx.synchronize))
-    reference, names = StockNetwork(4, 0.4).double(), [name for name, _ in learner.network.named_parameters()]
-    ours = dict(learner.network.named_parameters())
+    model = make_model(recipe, ctx, "fp64")
+    data = prepare(Images("shapes", *draw_shapes(total, 40)), model, Clock(ctx.synchronize))
+    reference, names = StockNetwork(4, 0.4).double(), [name for name, _ in model.network.named_parameters()]
+    ours = dict(model.network.named_parameters())
     assert names[:2] == ["whitening.weight", "whitening.bias"]
     assert names[-1] == "linear.weight"
     biases = [name for name in names if name.endswith("bias") and name != "whitening.bias"]
@@ -79,7 +78,7 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
     theirs |= {name: c.weight for name, c in zip(filters, reference.convolutions, strict=True)}
     theirs |= {name: n.bias for name, n in zip(biases, reference.norms, strict=True)}
     theirs |= {"linear.weight": reference.linear.weight}
-    reset(learner.network, recipe, seed)
+    reset(model.network, recipe, seed)
     with torch.no_grad():
         for name, weight in theirs.items():
             weight.copy_(ours[name])
@@ -90,7 +89,7 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
             trained.append(ours["whitening.bias"].requires_grad)
             super().epoch(clock, train, validation)
 
-    train_once(0, learner, data, Clock(ctx.synchronize), log := Log())
+    train_once(0, seed, model, data, Clock(ctx.synchronize), log := Log())
     assert trained == [True, False, False, False], "its rate is 0 then, too: this is the work saved"
 
     state = {name: torch.zeros_like(weight) for name, weight in theirs.items()}
@@ -149,9 +148,9 @@ def test_in_half_precision_gradients_point_where_those_of_float64_do(precision):
     """Float32 weights and sums over the batch: nothing is too small for fp16, without a scale of the loss."""
     recipe, found = MuonRecipe(width=8, batch_size=20), {}
     for name in (precision, "fp64"):
-        learner = make_learner(Settings(precision=name, seed=3), recipe, ALONE)
+        model = make_model(recipe, ALONE, name)
         batch = noise(20, 24, weight_dtype(recipe, name), ALONE)
-        found[name] = gradients(learner.network, learner.forward, recipe, batch, name)
+        found[name] = gradients(model.network, model.forward, recipe, batch, name)
     for name, expected in found["fp64"].items():
         assert found[precision][name].dtype == torch.float32
         cosine = F.cosine_similarity(found[precision][name].double().flatten(), expected.flatten(), dim=0)

@@ -65,7 +65,7 @@ def test_views_of_half_precision_are_averaged_in_float32():
 
 
 def test_each_option_of_views_is_what_it_says():
-    predictions = {views: MuonRecipe(views=views).predict for views in ("one", "two", "six")}
+    predictions = {views: MuonRecipe(views=views).tta for views in ("one", "two", "six")}
     assert predictions == {"one": ONE_VIEW, "two": TWO_VIEWS, "six": SIX_VIEWS}
 
 
@@ -77,8 +77,8 @@ def test_all_views_are_taken_after_the_last_epoch_alone(epochs, seen, tiny_npz, 
     def looking(name):
         return staticmethod(lambda *arguments: taken.append(name) or ONE_VIEW(*arguments))
 
-    monkeypatch.setattr(MuonRecipe, "predict", looking("all"))
-    monkeypatch.setattr(MuonRecipe, "predict_early", looking("one"))
+    monkeypatch.setattr(MuonRecipe, "tta", looking("all"))
+    monkeypatch.setattr(MuonRecipe, "tta_early", looking("one"))
     options = ["--recipe", "muon", "--width", 2, "--batch_size", 200, "--epochs", epochs, "--pixels", "9"]
     train_here(*options, "--no_warmup", "--precision", "fp32", "--data", tiny_npz, "--out", tmp_path)
     assert taken == seen

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from conftest import Recorder
 from torch import nn
 
-from large_batch_cifar_10_fast.clock import Clock
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.options import Settings
+from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.train import make_learner, prepare, train_once
+from large_batch_cifar_10_fast.train import make_model, prepare, train_once
 
 WORKERS, BATCH, GHOST, WIDTH, STEPS, EPOCHS, SEED = 8, 16, 8, 3, 3, 2, 11
 ALONE = DistContext(0, 1, torch.device("cpu"), WORKERS)
@@ -134,13 +133,13 @@ def test_training_and_evaluation_are_the_methods_to_nine_digits(eval_stats):
         width=WIDTH,
         eval_stats=eval_stats,
     )
-    learner = make_learner(Settings(precision="fp64", seed=SEED - 1), recipe, ALONE)
-    data, log = prepare(images, learner, Clock(ALONE.synchronize)), Recorder()
-    train_once(1, learner, data, Clock(ALONE.synchronize), log)
+    model = make_model(recipe, ALONE, "fp64")
+    data, log = prepare(images, model, Clock(ALONE.synchronize)), Recorder()
+    train_once(1, SEED, model, data, Clock(ALONE.synchronize), log)
 
     filters = whitening(images.train_images[::WORKERS])
     # An eigenvector's sign is anyone's: ours are taken over, once they are seen to be the same but for that.
-    ours = learner.network.whitening.weight.data
+    ours = model.network.whitening.weight.data
     signs = (ours * filters).sum((1, 2, 3)).sign().view(-1, 1, 1, 1)
     torch.testing.assert_close(ours, signs * filters, rtol=1e-7, atol=1e-9)
     reference, test = Reference(SEED, ours, eval_stats), normalised(images.test_images).permute(0, 3, 1, 2)
@@ -156,7 +155,7 @@ def test_training_and_evaluation_are_the_methods_to_nine_digits(eval_stats):
     assert (log.train.correct, log.train.images) == (sum(right for right, _ in metrics), WORKERS * BATCH * STEPS)
     assert log.train.loss == pytest.approx(sum(loss for _, loss in metrics) / log.train.images, rel=1e-9)
 
-    trained = {name: weight for name, weight in learner.network.named_parameters() if weight.requires_grad}
+    trained = {name: weight for name, weight in model.network.named_parameters() if weight.requires_grad}
     weights = [weight for weight in trained.values() if weight.ndim > 1]
     biases = [weight for weight in trained.values() if weight.ndim == 1]
     expected = [*reference.weights, *reference.biases]

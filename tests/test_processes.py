@@ -12,11 +12,10 @@ import torch
 from conftest import REPO, TINY, environment, train_here
 
 from large_batch_cifar_10_fast import command_line, launch
-from large_batch_cifar_10_fast.campaign import CAMPAIGN, STARTED, SUPERVISED, finished_rows, read_rows
+from large_batch_cifar_10_fast.campaign import CAMPAIGN, SUPERVISED, finished_rows, read_rows
 from large_batch_cifar_10_fast.command_line import read_request
-from large_batch_cifar_10_fast.ending import LAUNCH
 from large_batch_cifar_10_fast.launch import SIGNALS, raise_config_error_of_processes
-from large_batch_cifar_10_fast.options import ConfigError, Launch, Settings
+from large_batch_cifar_10_fast.options import ConfigError, Launch, RunConfig
 
 ONE_REFUSES = """
 import os, time
@@ -29,11 +28,13 @@ with leaving():
 """
 LAUNCH_THEM = """
 import sys
+from pathlib import Path
 from large_batch_cifar_10_fast import launch
-from large_batch_cifar_10_fast.options import Launch, Settings, exit_on_config_error
-with exit_on_config_error("train_cifar_parallel.sh"), launch.scratch_folder() as scratch:
-    arguments = launch.torchrun_arguments(Launch(), 2, scratch)[:-3]
-    sys.exit(launch.run_processes([*arguments, sys.argv[1]], Settings(), Launch(), scratch))
+from large_batch_cifar_10_fast.options import Launch, exit_on_config_error
+given = launch.torchrun_arguments
+launch.torchrun_arguments = lambda *arguments: [*given(*arguments)[:-3], sys.argv[1]]
+with exit_on_config_error("train_cifar_parallel.sh"):
+    sys.exit(launch.start_processes([], Launch(), 2, Path(), str))
 """
 
 
@@ -50,37 +51,10 @@ def test_what_no_process_finished_writing_is_no_refusal(tmp_path):
     for number, text in enumerate(("", "{", '{"message": "killed"}', '{"message": {"message": "ValueError: x"}}')):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "error.json").write_text(text)
-    raise_config_error_of_processes(str(tmp_path))
+    raise_config_error_of_processes(tmp_path)
     (tmp_path / "0" / "error.json").write_text('{"message": {"message": "ConfigError: a line: and more"}}')
     with pytest.raises(ConfigError, match=r"^a line: and more$"):
-        raise_config_error_of_processes(str(tmp_path))
-
-
-def test_what_is_refused_when_runs_are_made_tells_how_to_go_on(tiny_npz, tmp_path, monkeypatch, capsys):
-    arguments = ["--demo", *TINY, "--no_compile", "--data", str(tiny_npz), "--out", str(tmp_path)]
-    for variable in ("OMP_NUM_THREADS", LAUNCH, CAMPAIGN, STARTED, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
-        monkeypatch.setenv(variable, "")  # and put back after what main makes of it
-
-    def launch_that_runs_out_of_memory(runs: int, *more: str, spoil: bool = False) -> str:
-        def run(*_):
-            for run in range(runs):
-                train_here(*arguments, "--runs", "2", "--share", f"{run}/2")
-            if spoil:
-                (tmp_path / "runs.tsv").write_text("a\tb\n")
-            raise ConfigError("no memory")
-
-        monkeypatch.setattr(launch, "run_processes", run)
-        monkeypatch.setattr(sys, "argv", ["launch", *arguments, "--runs", "2", *more])
-        with pytest.raises(SystemExit) as end:
-            launch.main()
-        assert end.value.code == 2
-        return capsys.readouterr().err
-
-    for spoil in (False, True):
-        assert launch_that_runs_out_of_memory(0, spoil=spoil) == "train_cifar_parallel.sh: no memory\n"
-    (tmp_path / "runs.tsv").unlink()
-    told = launch_that_runs_out_of_memory(1, "--share", "0/2")
-    assert told == "train_cifar_parallel.sh: no memory; all its 1 runs are made\n"
+        raise_config_error_of_processes(tmp_path)
 
 
 def test_a_signal_after_all_processes_have_ended_is_no_traceback(tmp_path, monkeypatch):
@@ -91,7 +65,7 @@ def test_a_signal_after_all_processes_have_ended_is_no_traceback(tmp_path, monke
     monkeypatch.setattr(launch.torchrun, "run", lambda _: signal.signal(signal.SIGTERM, lambda *_: 1 / 0))
     monkeypatch.setattr(launch.torchrun, "parse_args", list)
     try:
-        assert launch.run_processes([], Settings(), Launch(), str(tmp_path)) == 0
+        assert launch.start_processes([], Launch(), 1, tmp_path, str) == 0
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         for name, handler in before.items():
@@ -104,13 +78,12 @@ def test_a_campaign_heals_only_with_its_own_code(tiny_npz, tmp_path, monkeypatch
     monkeypatch.setenv(CAMPAIGN, "mine")
     train_here(*arguments)
     monkeypatch.setenv(SUPERVISED, "1")
-    settings, _ = read_request(arguments)
-    assert len(finished_rows(settings)) == 2
+    assert len(finished_rows(str(tmp_path), False)) == 2
     table = tmp_path / "runs.tsv"
     code = read_rows(table)[0]["code"]
     table.write_text(table.read_text().replace(code, "0" * 12))
     with pytest.raises(ConfigError, match=f"had other code \\(000000000000 then, {code} now\\)"):
-        finished_rows(settings)
+        finished_rows(str(tmp_path), False)
 
 
 @pytest.mark.slow
@@ -118,8 +91,8 @@ def test_another_machine_looks_for_its_own_images_where_the_firsts_are_not(tiny_
     arguments = ["--demo", *TINY, "--no_compile", "--runs", "2", "--data", str(tiny_npz), "--out", str(tmp_path)]
     train_here(*arguments)
     rows = read_rows(tmp_path / "runs.tsv")[:1]
-    monkeypatch.setattr(command_line, "finished_rows", lambda settings: rows)
-    here, absent, usual = str(tiny_npz), "/absent/tiny.npz", Settings().data
+    monkeypatch.setattr(command_line, "finished_rows", lambda *_: rows)
+    here, absent, usual = str(tiny_npz), "/absent/tiny.npz", RunConfig().data
     for rank, there, data in (("0", here, here), ("0", absent, absent), ("1", here, here), ("1", absent, usual)):
         rows[0]["data"] = there
         monkeypatch.setenv("RANK", rank)

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from large_batch_cifar_10_fast import log as run_log
 from large_batch_cifar_10_fast.command_line import read_request
-from large_batch_cifar_10_fast.networks import work, work_of_epoch
+from large_batch_cifar_10_fast.recipe import work, work_of_epoch
 
 MUON = ["--recipe", "muon", "--width", "2", "--batch_size", "100", "--epochs", "2", "--pixels", "9,32"]
 MUON += ["--kept", "1,0.5"]

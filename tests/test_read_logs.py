@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from conftest import REPO
 
-from large_batch_cifar_10_fast.campaign import COLUMNS, LARGEST
+from large_batch_cifar_10_fast.campaign import COLUMNS
 from large_batch_cifar_10_fast.options import ConfigError
 from large_batch_cifar_10_fast.read_logs import read_log
 
@@ -292,14 +292,6 @@ def test_a_summary_that_contradicts_its_runs_is_not_used(tmp_path, counts):
     )
     log = read_log(str(path))
     assert (log.reached, "not used" in log.notes[0], math.isnan(log.lowest)) == ((1, 1), True, True)
-
-
-def test_a_file_too_large_for_a_log_is_refused(tmp_path):
-    path = tmp_path / "log.txt"
-    with open(path, "wb") as file:
-        file.truncate(LARGEST + 1)
-    assert "larger than 64 MiB" in error_of(path)
-    assert "larger than 64 MiB" in error_of("/dev/zero")
 
 
 def test_epochs_beside_a_table_give_the_median_curve_and_its_range(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from conftest import train_here, write_npz
 
 from large_batch_cifar_10_fast.data.cifar10 import load_images
-from large_batch_cifar_10_fast.data.shards import MEAN, STD, normalise
+from large_batch_cifar_10_fast.data.shards import MEAN, STD, normalize
 from large_batch_cifar_10_fast.layers import whitening_filters
 
 pytestmark = [
@@ -32,7 +32,7 @@ def test_the_constants_are_the_images_own(cifar10):
 
 
 def test_whitening_brings_forth_weak_directions_as_strong_as_the_floor_allows(cifar10):
-    images = normalise(torch.from_numpy(cifar10.train_images[:8000:8].copy()), torch.float64)
+    images = normalize(torch.from_numpy(cifar10.train_images[:8000:8].copy()), torch.float64)
     filters = whitening_filters(images, size=3, epsilon=0.01)
     variance = torch.nn.functional.conv2d(images.permute(0, 3, 1, 2), filters).square().mean((0, 2, 3))
     assert (variance.diff() < 1e-6).all(), "strongest first"

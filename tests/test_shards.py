@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from conftest import random_pictures
 
 from large_batch_cifar_10_fast.data.augment import MAX_OPTIONS, assign_balanced
-from large_batch_cifar_10_fast.data.shards import normalise, shuffle_shard, upload_shards, upload_test
+from large_batch_cifar_10_fast.data.shards import normalize, shuffle_shard, upload_shards, upload_test
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.metrics import mirrored
 from large_batch_cifar_10_fast.recipe import images_of_an_epoch, images_to_warm_up
@@ -219,8 +219,8 @@ def test_one_gather_is_reflection_padding_then_crop_then_flip():
 def test_normalising_is_the_methods():
     pixel = torch.tensor([0, 125, 255], dtype=torch.uint8).expand(1, 32, 32, 3)
     expected = [(0 - 125.31) / 62.99, (125 - 122.95) / 62.09, (255 - 113.87) / 66.70]
-    assert normalise(pixel, torch.float64)[0, 0, 0].tolist() == pytest.approx(expected, rel=1e-12)
-    assert normalise(pixel, torch.float16).dtype == torch.float16
+    assert normalize(pixel, torch.float64)[0, 0, 0].tolist() == pytest.approx(expected, rel=1e-12)
+    assert normalize(pixel, torch.float16).dtype == torch.float16
 
 
 def test_the_test_images_are_shared_out_once_each():

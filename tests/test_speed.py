@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from large_batch_cifar_10_fast.clock import Clock
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
+from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.metrics import Metrics
-from large_batch_cifar_10_fast.networks import make_network
-from large_batch_cifar_10_fast.options import Settings
+from large_batch_cifar_10_fast.options import RunConfig
+from large_batch_cifar_10_fast.recipe import make_network
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.train import Learner, prepare, take_step
+from large_batch_cifar_10_fast.train import Model, prepare, take_step
 
 pytestmark = pytest.mark.slow
 
@@ -50,9 +50,9 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
     monkeypatch.setattr(torch, "randperm", lambda n, generator, device: torch.arange(n, device=device))
     monkeypatch.setattr(torch, "randint", lambda n, size, generator, device: torch.arange(*size, device=device) % n)
     monkeypatch.setattr(torch, "rand", lambda n, generator, device: torch.ones(n, device=device))
-    ctx, settings = (
+    ctx, config = (
         DistContext(0, 1, gpu, recipe.workers),
-        Settings(precision="fp32", micro_batches=min(2, recipe.workers)),
+        RunConfig(precision="fp32", micro_batches=min(2, recipe.workers)),
     )
     with FakeTensorMode(allow_non_fake_inputs=False):
         network = make_network(recipe, seed=0)
@@ -67,13 +67,13 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
             "backward",
             lambda _: [setattr(weight, "grad", torch.zeros_like(weight)) for weight in weights],
         )
-        learner = Learner(network, network, recipe, settings, ctx)
+        model = Model(network, network, recipe, config, ctx)
         count = round(3 * recipe.workers * recipe.batch_size / recipe.stages[0].kept)
-        data = prepare(random_images(count, 10), learner, Clock(lambda: None))
+        data = prepare(random_images(count, 10), model, Clock(lambda: None))
         optimizers, metrics, steps = recipe.optimizers(network, ctx), Metrics(ctx), 0
         batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.initial_losses()))
         for micro_batches in batches:
-            take_step(learner, optimizers, micro_batches, metrics)
+            take_step(model, optimizers, micro_batches, metrics)
             steps += 1
         losses[batches.rows] = torch.cat(metrics.losses)
         with pytest.raises(DataDependentOutputException):

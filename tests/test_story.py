@@ -11,16 +11,16 @@ from conftest import TINY, Recorder, train_here
 from torch import nn
 
 from large_batch_cifar_10_fast import command_line, train
-from large_batch_cifar_10_fast.clock import Clock
 from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independent
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.environment import code_digest
 from large_batch_cifar_10_fast.layers import GhostBatchNorm
+from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.metrics import ONE_VIEW, Score
 from large_batch_cifar_10_fast.optim import PiecewiseLinear
-from large_batch_cifar_10_fast.options import ConfigError, Settings, option
+from large_batch_cifar_10_fast.options import ConfigError, option
 from large_batch_cifar_10_fast.recipe import Stage
 
 
@@ -38,7 +38,7 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
 
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(train, "upload_test", taking(0.5, train.upload_test))
-    monkeypatch.setattr(train, "normalise", taking(0.25, train.normalise))
+    monkeypatch.setattr(train, "normalise", taking(0.25, train.normalize))
     monkeypatch.setattr(train, "frozen_weights", taking(0.125, train.frozen_weights))
     monkeypatch.setattr(train, "take_step", taking(1, train.take_step))
     monkeypatch.setattr(train, "evaluate", taking(1000, lambda *_, **__: Score(next(scores), 100, 1.0)))
@@ -72,8 +72,8 @@ class Stock:
     half_weights: ClassVar = True
     loss_scale: ClassVar = 8
     stages: ClassVar = (Stage(),)
-    predict: ClassVar = ONE_VIEW
-    predict_early: ClassVar = ONE_VIEW
+    tta: ClassVar = ONE_VIEW
+    tta_early: ClassVar = ONE_VIEW
 
     def network(self) -> nn.Module:
         norm = GhostBatchNorm(6, ghost_batch=self.batch_size)
@@ -95,9 +95,9 @@ class Stock:
 
 def test_another_recipe_trains_as_stock_pytorch_would():
     recipe, ctx = Stock(), DistContext(0, 1, torch.device("cpu"), 2)
-    learner = train.make_learner(Settings(precision="fp64", seed=4), recipe, ctx)
-    data = train.prepare(random_images(2 * 16 * 3, 30), learner, Clock(ctx.synchronize))
-    train.train_once(0, learner, data, Clock(ctx.synchronize), log := Recorder())
+    model = train.make_model(recipe, ctx, "fp64")
+    data = train.prepare(random_images(2 * 16 * 3, 30), model, Clock(ctx.synchronize))
+    train.train_once(0, 4, model, data, Clock(ctx.synchronize), log := Recorder())
 
     torch.manual_seed(4)
     convolution, linear = nn.Conv2d(3, 6, 3, bias=False), nn.Linear(6, 10)
@@ -115,7 +115,7 @@ def test_another_recipe_trains_as_stock_pytorch_would():
         for replica, x, y in zip(replicas, images.split(16), labels.split(16), strict=True):
             (F.cross_entropy(replica(x.contiguous()), y) / 2).backward()
         sgd.step()
-    for ours, theirs in zip(learner.network.parameters(), replicas[0].parameters(), strict=True):
+    for ours, theirs in zip(model.network.parameters(), replicas[0].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
     logits = replicas[0].eval()(data.test[0].permute(0, 3, 1, 2))
     assert log.validations[-1].correct == (logits.argmax(1) == data.test[1]).sum()

@@ -46,7 +46,7 @@ class Shards:
         """Return the steps of one epoch. Hard-example selection uses `losses` [n], each image's most recent loss."""
         stage, count = stage_of(self.recipe, epoch), images_of_an_epoch(self.recipe, self.total_images, epoch)
         samples = [shuffle_shard(self.rows_of(w), self.recipe.augmentation, seed, w, epoch) for w in self.workers]
-        if stage.kept < 1:  # the share of each worker's images that the stage trains on
+        if stage.keep_fraction < 1:  # the share of each worker's images that the stage trains on
             losses = self.initial_losses() if losses is None else losses
             samples = [select_hard_examples(sample, losses, count) for sample in samples]
         columns = [torch.stack([column[:count] for column in columns]) for columns in zip(*samples, strict=True)]
@@ -129,7 +129,7 @@ def _upload(images: np.ndarray, labels: np.ndarray, mine: slice | np.ndarray, de
     return tuple(torch.from_numpy(np.ascontiguousarray(part[mine])).to(device) for part in (images, labels))
 
 
-def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:
+def normalize(images: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel, computed in `dtype`."""
     mean, std = (torch.tensor(figure, dtype=dtype, device=images.device) for figure in (MEAN, STD))
     return images.to(dtype).sub_(mean).div_(std)

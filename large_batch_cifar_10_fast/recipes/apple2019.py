@@ -57,8 +57,8 @@ class Apple2019:
     half_weights: ClassVar = True
     loss_scale: ClassVar = 1
     stages: ClassVar = (Stage(),)
-    predict: ClassVar = TWO_VIEWS
-    predict_early: ClassVar = TWO_VIEWS
+    tta: ClassVar = TWO_VIEWS
+    tta_early: ClassVar = TWO_VIEWS
 
     def __post_init__(self) -> None:
         check_positive(self, "epochs", "width", "batch_size", "workers", "lr_scaler")

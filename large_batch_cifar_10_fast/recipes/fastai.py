@@ -58,8 +58,8 @@ class FastAI:
     half_weights: ClassVar = False
     loss_scale: ClassVar = 512
     stages: ClassVar = (Stage(),)
-    predict: ClassVar = ONE_VIEW
-    predict_early: ClassVar = ONE_VIEW
+    tta: ClassVar = ONE_VIEW
+    tta_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
         entry = ENTRIES[self.entry]

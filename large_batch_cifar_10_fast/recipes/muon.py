@@ -62,7 +62,7 @@ class MuonRecipe:
     half: ClassVar = "bf16"
     half_weights: ClassVar = False
     loss_scale: ClassVar = 1
-    predict_early: ClassVar = ONE_VIEW
+    tta_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
         check_positive(self, "epochs", "width", "workers", "rescale_every")
@@ -104,7 +104,7 @@ class MuonRecipe:
         return tuple(Stage(next(epochs), *what) for what, epochs in alike)
 
     @property
-    def predict(self) -> Prediction:
+    def tta(self) -> Prediction:
         return VIEWS[self.views]
 
     def network(self) -> "Network":
@@ -175,15 +175,15 @@ class Network(nn.Module):
 def group(channels_in: int, channels_out: int, norm: partial) -> nn.Sequential:
     """Pooling comes between the first convolution and its norm."""
     return nn.Sequential(
-        begun_as_identity(ConvolutionToPool, channels_in, channels_out),
+        dirac_init(ConvolutionToPool, channels_in, channels_out),
         HalvingPool(),
         *(norm(channels_out), nn.GELU()),
-        begun_as_identity(Convolution, channels_out, channels_out),
+        dirac_init(Convolution, channels_out, channels_out),
         *(norm(channels_out), nn.GELU()),
     )
 
 
-def begun_as_identity(kind: type[nn.Conv2d], channels_in: int, channels_out: int) -> nn.Conv2d:
+def dirac_init(kind: type[nn.Conv2d], channels_in: int, channels_out: int) -> nn.Conv2d:
     """A 3x3 convolution whose first filters pass their channel on; the others start as PyTorch's do."""
     convolution = kind(channels_in, channels_out, 3, padding=1, bias=False)
     nn.init.dirac_(convolution.weight.data[:channels_in])

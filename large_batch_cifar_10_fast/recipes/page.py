@@ -45,8 +45,8 @@ class Page:
     half_weights: ClassVar = True
     loss_scale: ClassVar = 1
     stages: ClassVar = (Stage(),)
-    predict: ClassVar = ONE_VIEW
-    predict_early: ClassVar = ONE_VIEW
+    tta: ClassVar = ONE_VIEW
+    tta_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size")
