@@ -8,16 +8,15 @@ from torch import Tensor, nn
 
 
 class GhostBatchNorm(nn.Module):
-    """Batch norm in which every `ghost_batch` images in a row are normalised by their own statistics.
+    """Batch norm over groups of `ghost_batch` consecutive images instead of the whole batch.
 
-    Small groups add the noise that lets large batches generalise. As no group reaches beyond a worker's batch, many
-    workers can be computed as one larger batch; `ghost_batch` = a worker's batch is plain batch norm per worker, whose
-    short last batch is a group of its own. The bias is always trained, the scale with `affine` (else it is 1); both,
-    and the statistics, are float32 (float64 if the input is). Takes and returns [B, C, H, W], B a multiple of
-    ghost_batch unless the batch is a short one.
+    Small groups add noise that helps large batches generalize. A group never crosses the boundary of a worker's batch,
+    so several workers can be computed as one larger batch. With `ghost_batch` = a worker's batch it is plain batch norm
+    per worker. A short last batch is one group per worker.
 
-    While `tracking`, the first `groups` groups (so worker 0's) each feed running statistics of their own, [groups, C];
-    evaluation uses their mean.
+    Input and output are [B, C, H, W]. The bias is trained, the scale only with `affine`; both and the statistics are
+    float32 (float64 if the input is). While `tracking`, each of the first `groups` groups updates running statistics
+    of its own, [groups, C]; evaluation uses their mean.
     """
 
     def __init__(
@@ -42,8 +41,8 @@ class GhostBatchNorm(nn.Module):
             scale, shift = self._scale_and_shift(self.running_mean.mean(0), self.running_var.mean(0))
             return torch.addcmul(shift.view(-1, 1, 1), x.to(shift.dtype), scale.view(-1, 1, 1)).to(x.dtype)
         ghost_batch = min(self.ghost_batch, len(x) // self.workers)
-        # [groups, ghost_batch, H, W, C], as in memory: a compiler for CPUs stores what it keeps in the order of the
-        # dimensions, and would transpose [..., C, H, W] there and back.
+        # [groups, ghost_batch, H, W, C], as in memory: the CPU compiler stores intermediate tensors in the order of
+        # their dimensions, and would transpose [..., C, H, W] there and back.
         groups = x.permute(0, 2, 3, 1).unflatten(0, (-1, ghost_batch)).to(self.bias.dtype)
         variance, mean = torch.var_mean(groups, dim=(1, 2, 3), correction=0)  # [groups, C]
         if self.tracking:
@@ -52,7 +51,7 @@ class GhostBatchNorm(nn.Module):
         return torch.addcmul(shift, groups, scale).to(x.dtype).flatten(0, 1).permute(0, 3, 1, 2)
 
     def _scale_and_shift(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm is x * scale + shift: a single pass over x, [C] or [groups, C] like the statistics."""
+        """Return scale and shift, [C] or [groups, C] like the statistics: the norm is x * scale + shift, one pass."""
         scale = torch.rsqrt(variance + self.eps)
         if self.weight is not None:
             scale = scale * self.weight
@@ -69,24 +68,23 @@ def norms_of(network: nn.Module) -> list[GhostBatchNorm]:
 
 
 def prepare_norms(network: nn.Module, workers: int, tracking: bool) -> None:
-    """Say of the training batch to come how many workers' images it holds, and whether worker 0's come first: then it
-    feeds the running statistics."""
+    """Set how many workers' images the next training batch holds, and whether it updates the running statistics."""
     for norm in norms_of(network):
         norm.workers, norm.tracking = workers, tracking
 
 
-# Seen with torch 2.12.1: the gradient of a strided 1x1 convolution, channels-last, of fewer channels than a vector has
-# floats (8 with AVX2, 16 with AVX-512) ends the process.
+# With torch 2.12.1 the gradient of a strided 1x1 convolution in channels-last memory crashes the process if there are
+# fewer channels than floats in a vector register (8 with AVX2, 16 with AVX-512).
 TOO_NARROW = "a strided convolution of less than 16 channels makes PyTorch crash on a CPU"
 
-Norm = Callable[[int], nn.Module]  # made for so many channels
+Norm = Callable[[int], nn.Module]  # from the number of channels
 
 
 class PreactivationBlock(nn.Module):
     """x + convolution(ReLU(norm(convolution(a)))), with a = ReLU(norm(x)); the first convolution has the stride.
 
-    Where the shape changes, a 1x1 convolution of a takes the place of x; elsewhere a itself does, with
-    `shortcut_after_activation`. Takes [B, channels_in, H, W], returns [B, channels_out, H / stride, W / stride].
+    The shortcut is x, or a with `shortcut_after_activation`; where the shape changes it is a 1x1 convolution of a.
+    Input [B, channels_in, H, W], output [B, channels_out, H / stride, W / stride].
     """
 
     def __init__(
@@ -108,16 +106,17 @@ class PreactivationBlock(nn.Module):
         return x + self.conv2(F.relu(self.norm2(self.conv1(activated))))
 
 
-def convolution(channels_in: int, channels_out: int, size: int, stride: int = 1) -> nn.Conv2d:
+def convolution(channels_in: int, channels_out: int, size: int = 3, stride: int = 1) -> nn.Conv2d:
+    """Return a convolution without bias that keeps the image size at stride 1."""
     return nn.Conv2d(channels_in, channels_out, size, stride, padding=size // 2, bias=False)
 
 
 def whitening_filters(images: Tensor, size: int, epsilon: float) -> Tensor:
-    """Filters [3 size², 3, size, size] whose outputs on these images are uncorrelated, of variance 1 or a little less.
+    """Return filters [3 size², 3, size, size] whose outputs on these images are uncorrelated, with variance near 1.
 
-    `images` [n, H, W, 3] are normalised and unpadded. The rows X are all their 3 x size x size patches; eigenvectors of
-    X'X / (n - 1), strongest first, are divided by sqrt(eigenvalue + epsilon), so that faint directions are not blown
-    up; in float32, or float64 if the images are.
+    `images` [n, H, W, 3] are normalized and unpadded. X has all their patches as rows. The filters are the eigenvectors
+    of X'X / (rows - 1), largest eigenvalue first, divided by sqrt(eigenvalue + epsilon); epsilon keeps weak directions
+    small. Computed in float32, or float64 if the images are.
     """
     dtype = torch.promote_types(images.dtype, torch.float32)
     patches = images.unfold(1, size, 1).unfold(2, size, 1)  # [n, 30, 30, 3, 3, 3] for 3x3 of 32x32

@@ -1,4 +1,4 @@
-"""Schedules, and the optimizers that PyTorch lacks: Nesterov's with the rate inside the velocity, and Muon."""
+"""Schedules, and two optimizers that PyTorch lacks: Nesterov with the rate inside the velocity, and Muon."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,9 +16,9 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class PiecewiseLinear:
-    """A figure as a function of the time in epochs: through `values` at `knots`, constant before and after.
+    """Interpolate linearly between `values` at `knots` (epochs); constant before the first and after the last.
 
-    Two knots at one time are a jump; at that time the later value holds.
+    Two equal knots make a jump; at that time the later value holds.
     """
 
     knots: tuple[float, ...]
@@ -32,7 +32,7 @@ class PiecewiseLinear:
 
 
 def follow_schedules(optimizers: Iterable[Optimizer], epoch: float) -> None:
-    """Set what moves in a parameter group (its `schedules`: lr, momentum, ...) to its value at a time in epochs."""
+    """Set lr, momentum, ... of every parameter group from its `schedules`, at a time in epochs."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, schedule in group["schedules"].items():
@@ -40,7 +40,7 @@ def follow_schedules(optimizers: Iterable[Optimizer], epoch: float) -> None:
 
 
 def step_all(optimizers: Iterable[Optimizer]) -> None:
-    """Step each optimizer, then clear its gradients."""
+    """Step each optimizer and clear its gradients."""
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -51,8 +51,7 @@ class NesterovSGD(Optimizer):
 
         d = -lr * (grad + wd * w);  v = momentum * v + d;  w = w + d + momentum * v
 
-    torch.optim.SGD multiplies the whole velocity by the current rate, which is another method as soon as
-    the rate changes.
+    torch.optim.SGD multiplies the whole velocity by the current rate instead, which differs when the rate changes.
     """
 
     def __init__(self, groups: Iterable[dict], momentum: float) -> None:
@@ -71,7 +70,7 @@ class NesterovSGD(Optimizer):
 
 
 def nesterov_update(w: Tensors, grad: Tensors, v: Tensors, lr: float, weight_decay: float, momentum: float) -> None:
-    """One step of the formula above, in place, a few launches for all tensors together."""
+    """Apply the formula above in place, to all tensors at once."""
     d = torch._foreach_add(grad, w, alpha=weight_decay)
     torch._foreach_mul_(d, -lr)
     torch._foreach_mul_(v, momentum)
@@ -80,23 +79,23 @@ def nesterov_update(w: Tensors, grad: Tensors, v: Tensors, lr: float, weight_dec
     torch._foreach_add_(w, v, alpha=momentum)
 
 
-# Of one step X <- aX + bX(X'X) + cX(X'X)^2: it moves every singular value of at most 1 towards 1, fast rather than
-# exactly; after three most lie between 0.7 and 1.2.
+# Coefficients of a step X <- A X + B X(X'X) + C X(X'X)^2, which moves singular values in (0, 1] towards 1. It favours
+# speed over accuracy: after three steps most lie between 0.7 and 1.2.
 A, B, C = 3.4445, -4.7750, 2.0315
 NEWTON_SCHULZ_STEPS = 3
-TINY = 1e-30  # what a matrix of zeros is divided by
+TINY = 1e-30  # least norm to divide by
 
 
 class Muon(Optimizer):
-    """Nesterov momentum, made orthogonal, for weights [out, ...] that are kept at length sqrt(out):
+    """Nesterov momentum with orthogonalized updates, for weights [out, ...] that are kept at norm sqrt(out):
 
         m = momentum * m + grad;  d = grad + momentum * m
         w = w * sqrt(out) / |w|;  w = w - lr * orthogonal(d)
 
-    With every direction of the same size, none that gradients rarely show is left behind, and the size of gradients
-    (their scale, their sum or mean) does not matter. The length is restored every `rescale_every` steps.
-    The processes share the matrices out; those of one shape are one batch of products, which autocast makes half.
-    torch.optim.Muon (2.9) takes matrices alone, one by one, and has no length to keep.
+    All directions of an update have the same size, so that directions that gradients rarely show are learned, too, and
+    the scale of the gradients has no effect. The norm is restored every `rescale_every` steps. Each process
+    orthogonalizes some of the matrices; those of one shape are one batch of products, in half precision under autocast.
+    torch.optim.Muon (2.9) takes only matrices, one by one, and keeps no norm.
     """
 
     def __init__(self, groups: Iterable[dict], momentum: float, rescale_every: int, ctx: DistContext) -> None:
@@ -109,7 +108,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]  # others rest
+            weights = [weight for weight in group["params"] if weight.grad is not None]  # not frozen
             if not weights:
                 continue
             gradients, momenta = [w.grad for w in weights], [self.state[w] for w in weights]
@@ -125,8 +124,8 @@ class Muon(Optimizer):
 
 
 def orthogonal_all(directions: list[Tensor], ctx: DistContext) -> list[Tensor]:
-    """Each direction [out, ...] made orthogonal as a matrix [out, rest], by one of the processes, for all of them."""
-    message = directions[0].new_zeros(sum(map(torch.numel, directions)))  # with what others make it is a sum with 0
+    """Return each direction [out, ...] orthogonalized as a matrix [out, rest]; the processes share the work."""
+    message = directions[0].new_zeros(sum(map(torch.numel, directions)))  # zeros where other processes add theirs
     parts = message.split([direction.numel() for direction in directions])
     made = [part.view(direction.shape) for part, direction in zip(parts, directions, strict=True)]
     largest_first = sorted(range(len(directions)), key=lambda place: -directions[place].numel())
@@ -140,7 +139,7 @@ def orthogonal_all(directions: list[Tensor], ctx: DistContext) -> list[Tensor]:
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """About U V' of the singular value decomposition U S V' of each matrix [..., out, rest], by Newton and Schulz."""
+    """Return about U V' for each matrix [..., out, rest] = U S V' (singular values), by Newton-Schulz iteration."""
     x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp_min(TINY)
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT

@@ -13,7 +13,6 @@ from conftest import REPO, TINY, environment
 from test_story import Stock
 from torch._inductor import config as inductor
 
-from large_batch_cifar_10_fast import compiling
 from large_batch_cifar_10_fast.campaign import read_rows
 from large_batch_cifar_10_fast.checks import resolve_defaults
 from large_batch_cifar_10_fast.compiling import check_gradients
@@ -134,14 +133,6 @@ def test_compiled_for_a_cpu_nothing_is_stored_but_channels_last(monkeypatch):
     assert "constant_pad_nd" not in "".join(codes), "what is padded would be computed under a mask"
 
 
-def test_what_an_epoch_keeps_takes_no_graph_of_its_own(without_kernels, monkeypatch):
-    tried = []
-    monkeypatch.setattr(compiling, "check_gradients", lambda *_: tried.append(1))
-    recipe = MuonRecipe(width=4, batch_size=20, pixels="9", epochs=3, kept="1,0.7,0.5")
-    make_model(recipe, replace(ALONE, total_workers=recipe.workers), "fp64", compile=True)
-    assert len(tried) == 2, "the whitening's bias awake, and at rest"
-
-
 def test_a_compiled_network_takes_a_short_last_batch_too(without_kernels):
     recipe, weights = Stock(batch_size=16), []
     for compile in (False, True):
@@ -180,18 +171,6 @@ def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
     assert model.forward is model.network
     assert "Warning: not compiled (the compiled gradient of prep.0.weight is 100% off)" in capsys.readouterr().err
     assert all(weight.grad is None for weight in model.network.parameters())
-
-
-def test_a_compilation_that_was_broken_off_names_the_file_to_delete(monkeypatch, capsys):
-    def refuse(images):
-        raise ImportError("/tmp/cache/main.so: file too short")  # seen after a kill in the middle of linking
-
-    monkeypatch.setattr(torch, "compile", lambda network, **_: refuse)
-    model = make_model(SMALL, ALONE, "fp64", compile=True)
-    assert model.forward is model.network
-    assert "(/tmp/cache/main.so: file too short) (a compilation was broken off: delete this file)" in (
-        capsys.readouterr().err
-    )
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.log import Clock
+from large_batch_cifar_10_fast.recipe import reset
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.page import Page
@@ -127,6 +128,7 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(system):
     images = Images("shapes", *draw_shapes(SHARD * recipe.workers + recipe.workers // 2, 40))
     model = make_model(recipe, ctx, "fp64")
     data, log = prepare(images, model, Clock(ctx.synchronize)), Recorder()
+    reset(model.network, recipe, SEED)
     reference = copy.deepcopy(reference).double()
     weights = list(reference.parameters())
     with torch.no_grad():

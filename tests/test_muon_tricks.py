@@ -64,11 +64,6 @@ def test_views_of_half_precision_are_averaged_in_float32():
     assert TWO_VIEWS(network, image).item() == 1 + 1 / 256, "which bfloat16 would round to 1"
 
 
-def test_each_option_of_views_is_what_it_says():
-    predictions = {views: MuonRecipe(views=views).tta for views in ("one", "two", "six")}
-    assert predictions == {"one": ONE_VIEW, "two": TWO_VIEWS, "six": SIX_VIEWS}
-
-
 @pytest.mark.parametrize(("epochs", "seen"), [(1, ["all"]), (3, ["one", "one", "all"])])
 def test_all_views_are_taken_after_the_last_epoch_alone(epochs, seen, tiny_npz, tmp_path, monkeypatch):
     """Five more of each image after every epoch would take a CPU minutes of a run."""

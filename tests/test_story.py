@@ -11,7 +11,6 @@ from conftest import TINY, Recorder, train_here
 from torch import nn
 
 from large_batch_cifar_10_fast import command_line, train
-from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independent
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
@@ -38,7 +37,7 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
 
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(train, "upload_test", taking(0.5, train.upload_test))
-    monkeypatch.setattr(train, "normalise", taking(0.25, train.normalize))
+    monkeypatch.setattr(train, "normalize", taking(0.25, train.normalize))
     monkeypatch.setattr(train, "frozen_weights", taking(0.125, train.frozen_weights))
     monkeypatch.setattr(train, "take_step", taking(1, train.take_step))
     monkeypatch.setattr(train, "evaluate", taking(1000, lambda *_, **__: Score(next(scores), 100, 1.0)))
@@ -125,22 +124,6 @@ def test_another_recipe_trains_as_stock_pytorch_would():
 @pytest.fixture
 def two_recipes(monkeypatch):
     monkeypatch.setitem(command_line.RECIPES, "stock", Stock)
-
-
-def test_a_recipe_has_its_own_options_and_refuses_anothers(two_recipes, capsys):
-    assert read_request(["--recipe", "stock", "--epochs", "3"])[1] == Stock(epochs=3)
-    for arguments, message in (
-        (["--recipe", "stock", "--lr_scaler", "1"], "recipe stock has no option --lr_scaler; --help lists"),
-        (["--recipe", "stock", "--demo"], "--demo is apple2019, small, not stock"),
-        (["--recipe", "stock", "--workers", "4"], "recipe stock has no option --workers"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            read_request(arguments)
-    with pytest.raises(SystemExit):
-        read_request(["--recipe", "stock", "--help"])
-    shown = capsys.readouterr().out
-    assert "--batch_size" in shown
-    assert "--lr_scaler" not in shown
 
 
 def test_a_campaign_of_another_recipe_is_written_and_resumed(two_recipes, tiny_npz, tmp_path, capsys):

@@ -1,1 +1,1 @@
-"""What decides the weights: a file a recipe, network and numbers together. request/command_line.py has their list."""
+"""Everything that decides the weights: a file a recipe. command_line.py lists them."""

@@ -1,10 +1,9 @@
 """Apple, December 2019: eight workers of 256 images, 94% in about 8 seconds on eight V100s (docs/method.md).
 
-18 epochs; rate 0, 1.5, 0.15 at epochs 0, 3.6, 16; Nesterov 0.9, decay 5e-4 x 1.5 x 256; cross-entropy smoothed by 0.2
-and summed; pad 4, crop, flip, both balanced; tested on an image and its mirror image; weights are not averaged.
+18 epochs; rate 0, 1.5, 0.15 at epochs 0, 3.6, 16; Nesterov 0.9, decay 5e-4 x 1.5 x 256; summed cross-entropy with label
+smoothing 0.2; pad 4, balanced crops and flips; test-time augmentation by mirroring.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -15,17 +14,15 @@ from torch.optim import Optimizer
 from ..cpu import HalvingPool
 from ..data.augment import CropAndFlip, assign_balanced
 from ..distributed import DistContext
-from ..layers import GhostBatchNorm, whitening_filters
+from ..layers import GhostBatchNorm, Norm, convolution, whitening_filters
 from ..metrics import TWO_VIEWS
 from ..optim import NesterovSGD, PiecewiseLinear
 from ..options import ConfigError, check_not_negative, check_positive, option, spelled
 from ..recipe import Stage, cross_entropy
 
-Norm = Callable[[int], nn.Module]  # made for so many channels
-
 GROUPS = 16  # ghost groups in a worker's batch, whatever the batch
-WEIGHT_DECAY = 5e-4  # per image of a batch and per unit of the peak rate
-BIAS_FACTOR = 64  # biases learn this much faster, with as much less decay
+WEIGHT_DECAY = 5e-4  # per image of a batch and unit of the peak rate
+BIAS_FACTOR = 64  # multiplies the rate of biases and divides their decay
 SGD_MOMENTUM = 0.9
 LABEL_SMOOTHING = 0.2
 CELU_ALPHA, LOGIT_SCALE = 0.3, 1 / 16
@@ -36,7 +33,7 @@ DEMO |= {"lr_scaler": 1.0, "lr_scaler_end_fraction": 0.02}
 
 @dataclass(frozen=True)
 class Apple2019:
-    """The published options with their names and defaults (method, section 4), then ours."""
+    """Apple's options with their published defaults (method, section 4), then ours."""
 
     lr_scaler: float = option(1.5, "peak of the learning rate; weight decay grows with it")
     lr_scaler_end_fraction: float = option(0.1, "final learning rate, as a fraction of the peak")
@@ -51,7 +48,7 @@ class Apple2019:
 
     name: ClassVar = "apple2019"
     augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_balanced)
-    whole_epochs: ClassVar = False  # 24 full batches; what is left of a shard waits for another epoch
+    whole_epochs: ClassVar = False  # 24 full batches; the remaining images wait for another epoch
     reduction: ClassVar = "sum"
     half: ClassVar = "fp16"
     half_weights: ClassVar = True
@@ -87,14 +84,14 @@ class Apple2019:
         network.whitening.weight.copy_(whitening_filters(images[:10_000], size=3, epsilon=0.01))
 
     def rate(self) -> PiecewiseLinear:
-        """L: up from 0 to the peak, down, then constant, which does for the weights what an average would."""
+        """Return the rate: up to the peak, down, then constant, which replaces the averaging of weights."""
         peak, end = self.lr_scaler, self.lr_scaler * self.lr_scaler_end_fraction
         knots = (0, self.epochs / self.warmup_fraction, self.epochs - self.ema_ep)
         return PiecewiseLinear(knots, (0, peak, end))
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
-        """The loss is a sum over the batch, so the rate is divided by it. (Dividing the loss instead would push
-        half-precision gradients towards zero.)"""
+        """The loss is a sum over the batch, so the rate is divided by the batch size; dividing the loss instead would
+        push half-precision gradients towards zero."""
         rate, decay = self.rate() * (1 / self.batch_size), WEIGHT_DECAY * self.lr_scaler * self.batch_size
         trained = [weight for weight in network.parameters() if weight.requires_grad]
         weights, biases = [w for w in trained if w.ndim > 1], [w for w in trained if w.ndim == 1]
@@ -105,10 +102,7 @@ class Apple2019:
         return [NesterovSGD(groups, SGD_MOMENTUM)]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """0.8 x cross-entropy + 0.2 x mean over classes of -log p, in float32 at least.
-
-        Softened targets keep the network from growing ever surer of its training images.
-        """
+        """Return 0.8 x cross-entropy + 0.2 x the mean over classes of -log p: targets below 1 limit overfitting."""
         return cross_entropy(logits, labels, LABEL_SMOOTHING)
 
 
@@ -122,7 +116,7 @@ class Network(nn.Module):
         self.layer2 = halving(2 * width, 4 * width, norm)
         self.layer3 = nn.Sequential(halving(4 * width, 8 * width, norm), Residual(8 * width, norm))
         self.head = nn.Sequential(nn.MaxPool2d(4), nn.Flatten(), nn.Linear(8 * width, 10, bias=False))
-        self.whitening = convolution(3, 27).requires_grad_(False)  # made last: no other initial weight depends on it
+        self.whitening = convolution(3, 27).requires_grad_(False)  # last, so that no other initial weight depends on it
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.prep(self.whitening(images))
@@ -130,7 +124,7 @@ class Network(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + f(f(x)), two blocks f of their own weights; no activation after the sum."""
+    """x + g(f(x)), where f and g are convolution, norm, CELU; no activation after the sum."""
 
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
@@ -142,12 +136,8 @@ class Residual(nn.Module):
 
 
 def halving(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
-    """Convolution, pooling, norm: pooling comes before the norm, which then has a quarter to do."""
+    """Return convolution, pooling, norm, CELU; pooling first leaves a quarter of the work to the norm."""
     return nn.Sequential(convolution(channels_in, channels_out), HalvingPool(), *normed(channels_out, norm))
-
-
-def convolution(channels_in: int, channels_out: int, size: int = 3) -> nn.Conv2d:
-    return nn.Conv2d(channels_in, channels_out, size, padding=size // 2, bias=False)
 
 
 def normed(channels: int, norm: Norm) -> tuple[nn.Module, nn.Module]:

@@ -1,7 +1,7 @@
 """Ben Johnson, 2018: DAWNBench's first winner below six minutes, a pre-activation ResNet-18 (docs/lineage.md).
 
 One worker of 128 images; 40 epochs, in which the rate rises to 0.1, jumps to 0.105 and falls; torch's Nesterov 0.9,
-decay 5e-4 on everything; cross-entropy's mean; pad 4, crop, flip, drawn for each image.
+decay 5e-4 on all parameters; mean cross-entropy; pad 4, independent crops and flips.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
 @dataclass(frozen=True)
 class Basenet:
-    """The entry's own figures; a batch of another size does not change the rate."""
+    """The entry's settings; a batch of another size does not change the rate."""
 
     epochs: int = option(SCHEDULED, "epochs of a run: the first so many of the schedule, which is not stretched")
     batch_size: int = option(128, "images of a step")
@@ -57,7 +57,7 @@ class Basenet:
         return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))
 
     def whiten(self, network: nn.Module, images: Tensor) -> None:
-        """Nothing here is computed from the images."""
+        """No weight is computed from the images."""
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         group = {"params": list(network.parameters()), "schedules": {"lr": RATE}}

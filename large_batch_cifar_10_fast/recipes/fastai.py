@@ -1,7 +1,7 @@
 """fast.ai, 2018: super-convergence on eight V100s, a wide ResNet 22-6 under a 1cycle (docs/lineage.md).
 
 Eight workers of 128 images; 40 epochs, rate 0.04, 2, 0.04, 0.0004 at epochs 0, 17.5, 35, 40, momentum 0.95, 0.85, 0.95
-at the first three; decay 2e-4 on everything; cross-entropy's mean; crop, jitter of colours, small rotations, flip.
+at the first three; decay 2e-4 on all parameters; mean cross-entropy; crop, color jitter, small rotations, flip.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ from ..recipe import Stage, cross_entropy
 
 @dataclass(frozen=True)
 class Entry:
-    """What the two entries to DAWNBench do not share; `decay` is the weights'."""
+    """What differs between the two entries to DAWNBench."""
 
     workers: int
     batch_size: int
     knots: tuple[float, ...]  # epochs at which the rate begins, peaks, is back and ends
     rates: tuple[float, ...]
-    decay: float
+    weight_decay: float
 
 
 ENTRIES = {
@@ -41,7 +41,7 @@ MOMENTA = (0.95, 0.85, 0.95, 0.95)
 
 @dataclass(frozen=True)
 class FastAI:
-    """The eight-GPU entry, or with --entry one_gpu the other; 0 stands for the entry's own figure."""
+    """The eight-GPU entry, or the other with --entry one_gpu; an option of 0 means the entry's value."""
 
     entry: str = option("eight_gpus", "which of the two entries", choices=tuple(ENTRIES))
     epochs: int = option(0, "epochs of a run: the first so many of the schedule, which is not stretched; 0: 40, or 30")
@@ -77,13 +77,13 @@ class FastAI:
         return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))
 
     def whiten(self, network: nn.Module, images: Tensor) -> None:
-        """Nothing here is computed from the images."""
+        """No weight is computed from the images."""
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         entry = ENTRIES[self.entry]
         schedules = {"lr": PiecewiseLinear(entry.knots, entry.rates), "momentum": PiecewiseLinear(entry.knots, MOMENTA)}
         group = {"params": list(network.parameters()), "schedules": schedules}
-        return [SGD([group], lr=0.0, momentum=MOMENTA[0], weight_decay=entry.decay)]
+        return [SGD([group], lr=0.0, momentum=MOMENTA[0], weight_decay=entry.weight_decay)]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits, labels)

@@ -1,8 +1,8 @@
-"""Muon, 2024 to 2026: the least work to 94%; a small network whose filters move by orthogonal steps (docs/modern.md).
+"""Muon, 2024 to 2026: the least work to 94%, a small network with orthogonalized updates (docs/modern.md).
 
-2000 images a step, one worker's or shared out over several; 9 epochs, rates falling from the first step to the last;
-cross-entropy smoothed and summed; crop, alternating flip; four epochs at 24 pixels, five at 32, the last four of them
-without the easiest third of the images; six views at test time.
+2000 images a step over all workers; 9 epochs, rates falling linearly to 0; summed cross-entropy with label smoothing;
+crop, alternating flip; four epochs at 24 pixels, five at 32, the last four of them without the easiest third of the
+images; test-time augmentation with six views.
 """
 
 import math
@@ -33,26 +33,26 @@ VIEWS = {"one": ONE_VIEW, "two": TWO_VIEWS, "six": SIX_VIEWS}
 
 @dataclass(frozen=True)
 class MuonRecipe:
-    """Our own figures; --recipe muon2024 has those it started from."""
+    """Our own settings; --recipe muon2024 has those it started from."""
 
     epochs: int = option(9, "epochs of a run, over which the rates fall")
-    batch_size: int = option(0, f"images a worker takes each step; 0: {STEP_IMAGES} shared out over the workers")
+    batch_size: int = option(0, f"images a worker takes each step; 0: {STEP_IMAGES} divided by the workers")
     width: int = option(64, "channels of the first group of convolutions; the others have four times as many")
-    pixels: str = option("24,24,24,24,32,32,32,32,32", "sizes of the images, one after the other over the epochs")
+    pixels: str = option("24,24,24,24,32,32,32,32,32", "resolutions, spread evenly over the epochs")
     kept: str = option(
         "1,1,1,1,1,0.68,0.68,0.68,0.68",
-        "shares of the images, likewise: an epoch trains on those last seen with the highest loss",
+        "fractions of the images, likewise; an epoch trains on those with the highest loss when last seen",
     )
-    filter_rate: float = option(0.24, "Muon's rate at first, of the filters")
+    filter_rate: float = option(0.24, "Muon's initial rate, for the filters")
     filter_momentum: float = option(0.6, "Muon's momentum")
-    rescale_every: int = option(1, "steps after which the filters get their length back")
-    bias_rate: float = option(0.053, "SGD's rate at first, of biases")
-    head_rate: float = option(0.67, "SGD's rate at first, of the last layer")
+    rescale_every: int = option(1, "steps after which the norm of the filters is restored")
+    bias_rate: float = option(0.053, "SGD's initial rate for biases")
+    head_rate: float = option(0.67, "SGD's initial rate for the last layer")
     momentum: float = option(0.85, "SGD's momentum")
-    whitening_epochs: int = option(1, "epochs that train the whitening's bias, which then rests")
-    label_smoothing: float = option(0.2, "share of a label that all classes get")
+    whitening_epochs: int = option(1, "epochs after which the whitening's bias is frozen")
+    label_smoothing: float = option(0.2, "part of a label that is spread over all classes")
     norm_momentum: float = option(0.4, "weight of a new batch in the running statistics")
-    views: str = option("six", "of a test image, after the last epoch", choices=tuple(VIEWS))
+    views: str = option("six", "views of a test image after the last epoch", choices=tuple(VIEWS))
     workers: int = option(1, "replicas, each with its own shard")
 
     name: ClassVar = "muon"
@@ -92,8 +92,7 @@ class MuonRecipe:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """They begin where the resolution or the share of images changes, and where the whitening's bias comes to
-        rest."""
+        """A stage for each combination of resolution, fraction of images and frozen whitening bias."""
         lists = self._listed("pixels", int), self._listed("kept", float)
 
         def kind(epoch: int) -> tuple[int, tuple[str, ...], float]:
@@ -115,11 +114,13 @@ class MuonRecipe:
 
     def whiten(self, network: "Network", images: Tensor) -> None:
         filters = whitening_filters(images[:5000], size=2, epsilon=5e-4)
-        network.whitening.weight.copy_(torch.cat([filters, -filters]))  # so that no activation hides half of a patch
+        network.whitening.weight.copy_(
+            torch.cat([filters, -filters])
+        )  # both signs, since the activation suppresses negative values
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
-        """SGD's rates are for a loss summed over all images of a step; ours is the mean of the workers' sums."""
-        step = self.workers * self.batch_size / EPOCH_IMAGES  # epochs; rates begin at the first step's end
+        """SGD's rates are for the sum of the loss over a step; ours is the mean of the workers' sums."""
+        step = self.workers * self.batch_size / EPOCH_IMAGES  # in epochs; rates are those at the end of a step
         falling = PiecewiseLinear((step, self.epochs + step), (1.0, 0.0))
         falling_early = PiecewiseLinear((step, self.whitening_epochs + step), (1.0, 0.0))
 
@@ -173,7 +174,7 @@ class Network(nn.Module):
 
 
 def group(channels_in: int, channels_out: int, norm: partial) -> nn.Sequential:
-    """Pooling comes between the first convolution and its norm."""
+    """Return two convolutions with norms; pooling comes before the first norm."""
     return nn.Sequential(
         dirac_init(ConvolutionToPool, channels_in, channels_out),
         HalvingPool(),
@@ -184,7 +185,7 @@ def group(channels_in: int, channels_out: int, norm: partial) -> nn.Sequential:
 
 
 def dirac_init(kind: type[nn.Conv2d], channels_in: int, channels_out: int) -> nn.Conv2d:
-    """A 3x3 convolution whose first filters pass their channel on; the others start as PyTorch's do."""
+    """Return a 3x3 convolution whose first filters are the identity; the others have PyTorch's initialization."""
     convolution = kind(channels_in, channels_out, 3, padding=1, bias=False)
     nn.init.dirac_(convolution.weight.data[:channels_in])
     return convolution

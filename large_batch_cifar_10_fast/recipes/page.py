@@ -1,7 +1,7 @@
 """David Page, 2018: Johnson's network reproduced, its surplus norm and kink removed (docs/lineage.md).
 
 One worker of 128 images; 35 epochs, rate 0, 0.1, 0.005, 0 at epochs 0, 15, 30, 35; Nesterov 0.9 with the rate inside
-the velocity, decay 5e-4 x 128; cross-entropy's sum, the rate divided by 128; pad 4, crop, flip, drawn for each image.
+the velocity, decay 5e-4 x 128; summed cross-entropy, the rate divided by 128; pad 4, independent crops and flips.
 """
 
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
 @dataclass(frozen=True)
 class Page:
-    """The article's own figures; a batch of another size does not change the rate."""
+    """The article's settings; a batch of another size does not change the rate."""
 
     epochs: int = option(SCHEDULED, "epochs of a run: the first so many of the schedule, which is not stretched")
     batch_size: int = option(128, "images of a step")
     width: int = option(64, "channels of the first stage; the others scale with it")
-    starting_point: bool = option(False, "what Page began with: a norm and ReLU more, and the kink in the rate")
+    starting_point: bool = option(False, "Page's first version: one norm and ReLU more, and the kink in the rate")
 
     name: ClassVar = "page"
     workers: ClassVar = 1
@@ -64,7 +64,7 @@ class Page:
         )
 
     def whiten(self, network: nn.Module, images: Tensor) -> None:
-        """Nothing here is computed from the images."""
+        """No weight is computed from the images."""
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         rate = (RATE_WITH_KINK if self.starting_point else RATE) * (1 / self.batch_size)
