@@ -16,25 +16,24 @@ import torch
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.options import Settings
 from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.train import make_learner, prepare, take_step, warm_up
+from large_batch_cifar_10_fast.train import make_model, prepare, take_step, warm_up
 from large_batch_cifar_10_fast.distributed import init_distributed
 from large_batch_cifar_10_fast.optim import follow_schedules
 from large_batch_cifar_10_fast.metrics import Metrics
 
 for recipe in (Apple2019(width=16, batch_size=64), MuonRecipe(width=16, batch_size=64, workers=8, kept="0.9")):
     with init_distributed(recipe.workers) as ctx:
-        learner = make_learner(Settings(precision="fp16", compile=True), recipe, ctx)
-        assert learner.forward is not learner.network
-        warm_up(learner, 5000, 100)
-        data = prepare(random_images(5000, 100), learner, Clock(ctx.synchronize))
-        optimizers, metrics = recipe.optimizers(learner.network, ctx), Metrics(ctx)
+        model = make_model(recipe, ctx, "fp16", compile=True)
+        assert model.forward is not model.network
+        warm_up(model, 5000, 100)
+        data = prepare(random_images(5000, 100), model, Clock(ctx.synchronize))
+        optimizers, metrics = recipe.optimizers(model.network, ctx), Metrics(ctx)
         torch.cuda.set_sync_debug_mode("error")
         batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.initial_losses()))
         for step, micro_batches in enumerate(batches, 1):
             follow_schedules(optimizers, step / len(batches))
-            take_step(learner, optimizers, micro_batches, metrics)
+            take_step(model, optimizers, micro_batches, metrics)
         losses[batches.rows] = torch.cat(metrics.losses)
         torch.cuda.set_sync_debug_mode("default")
 """
@@ -51,12 +50,11 @@ with exit_on_config_error("train"):
 IEEE = """
 import sys, torch
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.options import Settings
-from large_batch_cifar_10_fast.train import make_learner
+from large_batch_cifar_10_fast.train import make_model
 from large_batch_cifar_10_fast.distributed import init_distributed
 
 with init_distributed(1) as ctx, torch.no_grad():
-    network = make_learner(Settings(precision=sys.argv[1]), MuonRecipe(), ctx).network.eval()
+    network = make_model(MuonRecipe(), ctx, sys.argv[1]).network.eval()
     images = torch.randn(100, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(ctx.device)
     ours, exact = network(images).double(), network.double()(images.double())
     print(float((ours - exact).norm() / exact.norm()))
