@@ -3,58 +3,69 @@
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .distributed import DistContext
 from .layers import prepare_norms
-from .recipe import Recipe, apply_stage, autocast, reset, weight_dtype
+from .recipe import Recipe, TrainingPass, apply_stage, reset
 
 # How far off a compiled gradient may be, as a share of its length. Rounding in another order reached 0.44 in a bias in
 # bf16, 0.09 in fp16 and 0.003 in fp32; a gradient that is lost, doubled or of the wrong sign is off by 1 or more.
 TOLERANCE = 0.7
 
 
-def compiled(network: nn.Module, recipe: Recipe, precision: str, micro_batches: int, ctx: DistContext) -> nn.Module:
-    """Return the compiled network; warn and return the network itself if any process cannot compile it.
+Forward = Callable[[Tensor, Tensor, int], TrainingPass]
 
-    All graphs of training but a short last batch's are compiled here. The gradients of each are compared with the
-    uncompiled network's, because a compiler can be wrong without an error (docs/performance.md, "A trap").
+
+def compiled(
+    eager: Forward,
+    network: nn.Module,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    micro_batches: int,
+    ctx: DistContext,
+) -> Forward:
+    """Return the compiled training pass; warn and return the eager one if any process cannot compile it.
+
+    All graphs of training are compiled here, for images of `dtype` and batches of all `sizes`. The gradients of each
+    are compared with the eager ones, because a compiler can be wrong without an error (docs/performance.md, "A trap").
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on a missing GPU
     if "TORCH_LOGS" not in os.environ:  # with which a user asks for more than our one line
         logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
-    workers, dtype = len(ctx.workers) // micro_batches, weight_dtype(recipe, precision)
+    workers = len(ctx.workers) // micro_batches
     images, _ = noise(recipe.batch_size * workers, 32, dtype, ctx)
     recipe.whiten(network, images.permute(0, 2, 3, 1))
     reset(network, recipe, seed=0)
-    torch._dynamo.config.recompile_limit = 64  # two graphs a kind of step; beyond the default 8 it would not compile
-    fused = torch.compile(network, dynamic=False)
+    torch._dynamo.config.recompile_limit = 64  # four graphs a kind of step; beyond the default 8 it would not compile
+    forward = torch.compile(eager, dynamic=False)
     trackings = [True] * ctx.is_main + [False] * (micro_batches > 1 or not ctx.is_main)
     try:
         kinds = dict.fromkeys(stage.kind for stage in recipe.stages)
-        for kind, tracking in itertools.product(kinds, trackings):
+        for kind, tracking, size in itertools.product(kinds, trackings, sizes):
             apply_stage(network, kind)
             prepare_norms(network, workers, tracking)
-            batch = noise(recipe.batch_size * workers, kind.resolution, dtype, ctx)
-            expected = gradients(network, network, recipe, batch, precision)
-            check_gradients(gradients(network, fused, recipe, batch, precision), expected)
+            batch = noise(size * workers, kind.resolution, dtype, ctx)
+            expected = gradients(network, eager, batch, workers)
+            check_gradients(gradients(network, forward, batch, workers), expected)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler raises nearly anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         broken = " (an earlier compilation was interrupted: delete this file)" * reason.endswith("file too short")
         ctx.warn(f"not compiled ({reason}){broken}: training goes on uncompiled; --no_compile skips the attempt")
-        fused = network
-    everywhere = ctx.all_gather_words("compiled", str(fused is not network))
-    if "False" in everywhere and fused is not network:
+        forward = eager
+    everywhere = ctx.all_gather_words("compiled", str(forward is not eager))
+    if "False" in everywhere and forward is not eager:
         ctx.warn("not compiled on every process: training goes on uncompiled")
-        fused = network
+        forward = eager
     network.zero_grad()
     reset(network, recipe, seed=0)  # undoes the last stage
-    return fused
+    return forward
 
 
 def noise(count: int, resolution: int, dtype: torch.dtype, ctx: DistContext) -> tuple[Tensor, Tensor]:
@@ -64,19 +75,10 @@ def noise(count: int, resolution: int, dtype: torch.dtype, ctx: DistContext) -> 
     return images.to(ctx.device, dtype).permute(0, 3, 1, 2), labels
 
 
-def gradients(
-    network: nn.Module,
-    forward: Callable[[Tensor], Tensor],
-    recipe: Recipe,
-    batch: tuple[Tensor, Tensor],
-    precision: str,
-) -> dict[str, Tensor]:
+def gradients(network: nn.Module, forward: Forward, batch: tuple[Tensor, Tensor], workers: int) -> dict[str, Tensor]:
     """Return the gradient of each trained weight by name, from one forward and backward pass."""
-    images, labels = batch
     network.zero_grad()
-    with autocast(recipe, precision, images.device):
-        logits = forward(images)
-    recipe.loss(logits, labels).sum().backward()
+    forward(*batch, workers).loss.backward()
     return {name: weight.grad for name, weight in network.named_parameters() if weight.requires_grad}
 
 

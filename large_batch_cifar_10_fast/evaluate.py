@@ -24,7 +24,7 @@ from .layers import norms_of
 from .log import Clock, data_line, recipe_line, version_line
 from .metrics import Metrics, Score
 from .options import ConfigError, RunConfig, exit_on_config_error
-from .recipe import Prediction, Recipe, autocast, cast, make_network, weight_dtype
+from .recipe import Prediction, Recipe, autocast, cast, make_network, sums_of, weight_dtype
 
 
 @torch.no_grad()
@@ -42,7 +42,8 @@ def evaluate(
     (images, labels), metrics = test, Metrics(ctx)
     with autocast(recipe, precision, ctx.device):
         logits = predict(network, images)
-    metrics.count(logits, labels, recipe.loss(logits, labels))
+    losses = recipe.loss(logits, labels)
+    metrics.add(sums_of(logits, labels, losses), losses)
     network.train()
     return metrics.read()
 

@@ -15,8 +15,8 @@ class GhostBatchNorm(nn.Module):
     per worker. A short last batch is one group per worker.
 
     Input and output are [B, C, H, W]. The bias is trained, the scale only with `affine`; both and the statistics are
-    float32 (float64 if the input is). While `tracking`, each of the first `groups` groups updates running statistics
-    of its own, [groups, C]; evaluation uses their mean.
+    float32 (float64 if the input is). While `tracking`, the statistics of the first `groups` groups are kept for
+    `update_statistics`, each group's for running statistics of its own, [groups, C]; evaluation uses their mean.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class GhostBatchNorm(nn.Module):
         super().__init__()
         self.ghost_batch, self.momentum, self.eps, self.groups = ghost_batch, momentum, eps, groups
         self.tracking, self.workers = False, 1  # how many workers' images a training batch holds
+        self.latest: tuple[Tensor, ...] = ()  # mean and variance of the last batch, while tracking
         self.weight = nn.Parameter(torch.ones(channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(groups, channels))
@@ -46,7 +47,9 @@ class GhostBatchNorm(nn.Module):
         groups = x.permute(0, 2, 3, 1).unflatten(0, (-1, ghost_batch)).to(self.bias.dtype)
         variance, mean = torch.var_mean(groups, dim=(1, 2, 3), correction=0)  # [groups, C]
         if self.tracking:
-            self._track(mean, variance, ghost_batch * x.shape[2] * x.shape[3])
+            count = ghost_batch * x.shape[2] * x.shape[3]
+            unbiased = variance[: self.groups].detach() * (count / (count - 1))
+            self.latest = mean[: self.groups].detach(), unbiased
         scale, shift = (y[:, None, None, None] for y in self._scale_and_shift(mean, variance))
         return torch.addcmul(shift, groups, scale).to(x.dtype).flatten(0, 1).permute(0, 3, 1, 2)
 
@@ -57,11 +60,6 @@ class GhostBatchNorm(nn.Module):
             scale = scale * self.weight
         return scale, self.bias - mean * scale
 
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        self.running_mean.lerp_(mean[: self.groups], self.momentum)
-        self.running_var.lerp_(variance[: self.groups] * (count / (count - 1)), self.momentum)  # unbiased
-
 
 def norms_of(network: nn.Module) -> list[GhostBatchNorm]:
     return [module for module in network.modules() if isinstance(module, GhostBatchNorm)]
@@ -71,6 +69,15 @@ def prepare_norms(network: nn.Module, workers: int, tracking: bool) -> None:
     """Set how many workers' images the next training batch holds, and whether it updates the running statistics."""
     for norm in norms_of(network):
         norm.workers, norm.tracking = workers, tracking
+
+
+@torch.no_grad()
+def update_statistics(network: nn.Module) -> None:
+    """Move the running statistics of all norms towards those of the last training batch, if it was tracked."""
+    norms = [norm for norm in norms_of(network) if norm.tracking]
+    if norms:
+        running = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+        torch._foreach_lerp_(running, [latest for norm in norms for latest in norm.latest], norms[0].momentum)
 
 
 # With torch 2.12.1 the gradient of a strided 1x1 convolution in channels-last memory crashes the process if there are

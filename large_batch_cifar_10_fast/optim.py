@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from .distributed import DistContext
 
@@ -36,7 +37,22 @@ def follow_schedules(optimizers: Iterable[Optimizer], epoch: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, schedule in group["schedules"].items():
-                group[name] = schedule(epoch)
+                if isinstance(group[name], Tensor):
+                    group[name].fill_(schedule(epoch))
+                else:
+                    group[name] = schedule(epoch)
+
+
+def prepare_for_gpu(optimizers: Iterable[Optimizer], compile: bool) -> None:
+    """Keep learning rates on the GPU, so that a changed rate is no new program, and make updates few launches."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros((), device=group["params"][0].device)
+        if isinstance(optimizer, SGD):
+            for group in optimizer.param_groups:
+                group["fused"] = True
+        elif compile:
+            optimizer.compile()
 
 
 def step_all(optimizers: Iterable[Optimizer]) -> None:
@@ -56,6 +72,7 @@ class NesterovSGD(Optimizer):
 
     def __init__(self, groups: Iterable[dict], momentum: float) -> None:
         super().__init__(groups, {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
+        self.update = nesterov_update
         for group in self.param_groups:
             dtypes = dict.fromkeys(weight.dtype for weight in group["params"])  # torch._foreach is slow on a mixture
             group["lists"] = [[weight for weight in group["params"] if weight.dtype == dtype] for dtype in dtypes]
@@ -66,10 +83,15 @@ class NesterovSGD(Optimizer):
         for group in self.param_groups:
             rates = [group[name] for name in ("lr", "weight_decay", "momentum")]
             for weights, velocities in zip(group["lists"], group["velocities"], strict=True):
-                nesterov_update(weights, [weight.grad for weight in weights], velocities, *rates)
+                self.update(weights, [weight.grad for weight in weights], velocities, *rates)
+
+    def compile(self) -> None:
+        self.update = torch.compile(nesterov_update, dynamic=False)
 
 
-def nesterov_update(w: Tensors, grad: Tensors, v: Tensors, lr: float, weight_decay: float, momentum: float) -> None:
+def nesterov_update(
+    w: Tensors, grad: Tensors, v: Tensors, lr: float | Tensor, weight_decay: float, momentum: float
+) -> None:
     """Apply the formula above in place, to all tensors at once."""
     d = torch._foreach_add(grad, w, alpha=weight_decay)
     torch._foreach_mul_(d, -lr)
@@ -94,13 +116,14 @@ class Muon(Optimizer):
 
     All directions of an update have the same size, so that directions that gradients rarely show are learned, too, and
     the scale of the gradients has no effect. The norm is restored every `rescale_every` steps. Each process
-    orthogonalizes some of the matrices; those of one shape are one batch of products, in half precision under autocast.
+    orthogonalizes some of the matrices, in one batch of products, in half precision under autocast.
     torch.optim.Muon (2.9) takes only matrices, one by one, and keeps no norm.
     """
 
     def __init__(self, groups: Iterable[dict], momentum: float, rescale_every: int, ctx: DistContext) -> None:
         super().__init__(groups, {"lr": 0.0, "momentum": momentum, "rescale_every": rescale_every})
         self.steps, self.ctx = 0, ctx
+        self.orthogonal_directions, self.move = orthogonal_directions, move
         for group in self.param_groups:
             for weight in group["params"]:
                 self.state[weight] = torch.zeros_like(weight)
@@ -111,36 +134,71 @@ class Muon(Optimizer):
             weights = [weight for weight in group["params"] if weight.grad is not None]  # not frozen
             if not weights:
                 continue
-            gradients, momenta = [w.grad for w in weights], [self.state[w] for w in weights]
-            torch._foreach_mul_(momenta, group["momentum"])
-            torch._foreach_add_(momenta, gradients)
-            directions = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
-            if self.steps % group["rescale_every"] == 0:
-                lengths = torch._foreach_norm(weights)
-                factors = [math.sqrt(len(w)) / length for w, length in zip(weights, lengths, strict=True)]
-                torch._foreach_mul_(weights, factors)
-            torch._foreach_add_(weights, orthogonal_all(directions, self.ctx), alpha=-group["lr"])
+            gradients, momenta = ([w.grad for w in weights], [self.state[w] for w in weights])
+            directions = self.orthogonal_directions(
+                as_matrices(gradients), as_matrices(momenta), group["momentum"], self.ctx
+            )
+            rescale = self.steps % group["rescale_every"] == 0
+            self.move(as_matrices(weights), shared(directions, self.ctx), group["lr"], rescale)
         self.steps += 1
 
+    def compile(self) -> None:
+        self.orthogonal_directions = torch.compile(orthogonal_directions, dynamic=False)
+        self.move = torch.compile(move, dynamic=False)
 
-def orthogonal_all(directions: list[Tensor], ctx: DistContext) -> list[Tensor]:
-    """Return each direction [out, ...] orthogonalized as a matrix [out, rest]; the processes share the work."""
-    message = directions[0].new_zeros(sum(map(torch.numel, directions)))  # zeros where other processes add theirs
-    parts = message.split([direction.numel() for direction in directions])
-    made = [part.view(direction.shape) for part, direction in zip(parts, directions, strict=True)]
+
+def as_matrices(tensors: Tensors) -> list[Tensor]:
+    """Return views [out, rest] of tensors [out, ...] in the order of their memory, without gaps.
+
+    Newton-Schulz commutes with a permutation of columns, so channels-last memory needs no copy.
+    """
+    return [t.as_strided((len(t), t.numel() // len(t)), (t.numel() // len(t), 1)) for t in tensors]
+
+
+def orthogonal_directions(grad: Tensors, m: Tensors, momentum: float, ctx: DistContext) -> list[Tensor]:
+    """Update the momenta; return the orthogonalized directions that this process computes, zeros for the others."""
+    torch._foreach_mul_(m, momentum)
+    torch._foreach_add_(m, grad)
+    directions = torch._foreach_add(grad, m, alpha=momentum)
     largest_first = sorted(range(len(directions)), key=lambda place: -directions[place].numel())
     mine = largest_first[ctx.rank :: ctx.world_size]
-    for shape in dict.fromkeys(directions[place].shape for place in mine):
-        places = [place for place in mine if directions[place].shape == shape]
-        batch = orthogonal(torch.stack([directions[place].flatten(1) for place in places]))
-        torch._foreach_copy_([made[place].flatten(1) for place in places], list(batch))
-    ctx.all_reduce(message)
-    return made
+    made = dict(zip(mine, orthogonal_batch([directions[place] for place in mine]), strict=True))
+    return [made[place] if place in made else torch.zeros_like(d) for place, d in enumerate(directions)]
+
+
+def orthogonal_batch(matrices: Tensors) -> list[Tensor]:
+    """Return each matrix orthogonalized, as one batch: padded with zeros, which Newton-Schulz leaves zero."""
+    if not matrices:
+        return []
+    rows, columns = (max(matrix.shape[side] for matrix in matrices) for side in (0, 1))
+    batch = torch.stack([F.pad(m, (0, columns - m.shape[1], 0, rows - m.shape[0])) for m in matrices])
+    return [x[: len(m), : m.shape[1]] for x, m in zip(orthogonal(batch), matrices, strict=True)]
+
+
+def shared(matrices: list[Tensor], ctx: DistContext) -> list[Tensor]:
+    """Return the sum of each matrix over the processes, in one collective."""
+    if ctx.world_size == 1:
+        return matrices
+    message = ctx.all_reduce(torch.cat([matrix.flatten() for matrix in matrices]))
+    parts = message.split([matrix.numel() for matrix in matrices])
+    return [part.view_as(matrix) for part, matrix in zip(parts, matrices, strict=True)]
+
+
+def move(w: Tensors, directions: Tensors, lr: float | Tensor, rescale: bool) -> None:
+    """Restore the norms of the weights, if asked to, and take a step."""
+    if rescale:
+        lengths = torch._foreach_norm(w)
+        torch._foreach_reciprocal_(lengths)
+        torch._foreach_mul_(lengths, [math.sqrt(len(matrix)) for matrix in w])
+        torch._foreach_mul_(w, lengths)
+    torch._foreach_add_(w, torch._foreach_mul(directions, -lr))
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
     """Return about U V' for each matrix [..., out, rest] = U S V' (singular values), by Newton-Schulz iteration."""
     x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp_min(TINY)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
         x = A * x + (B * square + C * square @ square) @ x

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -173,7 +173,40 @@ def reset(network: nn.Module, recipe: Recipe, seed: int) -> None:
     fresh = make_network(recipe, seed)
     for name, weight in fresh.named_parameters():
         network.get_parameter(name).requires_grad_(weight.requires_grad)  # undo the stages of the last run
-    network.load_state_dict({**fresh.state_dict(), **frozen_weights(network)})
+    state, frozen = network.state_dict(), frozen_weights(network)
+    new = {name: tensor for name, tensor in fresh.state_dict().items() if name not in frozen}
+    flat = torch.cat([tensor.flatten() for tensor in new.values()]).to(next(iter(state.values())).device)  # one copy
+    parts = flat.split([tensor.numel() for tensor in new.values()])
+    values = [part.view_as(tensor) for part, tensor in zip(parts, new.values(), strict=True)]
+    torch._foreach_copy_([state[name] for name in new], values)
+
+
+# A training pass
+
+
+class TrainingPass(NamedTuple):
+    """What a forward pass over images [B] returns."""
+
+    loss: Tensor  # to differentiate: summed over the workers, and scaled
+    losses: Tensor  # of each image, float32 [B]
+    sums: Tensor  # correct images, images, and their summed losses, [3]
+
+
+def training_pass(
+    network: nn.Module, recipe: Recipe, precision: str, images: Tensor, labels: Tensor, workers: int
+) -> TrainingPass:
+    """Compute loss and metrics of images [B, 3, H, W], the batches of so many workers one after the other."""
+    with autocast(recipe, precision, images.device):
+        logits = network(images)
+    losses = recipe.loss(logits, labels)
+    return TrainingPass(reduce_loss(recipe, losses, workers), losses.detach().float(), sums_of(logits, labels, losses))
+
+
+@torch.no_grad()
+def sums_of(logits: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
+    """Return the number of correct images, the number of images, and the sum of their losses, [3]."""
+    correct = (logits.argmax(1) == labels).sum()
+    return torch.stack([correct, torch.full_like(correct, len(labels)), losses.sum()])
 
 
 # Work

@@ -6,11 +6,12 @@ Start it with train_cifar_parallel.sh (all devices), with torchrun, or as `pytho
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .campaign import Row, rows_from_main
@@ -22,21 +23,23 @@ from .data.shards import Batch, Shards, normalize, upload_shards, upload_test
 from .devices import allow_tf32
 from .distributed import DistContext, init_distributed, leaving
 from .evaluate import Metrics, evaluate
-from .layers import prepare_norms
+from .layers import prepare_norms, update_statistics
 from .log import Clock, RunLog
-from .optim import follow_schedules, step_all
+from .optim import follow_schedules, prepare_for_gpu, step_all
 from .options import RunConfig
 from .recipe import (
     Recipe,
+    TrainingPass,
     apply_stage,
     autocast,
     cast,
     frozen_weights,
+    images_of_an_epoch,
     images_to_warm_up,
     make_network,
-    reduce_loss,
     reset,
     stage_of,
+    training_pass,
     weight_dtype,
 )
 
@@ -58,13 +61,14 @@ def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished
     config = resolve_defaults(config, recipe, ctx, len(images.train_images))
     check_agreement(config, recipe, images.digest, finished, ctx)
     log = RunLog(config, recipe, ctx, images.metadata, finished, team)
-    model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches)
+    short = images_of_an_epoch(recipe, len(images.train_images), epoch=1) % recipe.batch_size
+    model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches, short)
     if not config.no_warmup:
         warm_up(model, len(images.train_images), len(images.test_images) if ctx.on_gpu else ctx.world_size)
 
     clock = Clock(ctx.synchronize)
     data = prepare(images, model, clock)
-    log.set_up(clock, len(images.train_images), compiled=model.forward is not model.network)
+    log.set_up(clock, len(images.train_images), compiled=model.compiled)
     for run in log.runs_to_make:
         train_once(run, config.seed + run, model, data, clock.fork(), log)
     log.summary()
@@ -76,20 +80,32 @@ class Model:
 
     recipe: Recipe
     network: nn.Module
-    forward: nn.Module  # the network, compiled or not
+    forward: Callable[[Tensor, Tensor, int], TrainingPass]  # images, labels, workers; compiled or not
+    compiled: bool
     precision: str
     micro_batches: int  # forward and backward passes of a step
     ctx: DistContext
 
 
 def make_model(
-    recipe: Recipe, ctx: DistContext, precision: str, compile: bool = False, micro_batches: int = 1
+    recipe: Recipe, ctx: DistContext, precision: str, compile: bool = False, micro_batches: int = 1, short: int = 0
 ) -> Model:
+    """Make the network, and compile its training pass if asked to; `short` is the size of a worker's short last batch,
+    if there is one."""
     allow_tf32(precision == "tf32")
-    forward = network = cast(make_network(recipe, seed=0), weight_dtype(recipe, precision), ctx.device)
+    network = cast(make_network(recipe, seed=0), weight_dtype(recipe, precision), ctx.device)
+    forward = eager = partial(training_pass, network, recipe, precision)
     if compile:
-        forward = compiled(network, recipe, precision, micro_batches, ctx)
-    return Model(recipe, network, forward, precision, micro_batches, ctx)
+        sizes = [size for size in (recipe.batch_size, short) if size]
+        forward = compiled(eager, network, recipe, weight_dtype(recipe, precision), sizes, micro_batches, ctx)
+    return Model(recipe, network, forward, forward is not eager, precision, micro_batches, ctx)
+
+
+def make_optimizers(model: Model) -> list[Optimizer]:
+    optimizers = model.recipe.optimizers(model.network, model.ctx)
+    if model.ctx.on_gpu:
+        prepare_for_gpu(optimizers, model.compiled)
+    return optimizers
 
 
 @dataclass(frozen=True)
@@ -121,7 +137,7 @@ def train_once(run: int, seed: int, model: Model, data: Data, clock: Clock, log:
     """Train from fresh weights. The seed alone decides the weights and all shuffles, crops and flips."""
     recipe, network, ctx = model.recipe, model.network, model.ctx
     reset(network, recipe, seed)
-    optimizers, losses = recipe.optimizers(network, ctx), data.train.initial_losses()
+    optimizers, losses = make_optimizers(model), data.train.initial_losses()
     for epoch in range(1, recipe.epochs + 1):
         metrics = Metrics(ctx)
         with clock.counting("training"):
@@ -147,11 +163,10 @@ def take_step(model: Model, optimizers: list[Optimizer], micro_batches: list[Bat
     workers = len(ctx.workers) // len(micro_batches)  # whose batches a micro-batch holds, one after the other
     for index, (images, labels) in enumerate(micro_batches):
         prepare_norms(network, workers, tracking=ctx.is_main and index == 0)  # worker 0's statistics alone
-        with autocast(recipe, model.precision, ctx.device):
-            logits = model.forward(images)
-        losses = recipe.loss(logits, labels)
-        reduce_loss(recipe, losses, workers).backward()
-        metrics.count(logits, labels, losses)
+        loss, losses, sums = model.forward(images, labels, workers)
+        loss.backward()
+        update_statistics(network)
+        metrics.add(sums, losses)
     ctx.average_gradients(network, recipe.loss_scale)  # over all workers, here and nowhere else
     with autocast(recipe, model.precision, ctx.device):  # for the matrix products of Muon
         step_all(optimizers)
@@ -165,7 +180,7 @@ def warm_up(model: Model, train_images: int, test_images: int) -> None:
     recipe, network, ctx = model.recipe, model.network, model.ctx
     noise = random_images(images_to_warm_up(recipe, train_images), test_images)
     data = prepare(noise, model, Clock(ctx.synchronize))
-    optimizers = recipe.optimizers(network, ctx)
+    optimizers = make_optimizers(model)
     for stage in {stage.kind: stage for stage in recipe.stages}.values():
         apply_stage(network, stage)
         for micro_batches in data.train.epoch(seed=0, epoch=stage.first_epoch):

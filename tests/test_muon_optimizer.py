@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.optim import Muon, follow_schedules, orthogonal, orthogonal_all
+from large_batch_cifar_10_fast.optim import Muon, follow_schedules, orthogonal, orthogonal_directions
 from large_batch_cifar_10_fast.recipes.muon import Muon2024
 
 CPU = torch.device("cpu")
@@ -76,20 +76,24 @@ def test_muon_moves_filters_as_its_formula_says_each_by_itself():
             expected[i] = expected[i] - 0.24 * x.view(weight.shape)
         optimizer.step()
         for weight, value in zip(weights, expected, strict=True):
-            torch.testing.assert_close(weight.detach(), value, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(weight.detach(), value, rtol=1e-12, atol=1e-12)
     assert frozen.eq(1).all()
 
 
-def test_each_process_makes_its_own_share_of_the_matrices_orthogonal(monkeypatch):
-    monkeypatch.setattr(DistContext, "all_reduce", lambda self, tensor: tensor)
-    shapes = [(6, 4, 3, 3), (5, 2, 3, 3), (6, 4, 3, 3), (7, 7, 3, 3)]
-    directions = [torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) for shape in shapes]
-    shares = [orthogonal_all(directions, DistContext(rank, 3, CPU, 3)) for rank in range(3)]
+def test_the_processes_share_the_matrices_and_their_sum_is_that_of_one():
+    generator, shapes = torch.Generator().manual_seed(0), [(6, 36), (5, 18), (6, 36), (7, 63)]
+    gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+    def directions(ctx):
+        momenta = [torch.ones_like(gradient) for gradient in gradients]
+        return orthogonal_directions(gradients, momenta, 0.6, ctx)
+
+    shares = [directions(DistContext(rank, 3, CPU, 3)) for rank in range(3)]
     makers = [[bool(share[i].any()) for share in shares] for i in range(4)]
     assert [sum(made) for made in makers] == [1, 1, 1, 1], "each matrix by one process"
     assert makers[3] == [True, False, False], "the largest first"
-    for direction, *made in zip(directions, *shares, strict=True):
-        torch.testing.assert_close(sum(made).flatten(1), orthogonal(direction.flatten(1)))
+    for expected, *made in zip(directions(ALONE), *shares, strict=True):
+        torch.testing.assert_close(sum(made), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_muon_multiplies_in_the_precision_of_autocast():
