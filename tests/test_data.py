@@ -20,9 +20,7 @@ from large_batch_cifar_10_fast.options import ConfigError
 TRAIN, TEST = random_pictures(20), random_pictures(6)
 
 
-class Explosive:
-    """Unpickling it raises ZeroDivisionError."""
-
+class Explosive:  # unpickling it raises ZeroDivisionError
     def __reduce__(self):
         return eval, ("1 / 0",)
 
@@ -95,23 +93,17 @@ def with_test(images, labels):
     return lambda path: write_npz(path, *TRAIN, images, labels)
 
 
-def changed(change):
-    return lambda path: path.write_bytes(change(write_npz(path, *TRAIN, *TEST).read_bytes()))
-
-
 @pytest.mark.parametrize(
     ("write", "message"),
     [
         (with_test(TEST[0].astype(np.float32), TEST[1]), "images are float32"),
-        (with_test(TEST[0][:0], TEST[1][:0]), r"\[0, 32, 32, 3\]"),
         (with_test(TEST[0], TEST[1][:5]), r"labels are int64 \[5\]"),
         (with_test(TEST[0][:2], np.array([0, 10])), "0 to 10, not 0 to 9"),
         (with_test(TEST[0][:2], np.array([0, -1])), "-1 to 0, not 0 to 9"),
         (with_test(np.array([Explosive()], dtype=object), TEST[1]), "allow_pickle=False"),
         (lambda path: np.savez(path, train_images=TEST[0]), "train_labels is not a file"),
         (lambda path: None, "No such file"),
-        (changed(lambda content: content[:-100]), "cannot be read as a .npz file"),
-        (changed(lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:]), "CRC"),
+        (lambda path: path.write_bytes(b"PK\3\4 and no more"), "cannot be read as a .npz file"),
     ],
 )
 def test_an_npz_that_cannot_be_used_is_one_line_and_no_pickle_is_executed(write, message, tmp_path):

@@ -149,7 +149,6 @@ def test_batches_do_not_depend_on_processes_or_micro_batches(processes, micro_ba
 def test_crops_and_flips_are_balanced_exactly():
     _, offsets, flips = shuffle_shard(torch.arange(6250), CROP_AND_FLIP, seed=0, worker=0, epoch=1)
     counts = torch.bincount(offsets, minlength=81)
-    assert len(counts) == 81
     assert sorted(counts.tolist()) == [77] * 68 + [78] * 13  # 6250 = 81 x 77 + 13
     assert flips.sum() == 3125
 
@@ -183,7 +182,6 @@ def test_normalising_is_the_methods():
     pixel = torch.tensor([0, 125, 255], dtype=torch.uint8).expand(1, 32, 32, 3)
     expected = [(0 - 125.31) / 62.99, (125 - 122.95) / 62.09, (255 - 113.87) / 66.70]
     assert normalize(pixel, torch.float64)[0, 0, 0].tolist() == pytest.approx(expected, rel=1e-12)
-    assert normalize(pixel, torch.float16).dtype == torch.float16
 
 
 def test_the_test_images_are_shared_out_once_each():

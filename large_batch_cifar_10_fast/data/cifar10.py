@@ -122,7 +122,10 @@ def load_archive(folder: Path) -> bytes:
     try:
         if content := read_archive(folder):
             return content
-        lock = os.open(next(path for path in (folder, *folder.parents) if path.exists()), os.O_RDONLY)
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not os.access(existing, os.W_OK):
+            raise PermissionError(f"{existing} is not writable")
+        lock = os.open(existing, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (content := read_archive(folder)):
@@ -138,8 +141,7 @@ def load_archive(folder: Path) -> bytes:
 
 def read_archive(folder: Path) -> bytes:
     """Return the archive in `folder`, or nothing if it is missing, incomplete or damaged."""
-    path = folder / ARCHIVE
-    content = path.read_bytes() if path.exists() else b""
+    content = path.read_bytes() if (path := folder / ARCHIVE).exists() else b""
     return content if is_whole(content) else b""
 
 
