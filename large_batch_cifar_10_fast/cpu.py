@@ -43,8 +43,7 @@ class LargestOfFour(torch.autograd.Function):
             for x in (ctx.saved_tensors[0], gradient)
         )
         row, column = (torch.arange(side, device=places.device) % 2 for side in places.shape[1:3])
-        # A CPU compares float32 in vectors, but int64 one by one.
-        own = (2 * row[:, None, None] + column[:, None]).float()
+        own = (2 * row[:, None, None] + column[:, None]).float()  # a CPU compares float32 in vectors, int64 one by one
         return torch.where(places.float() == own, gradients, 0).permute(0, 3, 1, 2)
 
 
@@ -77,7 +76,7 @@ def convolve(x: Tensor, weight: Tensor, side: int) -> Tensor:
 
 
 def convolve_by_position(x: Tensor, weight: Tensor, side: int) -> Tensor:
-    """Compute `convolve` by a matrix product for each output position, without the taps that fall on the padding."""
+    """Compute `convolve` by a matrix product for each output position, without the taps that fall on padding."""
     x, weight = x.permute(0, 2, 3, 1), weight.permute(2, 3, 1, 0)  # channels last, as in memory
     seen = [slice(max(place - 1, 0), min(place + 2, x.shape[1])) for place in range(side)]
     taps = [slice(near.start - place + 1, near.stop - place + 1) for place, near in enumerate(seen)]

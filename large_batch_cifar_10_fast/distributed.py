@@ -71,15 +71,13 @@ class DistContext:
 
     @torch.no_grad()
     def average_gradients(self, network: nn.Module, loss_scale: int) -> None:
-        """Replace this process's sums of gradients of scaled losses by the mean over all workers.
-
-        As published, division precedes the sum, which could overflow in half precision.
-        """
+        """Replace this process's sums of gradients of scaled losses by the mean over all workers."""
         # One collective for each dtype: a compiled backward pass returns all gradients at its end.
         gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             # Gradients have their weights' strides, without gaps, so this flat view needs no copy.
             lines = [g.as_strided((g.numel(),), (1,)) for g in gradients if g.dtype == dtype]
+            # As published, divide first: the sum could overflow in half precision.
             torch._foreach_div_(lines, self.total_workers * loss_scale)
             if self.world_size > 1:
                 message = torch.cat(lines)
@@ -153,8 +151,7 @@ def rendezvous_store(rank: int, world_size: int, timeout: timedelta, one_machine
 def leaving() -> Iterator[None]:
     """Run the body, then end the process. Under torchrun, write an exception to the file that the launcher reads.
 
-    torchrun's children end with os._exit. An ordinary exit runs PyTorch's static destructors beside its threads, which
-    aborted 5 of 90 launches of two processes after their last line.
+    torchrun's children end with os._exit: PyTorch's static destructors, beside its threads, aborted 5 of 90 launches.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         with exit_on_config_error("train"):

@@ -67,8 +67,8 @@ def driver_and_clocks(ctx: DistContext) -> dict[str, str]:
     bus = f"--id={gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
     driver, *clocks = output_of("nvidia-smi", bus, query, "--format=csv,noheader").split(", ")
-    text = "SM {} (at most {}), memory {}, power limit {}".format(*clocks) if clocks else ""
-    return {"driver": driver, "clocks": text}
+    form = "SM {} (at most {}), memory {}, power limit {}"
+    return {"driver": driver, "clocks": form.format(*clocks) if clocks else ""}
 
 
 def peak_memory(device: torch.device) -> int:

@@ -13,8 +13,6 @@ MAX_OPTIONS = 200  # of a transform, in one epoch
 MEAN, STD = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)  # of CIFAR-10's channels, on the 0..255 scale
 LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in gray (ITU-R 601, like PIL)
 
-Assignment = Callable[[int, int, Generator], Tensor]
-
 
 def assign_balanced(count: int, options: int, generator: Generator) -> Tensor:
     """Assign one of `options` to each of `count` images, each equally often up to one (int64 [count])."""
@@ -34,7 +32,7 @@ class CropAndFlip:
     """Reflect-pad by `padding`, crop 32x32 and mirror. `assign` chooses crop and mirroring once an epoch."""
 
     padding: int
-    assign: Assignment
+    assign: Callable[[int, int, Generator], Tensor]
 
     def sample(self, count: int, generator: Generator, *_: object) -> tuple[Tensor, Tensor]:
         """Return each image's crop offset, counted row by row, and whether it is mirrored (1); both int64 [count]."""
@@ -62,10 +60,7 @@ class CropAndAlternateFlip(CropAndFlip):
 
 @dataclass(frozen=True)
 class CropJitterRotateFlip:
-    """Crop; scale brightness, contrast and saturation by 1 +- `strength`; rotate by +- `degrees`; flip.
-
-    Unlike torchvision's, the color operations have a fixed order and do not round.
-    """
+    """Crop; scale brightness, contrast and saturation by 1 +- `strength`; rotate by +- `degrees`; flip."""
 
     crop_and_flip: CropAndFlip
     strength: float
@@ -88,7 +83,7 @@ class CropJitterRotateFlip:
 
 
 def color_jitter(images: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
-    """Blend images [B, 3, H, W] of 0 to 1 with black, mean gray and gray by factors [B]; clip each time."""
+    """Blend images [B, 3, H, W] of 0 to 1 with black, mean gray and gray by factors [B], in this order; clip each."""
     images = _blend(images, torch.zeros_like(images), brightness)
     images = _blend(images, _gray(images).mean((2, 3), keepdim=True), contrast)
     return _blend(images, _gray(images), saturation)

@@ -120,29 +120,24 @@ def unpack(archive: bytes) -> list[np.ndarray]:
 def load_archive(folder: Path) -> bytes:
     """Return CIFAR-10's archive from `folder`; one process downloads it if it is missing. Raise ConfigError."""
     try:
-        if content := read_archive(folder):
-            return content
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-        if not os.access(existing, os.W_OK):
-            raise PermissionError(f"{existing} is not writable")
-        lock = os.open(existing, os.O_RDONLY)
+        descriptor = os.open(existing, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (content := read_archive(folder)):
-                content = download_archive(folder)
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / ARCHIVE).write_bytes(content)  # if a kill cuts it short, its MD5 is wrong
+            for locked in (False, True):
+                if locked:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if (path := folder / ARCHIVE).exists() and is_whole(content := path.read_bytes()):
+                    return content
+            if not os.access(existing, os.W_OK):
+                raise PermissionError(f"{existing} is not writable")
+            content = download_archive(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)  # if a kill cuts it short, its MD5 is wrong
             return content
         finally:
-            os.close(lock)
+            os.close(descriptor)
     except OSError as error:
         raise ConfigError(f"CIFAR-10 cannot be put into {folder} ({error}): name another folder with --data") from error
-
-
-def read_archive(folder: Path) -> bytes:
-    """Return the archive in `folder`, or nothing if it is missing, incomplete or damaged."""
-    content = path.read_bytes() if (path := folder / ARCHIVE).exists() else b""
-    return content if is_whole(content) else b""
 
 
 def is_whole(archive: bytes) -> bool:
