@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from conftest import REPO
 from matplotlib.figure import Figure
-from test_read_logs import two_campaigns, written
 
 from large_batch_cifar_10_fast.plot import ENTRIES, main, spread
 from large_batch_cifar_10_fast.read_logs import PUBLISHED
@@ -18,14 +17,13 @@ MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 
 
 def drawn(tmp_path, *files: object) -> str:
-    """Return the text of a picture of these files."""
     main([*map(str, files), "--out", str(tmp_path / "p.svg")])
     return (tmp_path / "p.svg").read_text().replace("> ", ">")
 
 
-def error_line(capsys, *arguments: object) -> str:
+def error_line(capsys, out) -> str:
     with pytest.raises(SystemExit) as end:
-        main([*map(str, arguments)])
+        main([str(CURVE), "--out", str(out)])
     err = capsys.readouterr().err
     assert (end.value.code, err.count("\n")) == (2, 1)
     return err
@@ -62,11 +60,12 @@ def test_the_name_of_a_file_is_no_formula_and_other_images_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("out", "message"), [("p.jpg", "must end in"), ("no/p.png", "no folder"), ("full.png", "is not a file")]
+    ("out", "message"),
+    [("p.jpg", "must end in"), ("no/p.png", "no/p.png has no folder"), ("full.png", "is not a file")],
 )
 def test_a_picture_that_cannot_be_written_ends_with_one_line(tmp_path, capsys, out, message):
     (tmp_path / "full.png").symlink_to("/dev/full")
-    assert message in error_line(capsys, CURVE, "--out", tmp_path / out)
+    assert message in error_line(capsys, tmp_path / out)
 
 
 def test_on_a_full_disk_the_picture_before_stays(tmp_path, capsys, monkeypatch):
@@ -78,13 +77,5 @@ def test_on_a_full_disk_the_picture_before_stays(tmp_path, capsys, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Figure, "savefig", fill_the_disk)
-    assert f"{out} cannot be written (No space left on device)" in error_line(capsys, CURVE, "--out", out)
+    assert f"{out} cannot be written (No space left on device)" in error_line(capsys, out)
     assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [("p.png", b"before")]
-
-
-def test_shares_are_drawn_as_one_campaign(tmp_path):
-    for i in range(2):
-        rows = [row | {"share": f"{i}/2", "campaign": f"c{i}"} for row in two_campaigns()[1:][i::2]]
-        written(tmp_path / f"share{i}.tsv", rows)
-    text = drawn(tmp_path, f"{tmp_path}/share0.tsv,{tmp_path}/share1.tsv")
-    assert text.count(">mine<") == 3, "the curves, two distributions"
