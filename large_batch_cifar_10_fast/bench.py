@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import random
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -44,7 +43,7 @@ from .layers import GhostBatchNorm, norms_of, prepare_norms
 from .log import Clock
 from .metrics import MOST_AT_ONCE, Metrics
 from .optim import NesterovSGD, follow_schedules, step_all
-from .options import ConfigError, RunConfig, check_positive, exit_on_config_error, has_option
+from .options import ConfigError, RunConfig, exit_on_config_error, has_option
 from .recipe import Recipe, apply_stage, autocast, images_of_an_epoch, reduce_loss, reset, stage_of, training_flop, work
 from .train import Model, make_model, prepare, take_step, warm_up
 
@@ -114,9 +113,8 @@ def conditions(ctx: DistContext) -> dict[str, object]:
 
 
 def settings(model: Model) -> dict[str, object]:
-    recipe, compiled = model.recipe, model.forward is not model.network
-    size = {"workers": recipe.workers, "batch": recipe.batch_size, "width": getattr(recipe, "width", "-")}
-    return {"recipe": recipe.name, **size, "precision": model.precision, "compiled": compiled}
+    recipe, how = model.recipe, {"precision": model.precision, "compiled": model.forward is not model.network}
+    return {"recipe": recipe.name, "workers": recipe.workers, "batch": recipe.batch_size, **how}
 
 
 def report(result: dict, table: pd.DataFrame, *lines: str) -> str:
@@ -230,13 +228,11 @@ def time_launches(step: Callable[[], None], ctx: DistContext, repeats: int, seco
             step()  # a capture needs a step on its own stream first
         with torch.cuda.graph(graph, stream=stream):
             step()
-        replays: list[float] = []
         for _ in range(repeats):
-            timed(ctx, replays, graph.replay)
-        seconds["step as one CUDA graph"] = replays
+            timed(ctx, seconds["step as one CUDA graph"], graph.replay)
     except RuntimeError as error:
         torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
-        print(f"bench: no CUDA graph of a step: {error}", file=sys.stderr)
+        ctx.warn(f"no CUDA graph of a step: {error}")
 
 
 def time_step_in_parts(model: Model, optimizers: list[Optimizer], images: Tensor, labels: Tensor, seconds: Seconds):
@@ -284,16 +280,13 @@ def run_as_text(result: dict) -> str:
     return report(result, table, *(f"{n:42}{v:12.4g}" for n, v in result.items() if isinstance(v, float)))
 
 
-# One recipe against another
-
-
 def compare_recipes(requests: list[list[str]], rounds: int = 7) -> dict:
     """Measure steps of two recipes in turn, scaled to whole runs."""
     if launched_world_size() > 1:
         raise ConfigError("--against needs one process: start it without torchrun")
     asked, measured = [read_request(r) for r in requests], [read_to_measure(r)[1] for r in requests]
     with init_distributed(device=asked[0][0].device) as ctx:
-        sides, facts, runs = [], [], []
+        sides, rows = [], []
         for (config, whole), recipe in zip(asked, measured, strict=True):
             check_processes(config.micro_batches, recipe, 1)
             check_images(recipe, TRAIN)
@@ -301,16 +294,15 @@ def compare_recipes(requests: list[list[str]], rounds: int = 7) -> dict:
             alone = replace(ctx, total_workers=recipe.workers)
             model = make_model(recipe, alone, precision, not config.no_compile, config.micro_batches)
             sides.append(make_side(model, prepare(random_images(TRAIN, 1), model, Clock(ctx.synchronize)).train))
-            facts.append(settings(model) | {"work of a run, PFLOP": work(whole, TRAIN) / 1e15})
+            rows.append(settings(model) | {"work of a run, PFLOP": work(whole, TRAIN) / 1e15})
+        runs = []
         for (_, whole), recipe, seconds in zip(asked, measured, time_in_turn(sides, rounds), strict=True):
-            count = recipe.workers * recipe.batch_size
-            per_image = {kind: np.array(took) / count for kind, took in seconds.items()}
-            runs.append(seconds_of_run(whole, per_image, whole.epochs))
-        recipes = [
-            of_recipe | {"training of a run, s": run.tolist()} for of_recipe, run in zip(facts, runs, strict=True)
-        ]
-        ratios = (runs[1] / runs[0]).tolist()
-        return {"conditions": conditions(ctx), "recipes": recipes, "ratios": ratios, "interval": interval(ratios)}
+            images = recipe.workers * recipe.batch_size
+            per_image = {kind: np.array(took) / images for kind, took in seconds.items()}
+            runs.append(seconds_of_run(whole, per_image, whole.epochs).tolist())
+        rows = [row | {"training of a run, s": run} for row, run in zip(rows, runs, strict=True)]
+        ratios = [other / one for one, other in zip(*runs, strict=True)]
+        return {"conditions": conditions(ctx), "recipes": rows, "ratios": ratios, "interval": interval(ratios)}
 
 
 def interval(values: list[float]) -> tuple[float, float] | None:
@@ -360,11 +352,9 @@ def pad_and_normalize(images: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis((padded - np.float32(MEAN)) / np.float32(STD), -1, -3))
 
 
-def load_epoch(
-    images: np.ndarray, labels: np.ndarray, in_bulk: bool, processes: int, shards: Shards
-) -> Iterator[Batch]:
-    """Load an epoch on the CPU, all crops sampled at once if `in_bulk`, and copy each batch to the device."""
-    crops = np.random.default_rng().integers(0, CROPS, (len(images), 3)).tolist() if in_bulk else None
+def load_epoch(images: np.ndarray, labels: np.ndarray, bulk: bool, processes: int, shards: Shards) -> Iterator[Batch]:
+    """Load an epoch on the CPU, all crops sampled at once if `bulk`, and copy each batch to the device."""
+    crops = np.random.default_rng().integers(0, CROPS, (len(images), 3)).tolist() if bulk else None
     device, dtype, size = shards.images.device, shards.images.dtype, shards.recipe.batch_size
     how = {"shuffle": True, "num_workers": processes, "pin_memory": device.type == "cuda"}
     for batch, targets in DataLoader(OnCPU(images, labels, crops), size, **how):
@@ -429,9 +419,6 @@ def pipelines_as_text(result: dict) -> str:
     return report(result, pd.DataFrame(columns | {"Page's run on a V100, s": PAGE_2018}, index=result["pipelines"]))
 
 
-# The command line
-
-
 def read_to_measure(arguments: list[str], processes: int = 1) -> tuple[RunConfig, Recipe]:
     """Return config and recipe; without a GPU with one worker per process, unless --workers is given."""
     config, recipe = read_request(arguments)
@@ -447,10 +434,10 @@ def main() -> None:
     ways.add_argument("--against", choices=RECIPES, metavar="RECIPE", help="compare --recipe with another recipe")
     ways.add_argument("--input_pipelines", action="store_true", help="compare ways to load images")
     add("--json", action="store_true", help="print JSON")
-    add("--repeats", type=int, help="repetitions (default 5; with --input_pipelines 1)")
+    add("--repeats", type=positive_number, help="repetitions (default 5; with --input_pipelines 1)")
     add("--baseline_precision", choices=DTYPES, help="precision of the baseline (default fp32)")
-    add("--rounds", type=int, help="with --against: rounds (default 7); an interval needs 6")
-    add("--steps", type=int, help="with --input_pipelines: training steps (default all; 5 without CUDA)")
+    add("--rounds", type=positive_number, help="with --against: rounds (default 7); an interval needs 6")
+    add("--steps", type=positive_number, help="with --input_pipelines: training steps (default all; 5 without CUDA)")
     with exit_on_config_error("bench"):
         options, others = parser.parse_known_args()
         result, as_text = measure(options, others)
@@ -460,19 +447,22 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, others: list[str]) -> tuple[dict, Callable[[dict], str]]:
     """Measure in the way that the options choose. Return the result, and the function that formats it."""
-    names = ("repeats", "rounds", "steps", "baseline_precision")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    check_positive(options, *(given.keys() - {"baseline_precision"}))
-    allowed = (
-        {"rounds"} if options.against else {"repeats", "steps" if options.input_pipelines else "baseline_precision"}
-    )
-    if given.keys() - allowed:
-        raise ConfigError(f"--{min(given.keys() - allowed)} does not apply to this way to measure: leave it out")
-    if options.against:
+    way = "against" if options.against else "input_pipelines" if options.input_pipelines else ""
+    names = {"against": ["rounds"], "input_pipelines": ["repeats", "steps"], "": ["repeats", "baseline_precision"]}
+    given = {name: value for name, value in vars(options).items() if value and name not in (way, "json")}
+    for name in given.keys() - names[way]:
+        raise ConfigError(f"--{name} does not apply to this way to measure: leave it out")
+    if way == "against":
         return compare_recipes([others, [*others, "--recipe", options.against]], **given), comparison_as_text
-    if options.input_pipelines:
+    if way == "input_pipelines":
         return compare_pipelines(*read_request(["--recipe", "page", *others]), **given), pipelines_as_text
     return measure_run(*read_to_measure(others, launched_world_size()), **given), run_as_text
+
+
+def positive_number(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def test_without_a_gpu_a_step_is_of_one_worker_per_process_unless_workers_is_set
     [
         (["--against", "muon", "--steps", "3"], "--steps does not apply"),
         (["--against", "muon", "--input_pipelines"], "not allowed with"),
-        (["--rounds", "0"], "--rounds 0 must be greater than 0"),
+        (["--rounds", "0"], "0 must be at least 1"),
         (["--against", "muon", "--batch_size", "60000"], "60000 images a step, more than the training set's 50000"),
         (["--input_pipelines", "--recipe", "fastai"], "use --recipe page"),
     ],
