@@ -43,7 +43,7 @@ from .layers import GhostBatchNorm, norms_of, prepare_norms
 from .log import Clock
 from .metrics import MOST_AT_ONCE, Metrics
 from .optim import NesterovSGD, follow_schedules, step_all
-from .options import ConfigError, RunConfig, exit_on_config_error, has_option
+from .options import ConfigError, RunConfig, check_positive, exit_on_config_error, has_option
 from .recipe import Recipe, apply_stage, autocast, images_of_an_epoch, reduce_loss, reset, stage_of, training_flop, work
 from .train import Model, make_model, prepare, take_step, warm_up
 
@@ -66,13 +66,6 @@ def timed(ctx: DistContext, seconds: list[float], function: Callable[[], object]
     return result
 
 
-def timed_step(model: Model, optimizers: list[Optimizer], batches: list[Batch], seconds: list[float]) -> None:
-    """Take a training step in the model's own precision and append its seconds."""
-    allow_tf32(model.precision == "tf32")
-    metrics = Metrics(model.ctx)
-    timed(model.ctx, seconds, lambda: take_step(model, optimizers, batches, metrics))
-
-
 def make_side(model: Model, shards: Shards) -> Side:
     """Return the model with a step for each kind of stage (resolution, frozen parameters)."""
     follow_schedules(optimizers := model.recipe.optimizers(model.network, model.ctx), epoch=1)
@@ -89,10 +82,12 @@ def time_in_turn(sides: list[Side], rounds: int, in_parts: bool = False) -> list
         if repeat <= 1:
             seconds = [defaultdict(list) for _ in sides]  # those of the first round, a warm-up, are dropped
         for (model, optimizers, batches), of_side in zip(sides, seconds, strict=True):
+            allow_tf32(model.precision == "tf32")
             reset(model.network, model.recipe, seed=0)
             for kind, micro_batches in batches.items():
                 apply_stage(model.network, kind)
-                timed_step(model, optimizers, micro_batches, of_side[kind])
+                step = partial(take_step, model, optimizers, micro_batches, Metrics(model.ctx))
+                timed(model.ctx, of_side[kind], step)
         for (model, optimizers, batches), of_side in zip(sides, seconds, strict=True):
             for micro_batches in batches.values():
                 if in_parts and len(micro_batches) == 1:
@@ -161,11 +156,11 @@ def make_baseline(recipe: Recipe, precision: str, noise: Images, ctx: DistContex
     for norm in norms_of(model.network):
         norm.__class__ = BaselineNorm
     model.network.to(memory_format=torch.contiguous_format)
-    _, optimizers, batches = make_side(model, prepare(noise, model, Clock(ctx.synchronize)).train)
+    _, optimizers, steps = make_side(model, prepare(noise, model, Clock(ctx.synchronize)).train)
     for i, sgd in enumerate(optimizers):
         if isinstance(sgd, NesterovSGD):
             optimizers[i] = BaselineNesterov(sgd.param_groups, sgd.defaults["momentum"])
-    [(images, labels)] = batches[last]
+    [(images, labels)] = steps[last]
     return model, optimizers, {last: [(images.contiguous(), labels)]}
 
 
@@ -434,10 +429,10 @@ def main() -> None:
     ways.add_argument("--against", choices=RECIPES, metavar="RECIPE", help="compare --recipe with another recipe")
     ways.add_argument("--input_pipelines", action="store_true", help="compare ways to load images")
     add("--json", action="store_true", help="print JSON")
-    add("--repeats", type=positive_number, help="repetitions (default 5; with --input_pipelines 1)")
+    add("--repeats", type=int, help="repetitions (default 5; with --input_pipelines 1)")
     add("--baseline_precision", choices=DTYPES, help="precision of the baseline (default fp32)")
-    add("--rounds", type=positive_number, help="with --against: rounds (default 7); an interval needs 6")
-    add("--steps", type=positive_number, help="with --input_pipelines: training steps (default all; 5 without CUDA)")
+    add("--rounds", type=int, help="with --against: rounds (default 7); an interval needs 6")
+    add("--steps", type=int, help="with --input_pipelines: training steps (default all; 5 without CUDA)")
     with exit_on_config_error("bench"):
         options, others = parser.parse_known_args()
         result, as_text = measure(options, others)
@@ -448,8 +443,13 @@ def main() -> None:
 def measure(options: argparse.Namespace, others: list[str]) -> tuple[dict, Callable[[dict], str]]:
     """Measure in the way that the options choose. Return the result, and the function that formats it."""
     way = "against" if options.against else "input_pipelines" if options.input_pipelines else ""
-    names = {"against": ["rounds"], "input_pipelines": ["repeats", "steps"], "": ["repeats", "baseline_precision"]}
-    given = {name: value for name, value in vars(options).items() if value and name not in (way, "json")}
+    names = {"against": {"rounds"}, "input_pipelines": {"repeats", "steps"}, "": {"repeats", "baseline_precision"}}
+    given = {
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("against", "input_pipelines", "json") and value is not None
+    }
+    check_positive(options, *(given.keys() - {"baseline_precision"}))
     for name in given.keys() - names[way]:
         raise ConfigError(f"--{name} does not apply to this way to measure: leave it out")
     if way == "against":
@@ -457,12 +457,6 @@ def measure(options: argparse.Namespace, others: list[str]) -> tuple[dict, Calla
     if way == "input_pipelines":
         return compare_pipelines(*read_request(["--recipe", "page", *others]), **given), pipelines_as_text
     return measure_run(*read_to_measure(others, launched_world_size()), **given), run_as_text
-
-
-def positive_number(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":
