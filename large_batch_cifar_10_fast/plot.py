@@ -93,8 +93,7 @@ def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: floa
 
 def draw_picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> None:
     """Draw and save; the runs of the first log with several are drawn over the reference's. Raise OSError."""
-    # Matplotlib caches its fonts; the home folder may not be writable. Its import takes a second.
-    os.environ.setdefault("MPLCONFIGDIR", os.path.join(tempfile.gettempdir(), "matplotlib-cache"))
+    os.environ.setdefault("MPLCONFIGDIR", os.path.join(tempfile.gettempdir(), "matplotlib-cache"))  # writable
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 

@@ -69,8 +69,7 @@ def test_a_picture_that_cannot_be_written_ends_with_one_line(tmp_path, capsys, o
 
 
 def test_on_a_full_disk_the_picture_before_stays(tmp_path, capsys, monkeypatch):
-    out = tmp_path / "p.png"
-    out.write_bytes(b"before")
+    (out := tmp_path / "p.png").write_bytes(b"before")
 
     def fill_the_disk(figure, path, **_):
         path.write_bytes(b"half")
