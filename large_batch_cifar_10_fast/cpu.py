@@ -1,4 +1,4 @@
-"""Fast paths that a CPU alone takes; each says what it gains."""
+"""Fast paths for the CPU. docs/performance.md has what each of them gains."""
 
 import contextlib
 import ctypes
@@ -6,8 +6,6 @@ import ctypes
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def compiled_for_cpu(x: Tensor) -> bool:
@@ -24,9 +22,10 @@ class HalvingPool(nn.Module):
 
 
 class LargestOfFour(torch.autograd.Function):
-    """The same, of even sides. Compiled for a CPU, PyTorch's own sends each gradient to its place by a number of 8
-    bytes, one by one, between two copies of everything. Here a byte says which of the four was largest, the first of
-    equals, and each of the four asks whether it was."""
+    """MaxPool2d(2) for even sides. Compiled for a CPU, PyTorch's own scatters gradients one by one, by int64 indices.
+
+    This one stores in a byte which of the four is the largest (the first if equal); the backward pass compares it.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -38,42 +37,37 @@ class LargestOfFour(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
-        # Channels last, as in memory: a compiler for CPUs stores what it keeps in the order of its dimensions.
+        # Channels last, as in memory: the compiler stores intermediate values in the order of their dimensions.
         places, gradients = (
             x.permute(0, 2, 3, 1).repeat_interleave(2, 1).repeat_interleave(2, 2)
             for x in (ctx.saved_tensors[0], gradient)
         )
         row, column = (torch.arange(side, device=places.device) % 2 for side in places.shape[1:3])
-        # In float32, which a CPU compares in vectors; integers of 8 bytes would go one by one.
-        own = (2 * row[:, None, None] + column[:, None]).float()
+        own = (2 * row[:, None, None] + column[:, None]).float()  # a CPU compares float32 in vectors, int64 one by one
         return torch.where(places.float() == own, gradients, 0).permute(0, 3, 1, 2)
 
 
-FEW = 4  # places a side, up to which a CPU computes one at a time (docs/performance.md)
-
-
 class Convolution(nn.Conv2d):
-    """From [B, C, S, S] to [B, D, S, S], with a padding of 1."""
+    """A 3x3 convolution from [B, C, S, S] to [B, D, S, S], with a padding of 1."""
 
     def forward(self, x: Tensor) -> Tensor:
         return convolve(x, self.weight, x.shape[-1])
 
 
 class ConvolutionToPool(nn.Conv2d):
-    """Where a side is odd, pooling drops the last row and column: they are left out, with up to 15% of a step's work,
-    and nothing of the result."""
+    """A Convolution without the last row and column of an odd side, which pooling drops: up to 15% of a step's work."""
 
     def forward(self, x: Tensor) -> Tensor:
         return convolve(x, self.weight, x.shape[-1] // 2 * 2)
 
 
 def convolve(x: Tensor, weight: Tensor, side: int) -> Tensor:
-    """The first places, side x side, of a convolution with a padding of 1: of as many as there are, or of one less."""
-    if compiled_for_cpu(x) and side <= FEW:
-        return convolve_by_place(x, weight, side)
+    """Return the first `side` rows and columns, all or all but one, of a 3x3 convolution with a padding of 1."""
+    if compiled_for_cpu(x) and side <= 4:
+        return convolve_by_position(x, weight, side)
     if side == x.shape[-1]:
         return nn.functional.conv2d(x, weight, padding=1)
-    if compiled_for_cpu(x):  # which would compute what is padded under a mask, slowly
+    if compiled_for_cpu(x):  # the compiler would compute `pad` under a mask, slowly
         x = torch.cat([torch.zeros_like(x[..., :1]), x], 3)
         x = torch.cat([torch.zeros_like(x[..., :1, :]), x], 2)
     else:
@@ -81,9 +75,8 @@ def convolve(x: Tensor, weight: Tensor, side: int) -> Tensor:
     return nn.functional.conv2d(x, weight)
 
 
-def convolve_by_place(x: Tensor, weight: Tensor, side: int) -> Tensor:
-    """The same, a product of matrices for each place: of the places that it sees and the taps that fall on them. What
-    falls on the padding, 20 taps of 36 in 2x2 places, is not multiplied."""
+def convolve_by_position(x: Tensor, weight: Tensor, side: int) -> Tensor:
+    """Compute `convolve` by a matrix product for each output position, without the taps that fall on padding."""
     x, weight = x.permute(0, 2, 3, 1), weight.permute(2, 3, 1, 0)  # channels last, as in memory
     seen = [slice(max(place - 1, 0), min(place + 2, x.shape[1])) for place in range(side)]
     taps = [slice(near.start - place + 1, near.stop - place + 1) for place, near in enumerate(seen)]
@@ -96,9 +89,8 @@ def convolve_by_place(x: Tensor, weight: Tensor, side: int) -> Tensor:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what a step frees for the next one. Blocks of hundreds of megabytes would go back to the
-    system, and come back page by page, cleared: a quarter of a step's time on a CPU (docs/performance.md)."""
-    with contextlib.suppress(AttributeError):  # this is glibc's; another library has its own ways
+    """Let glibc keep freed memory. The system would clear large blocks again, page by page: a quarter of a step."""
+    with contextlib.suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)  # blocks apart from the heap
-        mallopt(M_TRIM_THRESHOLD, -1)  # never
+        mallopt(-4, 0)  # M_MMAP_MAX: no blocks apart from the heap
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return the end of the heap

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -29,15 +28,11 @@ BF16_FROM = (8, 0)  # the least compute capability with bfloat16 and TF32
 
 
 def count_gpus(device: str = "") -> int:
-    """Return the number of GPUs to train on: 0 with `--device cpu`, or where there are none.
-
-    It is the number that torch can use, under CUDA_VISIBLE_DEVICES and MIG; NVML may list others. Raise ConfigError
-    where torch cannot use the GPUs that are there, and with `--device cuda` where there are none.
-    """
+    """Return the number of GPUs that torch (not NVML) can use; 0 with `--device cpu`. Raise ConfigError."""
     if device == "cpu":
         return 0
     try:
-        with warnings.catch_warnings(action="ignore"):  # of an old GPU, in eleven lines: check_kernels has one
+        with warnings.catch_warnings(action="ignore"):  # of a GPU without kernels: check_kernels raises an error
             torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # no driver, no GPU, a driver too old, a build for the CPU
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in HIDDEN
@@ -45,9 +40,7 @@ def count_gpus(device: str = "") -> int:
             reason = str(error).strip().splitlines()[0].partition(". ")[0]
             raise ConfigError(f"{unusable(torch.version.cuda, driver_version(), reason)}; {ON_CPU}") from error
         if device == "cuda":
-            raise ConfigError(
-                f"--device cuda: there is no GPU here, or CUDA_VISIBLE_DEVICES hides it; {ON_CPU}"
-            ) from error
+            raise ConfigError(f"--device cuda: no GPU here, or CUDA_VISIBLE_DEVICES hides it; {ON_CPU}") from error
         return 0
     for index in range(torch.cuda.device_count()):
         check_kernels(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
@@ -55,22 +48,21 @@ def count_gpus(device: str = "") -> int:
 
 
 def has_nvidia_devices() -> bool:
-    """Return whether the system shows NVIDIA GPUs, whatever torch makes of them."""
+    """Return whether the system shows NVIDIA GPUs, even if torch cannot use them."""
     return bool(glob.glob("/dev/nvidia[0-9]*")) or "GPU" in output_of("nvidia-smi", "--list-gpus")
 
 
 def unusable(cuda: str | None, driver: str, reason: str) -> str:
-    """Return what keeps torch, built for this CUDA, from using the GPUs, and what to install or set."""
-    build, major = f"CUDA {cuda}" if cuda else "a build for the CPU", int((cuda or "0").split(".")[0])
-    needed, visible = MINIMUM_DRIVER.get(major, 0), os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = int(re.match(r"\d*", driver)[0] or needed)
+    """Return why torch, built for this CUDA, cannot use the GPUs, and what to install or set."""
+    build = f"CUDA {cuda}" if cuda else "a build for the CPU"
+    needed = MINIMUM_DRIVER.get(int((cuda or "0").split(".")[0]), 0)
+    installed = int(re.match(r"\d*", driver)[0] or needed)
     if not cuda:
         advice = f"install {DEFAULT_BUILD}"
-    elif MINIMUM_DRIVER[12] <= found < needed:
-        advice = f"install a driver from {needed} on, or {DEFAULT_BUILD}"
-    elif found < needed:
-        advice = f"install a driver from {needed} on"
-    elif visible is not None:
+    elif installed < needed:
+        other = f", or {DEFAULT_BUILD}" if installed >= MINIMUM_DRIVER[12] else ""
+        advice = f"install a driver from {needed} on{other}"
+    elif visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         advice = f"correct CUDA_VISIBLE_DEVICES={visible}"
     else:
         advice = "check that nvidia-smi works, and that this user may open /dev/nvidia*"
@@ -80,37 +72,27 @@ def unusable(cuda: str | None, driver: str, reason: str) -> str:
 def check_kernels(name: str, capability: tuple[int, int]) -> None:
     """Raise ConfigError for a GPU that this torch has no kernels for."""
     built = torch.cuda.get_arch_list()
-    if not torch.version.cuda or has_kernels(capability, built):  # ROCm has other names
+    if not torch.version.cuda or has_kernels(capability, built):  # ROCm names its architectures otherwise
         return
+    advice = OLDER_BUILD if capability < (7, 0) else "a newer torch"
     if capability[0] in (7, 8, 9, 10, 12):
         advice = DEFAULT_BUILD
-    else:
-        advice = OLDER_BUILD if capability < (7, 0) else "a newer torch"
-    what = f"{name} has compute capability {capability[0]}.{capability[1]}"
-    why = f"torch {torch.__version__} is built for {' '.join(built)} only"
-    raise ConfigError(f"{what}, but {why}: install {advice}; {ON_CPU}")
+    here, there = f"compute capability {capability[0]}.{capability[1]}", f"torch {torch.__version__}"
+    raise ConfigError(f"{name} has {here}, but {there} is built for {' '.join(built)} only: install {advice}; {ON_CPU}")
 
 
 def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
-    """Return whether code built for these architectures, such as sm_80 or compute_90, runs on a GPU.
-
-    Binaries (sm) run on GPUs of the same major version from their minor version on; PTX (compute) on all newer ones.
-    """
-    for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(built)):
-        code = divmod(int(number), 10)
-        if code <= capability and (kind == "compute" or code[0] == capability[0]):
-            return True
-    return False
+    """Return whether code for these architectures runs on a GPU: binaries (sm_80) on the same major version from their
+    minor version on, PTX (compute_90) on all newer GPUs."""
+    codes = [(kind, divmod(int(n), 10)) for kind, n in re.findall(r"(sm|compute)_(\d+)", " ".join(built))]
+    return any(code <= capability and (kind == "compute" or code[0] == capability[0]) for kind, code in codes)
 
 
 def driver_version() -> str:
     """Return the version of NVIDIA's driver, or "unknown"."""
-    with contextlib.suppress(OSError):
-        if found := re.search(r"Module .*?\s(\d+\.[\d.]+)\s", Path("/proc/driver/nvidia/version").read_text()):
-            return found[1]
-    found = re.search(
-        r"^\d+\.[\d.]+$", output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), re.MULTILINE
-    )
+    text = output_of("cat", "/proc/driver/nvidia/version")
+    text += output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = re.search(r"\b\d{3}\.[\d.]+", text)
     return found[0] if found else "unknown"
 
 
@@ -122,22 +104,19 @@ def output_of(*command: str) -> str:
 
 
 def take_device(device: str = "") -> torch.device:
-    """Return this process's GPU; the CPU where there is none, or with `--device cpu`. Raise ConfigError."""
+    """Return this process's GPU, or the CPU where there is none or with `--device cpu`. Raise ConfigError."""
     gpus = count_gpus(device)
     if not gpus:
         keep_freed_memory()
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
-    torch.cuda.set_device(device)
+    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
+    torch.cuda.set_device(gpu)
     torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
-    return device
+    return gpu
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Let convolutions and matrix products of float32 tensors use TF32 on a GPU, or not.
-
-    PyTorch lets convolutions use it by default, so that float32 has a mantissa of 10 bits there and not of 23.
-    """
+    """Let float32 convolutions and matrix products use TF32 on a GPU, or not. By default convolutions do."""
     torch.backends.cudnn.allow_tf32 = allowed
     torch.backends.cuda.matmul.allow_tf32 = allowed
 
@@ -146,8 +125,7 @@ def matrix_rate(precision: str, device: torch.device) -> float:
     """Return this device's floating-point operations a second in a large matrix product."""
     allow_tf32(precision == "tf32")
     size = 8192 if device.type == "cuda" else 2048
-    dtype = DTYPES[precision]
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
     seconds = []
     for _ in range(7):
         start = time.perf_counter()
@@ -158,25 +136,23 @@ def matrix_rate(precision: str, device: torch.device) -> float:
     return 2 * size**3 / statistics.median(seconds[2:])
 
 
-GAIN = 1.25  # times float32's rate, from which bfloat16 is used: rates on a busy machine vary by some tens of percent
-
-
 @cache
 def gains_by_bf16() -> bool:
     """Return whether this CPU multiplies faster in bfloat16; some have slow instructions for it."""
-    asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: another torch may lack them
-    if not any(getattr(torch.cpu, name, bool)() for name in asked):
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: another torch may lack them
+    if not any(getattr(torch.cpu, name, bool)() for name in checks):
         return False
     half, single = (matrix_rate(precision, torch.device("cpu")) for precision in ("bf16", "fp32"))
-    return half > GAIN * single
+    return half > 1.25 * single  # rates on a busy machine vary by some tens of percent
 
 
 def check_precision(precision: str, name: str, capability: tuple[int, int]) -> None:
     """Raise ConfigError for a precision that a GPU lacks; torch would emulate it slowly."""
     if precision in ("bf16", "tf32") and capability < BF16_FROM:
-        other = "fp16" if precision == "bf16" else "fp32"
-        what = f"{name} has {capability[0]}.{capability[1]}: use --precision {other}"
-        raise ConfigError(f"--precision {precision} needs a GPU of compute capability 8.0 or later, {what}")
+        here = (
+            f"{name} has {capability[0]}.{capability[1]}: use --precision {'fp16' if precision == 'bf16' else 'fp32'}"
+        )
+        raise ConfigError(f"--precision {precision} needs a GPU of compute capability 8.0 or later, {here}")
 
 
 def count_cores() -> int:

@@ -6,7 +6,6 @@ import re
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,12 +20,10 @@ from . import LAUNCH
 from .devices import take_device
 from .options import INVALID, ConfigError, Launch, exit_on_config_error
 
-LOST = 3  # seconds in which torchrun finds the lost process, whose end caused this process's error
-
 
 @dataclass(frozen=True)
 class DistContext:
-    """This process's place among those that train a run together, and the number of workers of all of them."""
+    """This process's rank in the group that trains a run, and the number of workers of the whole group."""
 
     rank: int
     world_size: int
@@ -36,13 +33,12 @@ class DistContext:
 
     @property
     def workers(self) -> range:
-        """The workers of this process: rank 0 has the first, worker 0 included."""
+        """The workers of this process. Rank 0 has worker 0."""
         share = self.total_workers // self.world_size
         return range(self.rank * share, (self.rank + 1) * share)
 
     @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which writes tables and log."""
+    def is_main(self) -> bool:  # rank 0 writes tables and log
         return self.rank == 0
 
     @property
@@ -50,7 +46,7 @@ class DistContext:
         return self.device.type == "cuda"
 
     def warn(self, text: str) -> None:
-        """Print a warning on STDERR, from rank 0 alone."""
+        """Print a warning on STDERR, on rank 0 only."""
         if self.is_main:
             warn(text)
 
@@ -75,15 +71,13 @@ class DistContext:
 
     @torch.no_grad()
     def average_gradients(self, network: nn.Module, loss_scale: int) -> None:
-        """Replace gradients, sums over this process's workers of scaled losses, by the mean over all workers.
-
-        Division comes before the sum, as published: the sum could overflow in half precision. Each dtype is one
-        collective after the backward pass, because a compiled backward returns all gradients at its end.
-        """
+        """Replace this process's sums of gradients of scaled losses by the mean over all workers."""
+        # One collective for each dtype: a compiled backward pass returns all gradients at its end.
         gradients = [weight.grad for weight in network.parameters() if weight.grad is not None]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            # A gradient has its weight's strides, without gaps, so that this flat view needs no copy.
+            # Gradients have their weights' strides, without gaps, so this flat view needs no copy.
             lines = [g.as_strided((g.numel(),), (1,)) for g in gradients if g.dtype == dtype]
+            # As published, divide first: the sum could overflow in half precision.
             torch._foreach_div_(lines, self.total_workers * loss_scale)
             if self.world_size > 1:
                 message = torch.cat(lines)
@@ -91,7 +85,7 @@ class DistContext:
                 torch._foreach_copy_(lines, message.split([len(line) for line in lines]))
 
     def all_gather_words(self, subject: str, word: str) -> list[str]:
-        """Return the words of all processes on a subject, by rank. A subject is used once."""
+        """Return the strings that all processes pass for a subject, by rank. Use each subject once."""
         if self.store is None:
             return [word]
         self.store.set(f"{subject}/{self.rank}", word)
@@ -105,70 +99,59 @@ def warn(text: str) -> None:
 
 
 def launched_world_size() -> int:
-    """Return how many processes this one is part of, from torchrun's environment; 1 without torchrun."""
+    """Return the number of processes from torchrun's environment; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def has_other_machines() -> bool:
-    """Return whether some processes of this launch are on other machines."""
-    return os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
 
 
 @contextlib.contextmanager
 def silent_stdout() -> Iterator[None]:
-    """Drop what libraries print to file descriptor 1. STDOUT is the log; Gloo (torch 2.10) prints a line per rank."""
+    """Discard output to file descriptor 1. STDOUT is the log, and Gloo (torch 2.10) prints a line per rank."""
     sys.stdout.flush()
-    kept = os.dup(1)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+    stdout = os.dup(1)
+    with open(os.devnull, "wb") as devnull:
+        os.dup2(devnull.fileno(), 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 @contextlib.contextmanager
 def init_distributed(total_workers: int = 1, device: str = "", timeout: int = Launch.timeout) -> Iterator[DistContext]:
-    """Join the process group, and leave it at the end.
-
-    A collective or a rendezvous that takes longer than `timeout` seconds raises torch's own error.
-    """
-    rank, world_size = int(os.environ.get("RANK", 0)), launched_world_size()
-    chosen = take_device(device)
+    """Join the process group, and leave it at the end. Waits of more than `timeout` seconds raise torch's errors."""
+    rank, world_size, taken = int(os.environ.get("RANK", 0)), launched_world_size(), take_device(device)
     if world_size == 1:
-        yield DistContext(rank, world_size, chosen, total_workers)
+        yield DistContext(rank, world_size, taken, total_workers)
         return
-    if not has_other_machines():
+    one_machine = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
+    if one_machine:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     wait = timedelta(seconds=timeout)
-    store = rendezvous_store(rank, world_size, wait)
+    store = rendezvous_store(rank, world_size, wait, one_machine)
     group = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world_size, "timeout": wait}
-    nccl = chosen.type == "cuda"
+    nccl = taken.type == "cuda"
     with silent_stdout():
-        dist.init_process_group("nccl" if nccl else "gloo", **group, device_id=chosen if nccl else None)
-    yield DistContext(rank, world_size, chosen, total_workers, dist.PrefixStore("messages", store))
+        dist.init_process_group("nccl" if nccl else "gloo", **group, device_id=taken if nccl else None)
+    yield DistContext(rank, world_size, taken, total_workers, dist.PrefixStore("messages", store))
     dist.destroy_process_group()
 
 
-def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return torchrun's store; under our launcher one on loopback only, where PyTorch's listens on all interfaces."""
-    if has_other_machines() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        return store
-    host, port = "127.0.0.1", int(os.environ["MASTER_PORT"])
-    listening = socket.create_server((host, port), backlog=world_size).detach() if rank == 0 else None
-    given = {"is_master": rank == 0, "master_listen_fd": listening, "timeout": timeout, "wait_for_workers": False}
-    return dist.TCPStore(host, port, world_size, **given)
+def rendezvous_store(rank: int, world_size: int, timeout: timedelta, one_machine: bool) -> dist.Store:
+    """Return torchrun's store. Under our launcher return one on loopback: PyTorch's listens on all interfaces."""
+    if not one_machine or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
+        return next(dist.rendezvous("env://", timeout=timeout))[0]
+    address = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    server = socket.create_server(address, backlog=world_size).detach() if rank == 0 else None
+    return dist.TCPStore(*address, world_size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=server)
 
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
     """Run the body, then end the process. Under torchrun, write an exception to the file that the launcher reads.
 
-    torchrun's children end with os._exit: an ordinary exit runs PyTorch's static destructors beside its threads, which
-    aborted 5 of 90 launches of two processes after their last line.
+    torchrun's children end with os._exit: PyTorch's static destructors, beside its threads, aborted 5 of 90 launches.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         with exit_on_config_error("train"):
@@ -180,14 +163,11 @@ def leaving() -> Iterator[None]:
             yield
     except SystemExit as end:
         status = end.code
-    except Exception as fault:
-        if re.search("connection|remote process", str(fault), re.IGNORECASE):
-            time.sleep(LOST)
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            get_error_handler().record_exception(fault)
-        else:
-            traceback.print_exc()
-        status = INVALID if isinstance(fault, ConfigError) else 1
+    except Exception as error:
+        if re.search("connection|remote process", str(error), re.IGNORECASE):
+            time.sleep(3)  # until torchrun has found the lost process, which caused this error
+        get_error_handler().record_exception(error)
+        status = INVALID if isinstance(error, ConfigError) else 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

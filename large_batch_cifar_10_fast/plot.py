@@ -30,43 +30,9 @@ ENTRIES = {  # DAWNBench's files and their labels
     "fastai_pytorch_single_volta": "fast.ai, 1 V100",
     "basenet": "basenet",
 }
-SUFFIXES = (".png", ".svg", ".pdf")
-WIDTH = 3.5  # inches, of a column
 BEHIND, INK = "0.6", "0.0"
-STYLE = {"font.size": 7, "axes.linewidth": 0.5, "svg.fonttype": "none"}
+STYLE = {"font.size": 7, "axes.linewidth": 0.5, "axes.spines.right": False, "axes.spines.top": False}
 GOAL_LINE = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
-
-
-def check_picture(option: str, out: Path) -> None:
-    """Raise ConfigError if a picture cannot be written to this name."""
-    if out.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"{option} {out} must end in {', '.join(SUFFIXES)}")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {out}: there is no folder {out.absolute().parent}")
-    if out.exists() and not out.is_file():
-        raise ConfigError(f"{option} {out} exists and is not a file: choose another name")
-
-
-def new_figure(width: float, height: float):
-    """Return a Matplotlib figure of these inches; imported here because the import takes a second."""
-    # Matplotlib caches its fonts; the home folder may not be writable.
-    os.environ.setdefault("MPLCONFIGDIR", os.path.join(tempfile.gettempdir(), "matplotlib-cache"))
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    rcParams.update(STYLE | {"axes.spines.right": False, "axes.spines.top": False})
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def save_picture(figure, out: Path) -> None:
-    """Write the picture, whole or not at all; raise ConfigError if that fails."""
-    try:
-        with written_whole(out.resolve()) as unfinished:  # the target of a link, not the link
-            figure.savefig(unfinished, dpi=200, format=out.suffix[1:].lower())
-    except OSError as error:
-        raise ConfigError(
-            f"{out} cannot be written ({error.strerror or error}): free space or choose another --out"
-        ) from error
 
 
 def spread(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
@@ -83,26 +49,23 @@ def spread(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarra
 
 
 def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
-    """Draw accuracy against seconds, each line labelled at its end, above the axes."""
+    """Draw accuracy against seconds: epochs as a line, or the ends of runs as dots, labelled above the axes."""
     lines = [(label, read_log(str(PUBLISHED / "dawnbench" / f"{name}.tsv")), False) for name, label in ENTRIES.items()]
     lines += [(label, log, True) for label, log in zip(labels, logs, strict=True)]
-    curves = [log.epochs or (log.seconds, log.accuracy) for _, log, _ in lines]
-    ends = []
+    curves, ends = [log.epochs or (log.seconds, log.accuracy) for _, log, _ in lines], []
     for (_, log, own), (x, y) in zip(lines, curves, strict=True):
+        last = np.argmax(x) if log.epochs else np.argsort(x)[len(x) // 2]
+        ends.append((x[last], 100 * y[last]))
         if log.epochs:
             style = {"color": INK, "lw": 1.6, "zorder": 4} if own else {"color": BEHIND, "lw": 0.7, "zorder": 2}
             axes.plot(x, 100 * y, **style)
-            if log.spread:
-                low, high = log.spread
-                axes.fill_between(x, 100 * low, 100 * high, color=INK, alpha=0.15, lw=0, zorder=3)
         else:
             axes.plot(x, 100 * y, "o", ms=2.5, mec=INK, mfc="white" if len(x) > 1 else INK, mew=0.5, zorder=4)
-        last = np.argmax(x) if log.epochs else np.argsort(x)[len(x) // 2]
-        ends.append((x[last], 100 * y[last]))
+        if log.epochs and log.spread:
+            axes.fill_between(x, *(100 * edge for edge in log.spread), color=INK, alpha=0.15, lw=0, zorder=3)
     every = np.concatenate([x[x > 0] for x, _ in curves])
     low, high = np.log10(every.min()) - 0.1, np.log10(every.max()) + 0.15
-    bottom, top = 40.0, 101.0
-    axes.set(xscale="log", xlim=(10**low, 10**high), ylim=(bottom, top), ylabel="test accuracy, %")
+    axes.set(xscale="log", xlim=(10**low, 10**high), ylim=(40.0, 101.0), ylabel="test accuracy, %")
     axes.set_xlabel("training time, seconds", labelpad=1)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.axhline(100 * GOAL, zorder=3, **GOAL_LINE)
@@ -115,7 +78,7 @@ def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
         text |= {"annotation_clip": False, "parse_math": False}  # a file may be called $x$
         arrow = {"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 0}
         place = {"xytext": (10**place, 1.05), "textcoords": axes.get_xaxis_transform()}
-        axes.annotate(label, xy=(x, np.clip(y, bottom, top)), arrowprops=arrow, **place, **text)
+        axes.annotate(label, xy=(x, np.clip(y, *axes.get_ylim())), arrowprops=arrow, **place, **text)
 
 
 def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: float, label: str) -> None:
@@ -128,11 +91,16 @@ def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: floa
         text.set_parse_math(False)
 
 
-def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> None:
-    """Draw and save; the runs of the first log with several are drawn over the reference's."""
+def draw_picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> None:
+    """Draw and save; the runs of the first log with several are drawn over the reference's. Raise OSError."""
+    os.environ.setdefault("MPLCONFIGDIR", os.path.join(tempfile.gettempdir(), "matplotlib-cache"))  # writable
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams.update(STYLE | {"svg.fonttype": "none"})
     campaign = next((i for i, log in enumerate(logs) if len(log.accuracy) > 1), None)
     rows, height = (1, 3.0) if campaign is None else (3, 4.9)
-    figure = new_figure(WIDTH, height)
+    figure = Figure(figsize=(3.5, height), layout="constrained")
     axes = figure.subplots(rows, 1, height_ratios=[2.4, 1, 1][:rows], squeeze=False)[:, 0]
     draw_curves(axes[0], logs, labels)
     if campaign is not None:
@@ -141,29 +109,36 @@ def picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> No
         draw_runs(axes[1], sides, names, "accuracy", 100, "final test accuracy, %")
         axes[1].axvline(100 * GOAL, zorder=0, **GOAL_LINE)
         draw_runs(axes[2], sides, names, "seconds", 1, "seconds")
-    save_picture(figure, out)
+    with written_whole(out.resolve()) as unfinished:  # the target of a link, not the link
+        figure.savefig(unfinished, dpi=200, format=out.suffix[1:].lower())
 
 
 def with_other_images(name: str, log: Log) -> str:
     """Return the label, with the images where they are known and not CIFAR-10."""
-    images = log.conditions.get("images", CIFAR_10)
-    return name if images == CIFAR_10 else f"{name}, on {images}"
+    return name if (images := log.conditions.get("images", CIFAR_10)) == CIFAR_10 else f"{name}, on {images}"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.plot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="+", help="run logs, runs.tsv, timing_log.tsv or other DAWNBench tables")
-    parser.add_argument("--out", default="timing.png", help="picture to write: .png, .svg or .pdf (timing.png)")
+    parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
     parser.add_argument("--reference", default="published", help="campaign drawn in grey (published)")
     options = parser.parse_args(arguments)
+    out = options.out
     with exit_on_config_error("plot"):
-        check_picture("--out", Path(options.out))
+        if out.suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise ConfigError(f"--out {out} must end in .png, .svg or .pdf")
+        if not out.absolute().parent.is_dir() or (out.exists() and not out.is_file()):
+            raise ConfigError(f"--out {out} has no folder, or exists and is not a file: choose another name")
         logs, reference = [read_log(name) for name in options.files], read_log(options.reference)
         alone = len(logs) == 1 and logs[0].name != reference.name
         names = ["mine"] if alone else [Path(log.name).name for log in logs]
         labels = [with_other_images(name, log) for name, log in zip(names, logs, strict=True)]
-        picture(logs, labels, reference, Path(options.out))
+        try:
+            draw_picture(logs, labels, reference, out)
+        except OSError as error:
+            raise ConfigError(f"{out} cannot be written ({error.strerror or error}): choose another --out") from error
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.metrics import Metrics
-from large_batch_cifar_10_fast.options import RunConfig
 from large_batch_cifar_10_fast.recipe import make_network
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
@@ -19,13 +18,12 @@ from large_batch_cifar_10_fast.train import Model, prepare, take_step
 
 pytestmark = pytest.mark.slow
 
-MUON = MuonRecipe(width=4, batch_size=20, workers=2, pixels="24,32", kept="0.5")
 RECIPES = [
     Apple2019(workers=2, batch_size=16, ghost_batch=8, width=4),
     Basenet(width=16),
     Page(width=16),
     FastAI(width=3),
-    MUON,
+    MuonRecipe(width=4, batch_size=20, workers=2, pixels="24,32", kept="0.5"),
 ]
 
 
@@ -50,10 +48,7 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
     monkeypatch.setattr(torch, "randperm", lambda n, generator, device: torch.arange(n, device=device))
     monkeypatch.setattr(torch, "randint", lambda n, size, generator, device: torch.arange(*size, device=device) % n)
     monkeypatch.setattr(torch, "rand", lambda n, generator, device: torch.ones(n, device=device))
-    ctx, config = (
-        DistContext(0, 1, gpu, recipe.workers),
-        RunConfig(precision="fp32", micro_batches=min(2, recipe.workers)),
-    )
+    ctx = DistContext(0, 1, gpu, recipe.workers)
     with FakeTensorMode(allow_non_fake_inputs=False):
         network = make_network(recipe, seed=0)
         for module in network.modules():
@@ -62,13 +57,10 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(gpu))
         weights = [weight for weight in network.parameters() if weight.requires_grad]
-        monkeypatch.setattr(
-            torch.Tensor,
-            "backward",
-            lambda _: [setattr(weight, "grad", torch.zeros_like(weight)) for weight in weights],
-        )
-        model = Model(network, network, recipe, config, ctx)
-        count = round(3 * recipe.workers * recipe.batch_size / recipe.stages[0].kept)
+        set_zero = lambda _: [setattr(weight, "grad", torch.zeros_like(weight)) for weight in weights]  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, "backward", set_zero)
+        model = Model(recipe, network, network, "fp32", min(2, recipe.workers), ctx)
+        count = round(3 * recipe.workers * recipe.batch_size / recipe.stages[0].keep_fraction)
         data = prepare(random_images(count, 10), model, Clock(lambda: None))
         optimizers, metrics, steps = recipe.optimizers(network, ctx), Metrics(ctx), 0
         batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.initial_losses()))

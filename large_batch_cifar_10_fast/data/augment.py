@@ -1,4 +1,4 @@
-"""Augmentation of a whole batch on the device: crop, flip, color jitter, rotation, lower resolution (method, 2)."""
+"""Augmentation of a whole batch on the device: crop, flip, color jitter, rotation, resolution (method, section 2)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,21 +10,16 @@ from torch import Generator, Tensor
 
 SIZE = 32  # pixels a side of an image
 MAX_OPTIONS = 200  # of a transform, in one epoch
-MEAN = (125.31, 122.95, 113.87)  # of CIFAR-10's channels, on the 0..255 scale
-STD = (62.99, 62.09, 66.70)
-LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in gray (ITU-R 601, as PIL's)
-
-Assignment = Callable[[int, int, Generator], Tensor]
+MEAN, STD = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)  # of CIFAR-10's channels, on the 0..255 scale
+LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in gray (ITU-R 601, like PIL)
 
 
 def assign_balanced(count: int, options: int, generator: Generator) -> Tensor:
-    """Assign one of `options` to each of `count` images, each equally often give or take one (int64 [count])."""
+    """Assign one of `options` to each of `count` images, each equally often up to one (int64 [count])."""
     device = generator.device
     used = torch.randperm(options, generator=generator, device=device)[:MAX_OPTIONS]
-    chunk = torch.arange(count, device=device) * len(used) // count
-    assigned = torch.empty(count, dtype=torch.int64, device=device)
-    assigned[torch.randperm(count, generator=generator, device=device)] = used[chunk]
-    return assigned
+    places = torch.randperm(count, generator=generator, device=device).argsort()  # of the images in random order
+    return used[places * len(used) // count]
 
 
 def assign_independent(count: int, options: int, generator: Generator) -> Tensor:
@@ -34,10 +29,10 @@ def assign_independent(count: int, options: int, generator: Generator) -> Tensor
 
 @dataclass(frozen=True)
 class CropAndFlip:
-    """Reflect-pad by `padding`, crop 32x32, mirror: `assign` chooses both for each image, once an epoch."""
+    """Reflect-pad by `padding`, crop 32x32 and mirror. `assign` chooses crop and mirroring once an epoch."""
 
     padding: int
-    assign: Assignment
+    assign: Callable[[int, int, Generator], Tensor]
 
     def sample(self, count: int, generator: Generator, *_: object) -> tuple[Tensor, Tensor]:
         """Return each image's crop offset, counted row by row, and whether it is mirrored (1); both int64 [count]."""
@@ -56,10 +51,7 @@ class CropAndFlip:
 
 @dataclass(frozen=True)
 class CropAndAlternateFlip(CropAndFlip):
-    """Crop like CropAndFlip; mirror each image at random in the first epoch, and from then on every other epoch.
-
-    Two epochs in a row show both orientations of an image; independent flips do so for half of the images.
-    """
+    """Crop like CropAndFlip. Mirror at random in the first epoch, then alternately, so that two show both sides."""
 
     def sample(self, count: int, generator: Generator, run_generator: Generator, epoch: int) -> tuple[Tensor, Tensor]:
         crops, _ = super().sample(count, generator)
@@ -68,17 +60,14 @@ class CropAndAlternateFlip(CropAndFlip):
 
 @dataclass(frozen=True)
 class CropJitterRotateFlip:
-    """Crop; scale brightness, contrast and saturation by factors in 1 +- `strength`; rotate by +- `degrees`; flip.
-
-    Factors and angles are uniform. Unlike torchvision's, the color operations have a fixed order and do not round.
-    """
+    """Crop; scale brightness, contrast and saturation by 1 +- `strength`; rotate by +- `degrees`; flip."""
 
     crop_and_flip: CropAndFlip
     strength: float
     degrees: float
 
     def sample(self, count: int, generator: Generator, *_: object) -> tuple[Tensor, ...]:
-        """Return crops and flips as CropAndFlip does, then float32 [count]: three factors, and angles in radians."""
+        """Return crops and flips like CropAndFlip, then float32 [count]: three factors, and angles in radians."""
         crops, flips = self.crop_and_flip.sample(count, generator)
         *changes, turn = (2 * torch.rand(count, generator=generator, device=generator.device) - 1 for _ in range(4))
         return crops, flips, *(1 + self.strength * change for change in changes), self.degrees * pi / 180 * turn
@@ -94,24 +83,24 @@ class CropJitterRotateFlip:
 
 
 def color_jitter(images: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
-    """Blend images [B, 3, H, W] of 0 to 1 with black, mean gray and gray by factors [B]; clip each time."""
+    """Blend images [B, 3, H, W] of 0 to 1 with black, mean gray and gray by factors [B], in this order; clip each."""
+    images = _blend(images, torch.zeros_like(images), brightness)
+    images = _blend(images, _gray(images).mean((2, 3), keepdim=True), contrast)
+    return _blend(images, _gray(images), saturation)
 
-    def blend(images: Tensor, other: Tensor | float, factors: Tensor) -> Tensor:
-        factors = factors.to(images.dtype)[:, None, None, None]
-        return (factors * images + (1 - factors) * other).clamp(0, 1)
 
-    def gray(images: Tensor) -> Tensor:
-        return sum(weight * images[:, c : c + 1] for c, weight in enumerate(LUMA))
+def _blend(images: Tensor, other: Tensor, factors: Tensor) -> Tensor:
+    factors = factors.to(images.dtype)[:, None, None, None]
+    return (factors * images + (1 - factors) * other).clamp(0, 1)
 
-    images = blend(images, torch.zeros_like(images), brightness)
-    images = blend(images, gray(images).mean((2, 3), keepdim=True), contrast)
-    return blend(images, gray(images), saturation)
+
+def _gray(images: Tensor) -> Tensor:
+    return sum(weight * images[:, c : c + 1] for c, weight in enumerate(LUMA))
 
 
 def rotate_and_flip(images: Tensor, angles: Tensor, flips: Tensor) -> Tensor:
     """Rotate images [B, 3, H, W] counter-clockwise by `angles` (radians), nearest pixel; mirror where `flips` is 1."""
-    cos, sin, sign = angles.cos(), angles.sin(), 1 - 2 * flips
-    zero = torch.zeros_like(cos)
+    cos, sin, zero, sign = angles.cos(), angles.sin(), torch.zeros_like(angles), 1 - 2 * flips
     # From an output pixel to its source: undo the flip, then the rotation. Rows are x and y; y points down.
     origins = torch.stack([cos * sign, -sin, zero, sin * sign, cos, zero], 1).view(-1, 2, 3).to(images.dtype)
     grid = F.affine_grid(origins, images.shape, align_corners=False)
@@ -119,7 +108,7 @@ def rotate_and_flip(images: Tensor, angles: Tensor, flips: Tensor) -> Tensor:
 
 
 def downscale(images: Tensor, resolution: int) -> Tensor:
-    """Resize images [B, 3, H, W] to `resolution` pixels a side, bilinear; the cost of a step falls with its square."""
+    """Resize images [B, 3, H, W] to `resolution` pixels a side, bilinear."""
     if images.shape[-1] == resolution:
         return images
     return F.interpolate(images, size=(resolution, resolution), mode="bilinear", align_corners=False)

