@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -116,23 +115,20 @@ def _train_forked(processes: list[tuple[list[str], dict[str, str], Path]]) -> su
     deadline = time.monotonic() + 200
     with tempfile.TemporaryDirectory() as folder:
         ranks = [FORKS.Process(target=train_forked, args=(*place, Path(folder)), daemon=True) for place in processes]
-        try:
-            for rank in ranks:
-                rank.start()
-            while running := [rank for rank in ranks if rank.exitcode is None]:
-                if any(rank.exitcode for rank in ranks):
-                    deadline = min(deadline, time.monotonic() + 10)  # the others have to notice a failure
-                if not wait([rank.sentinel for rank in running], max(0, deadline - time.monotonic())):
-                    break
-            status = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
-            files = [sorted(Path(folder).glob(f"{name}_*")) for name in ("stdout", "stderr")]
-            output, errors = ("".join(file.read_text() for file in several) for several in files)
-            assert status or not running, f"{len(running)} of {len(ranks)} processes hang: {output}{errors}"
-        finally:
-            for rank in ranks:
-                if rank.pid:
-                    rank.kill()
-                    rank.join()
+        for rank in ranks:
+            rank.start()
+        while (running := any(rank.exitcode is None for rank in ranks)) and time.monotonic() < deadline:
+            if any(rank.exitcode for rank in ranks):
+                deadline = min(deadline, time.monotonic() + 10)  # the others have to notice a failure
+            time.sleep(0.01)
+        for rank in ranks:
+            rank.kill()
+        status = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+        output, errors = (
+            "".join(path.read_text() for path in sorted(Path(folder).glob(f"{name}_*")))
+            for name in ("stdout", "stderr")
+        )
+    assert status or not running, f"a process hangs: {output}{errors}"
     return subprocess.CompletedProcess([command for command, *_ in processes], status, output, errors)
 
 

@@ -8,7 +8,8 @@ import pytest
 from attack import BAD_NUMBERS
 from conftest import REPO, environment
 
-from large_batch_cifar_10_fast.command_line import RECIPES, read_launch, read_request
+from large_batch_cifar_10_fast.command_line import RECIPES
+from large_batch_cifar_10_fast.launch import check_launch
 from large_batch_cifar_10_fast.options import ConfigError, Launch, RunConfig
 
 
@@ -20,15 +21,10 @@ def test_a_campaign_survives_kills_and_invalid_options_end_in_one_line():
     assert result.stdout.startswith("2 kills in ")
 
 
-def read(*arguments: str) -> None:
-    read_launch(arguments)
-    read_request(arguments)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_option_takes_an_invalid_number(recipe):
+@pytest.mark.parametrize("value", BAD_NUMBERS)
+def test_no_option_takes_an_invalid_number(recipe, value):
     options = [entry for owner in (RECIPES[recipe], RunConfig, Launch) for entry in fields(owner)]
     for name in (entry.name for entry in options if entry.type in (int, float)):
-        for value in BAD_NUMBERS:
-            with pytest.raises(ConfigError, match=r"^[^\n]+$"):
-                read("--recipe", recipe, f"--{name}={value}")
+        with pytest.raises(ConfigError, match=r"^[^\n]+$"):
+            check_launch(["--recipe", recipe, "--data", "synthetic", f"--{name}={value}"])

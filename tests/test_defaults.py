@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from large_batch_cifar_10_fast import checks, devices
+from large_batch_cifar_10_fast import checks
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.options import RunConfig
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -62,21 +62,3 @@ def test_bf16_is_for_all_processes_or_none(machine, monkeypatch):
     machine(1, 700, bf16=True)
     monkeypatch.setattr(DistContext, "all_gather_words", lambda ctx, subject, word: [word, "False"])
     assert checks.precision_on(CPU, "", Apple2019(), 50_000) == "fp32"
-
-
-@pytest.mark.parametrize(
-    ("instructions", "bf16", "fp32", "gains"),
-    [
-        (True, 3e11, 1.5e11, True),
-        (True, 1.5e11, 2.5e11, False),
-        (True, 2e11, 1.9e11, False),
-        (False, 3e11, 1e11, False),
-    ],
-)
-def test_a_cpu_gains_by_bf16_if_it_has_instructions_and_multiplies_clearly_faster(
-    monkeypatch, instructions, bf16, fp32, gains
-):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
-    monkeypatch.setattr(devices, "matrix_rate", lambda precision, device: {"bf16": bf16, "fp32": fp32}[precision])
-    assert devices.gains_by_bf16.__wrapped__() is gains

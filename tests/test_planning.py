@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from large_batch_cifar_10_fast import devices, distributed
-from large_batch_cifar_10_fast.launch import gpus_of_team, plan_processes, torchrun_arguments, visible_gpus
+from large_batch_cifar_10_fast.launch import gpus_of_team, plan_processes, visible_gpus
 from large_batch_cifar_10_fast.options import ConfigError, Launch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
@@ -63,8 +63,3 @@ def test_gpus_communicate_by_nccl_one_for_each_process(monkeypatch):
     with distributed.init_distributed(8, timeout=7) as ctx:
         assert (ctx.device, ctx.rank, ctx.world_size) == (torch.device("cuda:3"), 7, 8)
     assert (group["kind"], group["device_id"], group["timeout"].total_seconds()) == ("nccl", ctx.device, 7)
-
-
-def test_several_machines_meet_at_the_given_address():
-    arguments = torchrun_arguments(Launch(**TWO_MACHINES), 4, "scratch")
-    assert {"--nnodes=2", "--node-rank=1", "--rdzv-endpoint=ten.example:2911"} <= set(arguments)
