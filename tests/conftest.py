@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch.distributed as dist
 from forked import FORKS, train_forked
@@ -24,11 +25,11 @@ DIFFERENT = ("campaign", "started", *PARTS, "seconds", "last_validation", "goal_
 RESULT = [name for name in COLUMNS if name not in DIFFERENT]  # the columns that are equal if a run is made again
 
 # The tests run on the CPU. Only test_gpu.py starts programs with GPU among their environment variables.
-COUNT = "import torch; print(torch.cuda.device_count())"
 if "TESTS_GPUS" not in os.environ:  # the processes of pytest-xdist inherit it
-    counted = subprocess.run([sys.executable, "-c", COUNT], cwd=REPO, capture_output=True, text=True, check=True).stdout
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(int(counted))))
-    os.environ["TESTS_GPUS"] = visible if int(counted) else ""
+    count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]  # here, it would start CUDA
+    found = int(subprocess.run(count, cwd=REPO, stdout=subprocess.PIPE, check=True).stdout)
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
+    os.environ["TESTS_GPUS"] = names if found else ""
 GPU = {"CUDA_VISIBLE_DEVICES": os.environ["TESTS_GPUS"]}
 GPUS = len(os.environ["TESTS_GPUS"].split(",")) if os.environ["TESTS_GPUS"] else 0
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -55,6 +56,12 @@ def write_npz(path: Path, *arrays) -> Path:
     names = ("train_images", "train_labels", "test_images", "test_labels")
     np.savez(path, **dict(zip(names, arrays, strict=True)))
     return path
+
+
+def edit_table(path: Path, **columns: object) -> None:
+    """Replace columns of a runs.tsv."""
+    rows = pd.read_csv(path, sep="\t", dtype=str, keep_default_na=False).assign(**columns)
+    rows.to_csv(path, sep="\t", index=False)
 
 
 def random_pictures(count: int, labels=None):
@@ -124,10 +131,8 @@ def _train_forked(processes: list[tuple[list[str], dict[str, str], Path]]) -> su
         for rank in ranks:
             rank.kill()
         status = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
-        output, errors = (
-            "".join(path.read_text() for path in sorted(Path(folder).glob(f"{name}_*")))
-            for name in ("stdout", "stderr")
-        )
+        files = [sorted(Path(folder).glob(pattern)) for pattern in ("stdout_*", "stderr_*")]
+        output, errors = ("".join(file.read_text() for file in several) for several in files)
     assert status or not running, f"a process hangs: {output}{errors}"
     return subprocess.CompletedProcess([command for command, *_ in processes], status, output, errors)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from conftest import LAUNCHER, RESULT, TINY, environment, is_alive, launch, options_among, train_together
+from conftest import LAUNCHER, RESULT, TINY, edit_table, environment, is_alive, launch, options_among, train_together
 
 from large_batch_cifar_10_fast.launch import check_launch, only_campaign_in
 from large_batch_cifar_10_fast.options import ConfigError
@@ -98,17 +98,15 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(a
             assert set() < listening(children) <= LOOPBACK, "the processes meet on this machine"
             end(process)
             assert process.wait(timeout=10) == status
-            deadline = time.monotonic() + 5
-            while any(map(is_alive, children)):
-                assert time.monotonic() < deadline, "a process is left"
-                time.sleep(0.05)
             errors = process.stderr.read()
+            time.sleep(1)
+            assert not any(map(is_alive, children))
         assert table.read_text().startswith(kept), "finished rows are not touched"
         kept = table.read_text()
         made = kept.count("\n") - 1
         assert made < RUNS
-        closing = f"{reason}.*; {made} of its {RUNS} runs are made, continue with --resume.*\n$"
-        assert re.search(closing, errors) if reason else not errors
+        line = f"{reason}.*; {made} of its {RUNS} runs are made, continue with --resume.*\n$" if reason else "^$"
+        assert re.search(line, errors)
         assert ("(details: last_failure.txt)" in errors) == report.exists() == (status == 1)
         report.unlink(missing_ok=True)
         if status == 1:
@@ -121,7 +119,6 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(a
     rows = pd.read_csv(table, sep="\t")
     pd.testing.assert_frame_equal(rows[RESULT], pd.read_csv(uninterrupted[0], sep="\t")[RESULT])
     assert rows["campaign"].nunique() == 1
-    assert result.stdout.count("Train acc") == RUNS, "the log of a resumed campaign has all its runs"
     assert result.stdout.splitlines()[-1] == uninterrupted[1]
 
 
@@ -171,12 +168,6 @@ def unfinished(uninterrupted, tmp_path) -> Path:
     return tmp_path
 
 
-def edit(table: Path, **columns: str) -> None:
-    pd.read_csv(table, sep="\t", dtype=str, keep_default_na=False).assign(**columns).to_csv(
-        table, sep="\t", index=False
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "edits", "message"),
     [
@@ -193,7 +184,7 @@ def edit(table: Path, **columns: str) -> None:
     ],
 )
 def test_resume_refuses_other_options_images_code_and_a_damaged_table(unfinished, options, edits, message):
-    edit(table := unfinished / "runs.tsv", **edits)
+    edit_table(table := unfinished / "runs.tsv", **edits)
     before = table.read_bytes()
     with pytest.raises(ConfigError) as error:
         check_launch(["--resume", "--out", str(unfinished), "--nproc", "2", *options])
@@ -202,7 +193,7 @@ def test_resume_refuses_other_options_images_code_and_a_damaged_table(unfinished
 
 
 def test_resume_refuses_another_device(unfinished):
-    edit(unfinished / "runs.tsv", device="abacus")
+    edit_table(unfinished / "runs.tsv", device="abacus")
     result = train_together(2, "--resume", cwd=unfinished)
     assert result.returncode == 2
     assert "had other device (abacus then, CPU" in result.stderr

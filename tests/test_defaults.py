@@ -12,15 +12,16 @@ CPU = DistContext(0, 1, torch.device("cpu"), 8)
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """Return a function that sets the cores, the seconds of a run on one of them, and whether bf16 is faster."""
+def defaults(monkeypatch):
+    """Return a function of a machine and options: cores, seconds of a run on one of them, whether bf16 is faster."""
 
-    def is_one(cores: int, seconds: float, bf16: bool = False) -> None:
+    def resolve(cores: int, seconds: float, bf16: bool, **options: object) -> RunConfig:
         monkeypatch.setattr(checks, "work", lambda recipe, images: seconds * checks.CORE)
         monkeypatch.setattr(checks, "count_cores", lambda: cores)
         monkeypatch.setattr(checks, "gains_by_bf16", lambda: bf16)
+        return checks.resolve_defaults(RunConfig(**options), Apple2019(), CPU, 50_000)
 
-    return is_one
+    return resolve
 
 
 @pytest.mark.parametrize(
@@ -33,9 +34,8 @@ def machine(monkeypatch):
         (1, {"compile": True}, True),
     ],
 )
-def test_a_campaign_of_ten_minutes_or_more_compiles_all_shares_alike(machine, seconds, options, compiles):
-    machine(1, seconds)
-    assert checks.resolve_defaults(RunConfig(**options), Apple2019(), CPU, 50_000).compile is compiles
+def test_a_campaign_of_ten_minutes_or_more_compiles_all_shares_alike(defaults, seconds, options, compiles):
+    assert defaults(1, seconds, False, **options).compile is compiles
 
 
 @pytest.mark.parametrize("cores", [1, 8])
@@ -48,17 +48,12 @@ def test_a_campaign_of_ten_minutes_or_more_compiles_all_shares_alike(machine, se
         (500, True, "", "fp32", 5),
     ],
 )
-def test_bf16_is_for_long_runs_whatever_the_number_of_cores(
-    machine, capsys, cores, seconds, bf16, given, precision, hours
-):
+def test_bf16_is_for_long_runs_on_any_number_of_cores(defaults, capsys, cores, seconds, bf16, given, precision, hours):
     """The seed decides a run, so neither cores nor runs may change the precision."""
-    machine(cores, seconds, bf16)
-    config = RunConfig(runs=36, precision=given)
-    assert checks.resolve_defaults(config, Apple2019(), CPU, 50_000).precision == precision
+    assert defaults(cores, seconds, bf16, runs=36, precision=given).precision == precision
     assert f"this takes about {hours / cores:.1f} hours" in capsys.readouterr().err
 
 
-def test_bf16_is_for_all_processes_or_none(machine, monkeypatch):
-    machine(1, 700, bf16=True)
+def test_bf16_is_for_all_processes_or_none(defaults, monkeypatch):
     monkeypatch.setattr(DistContext, "all_gather_words", lambda ctx, subject, word: [word, "False"])
-    assert checks.precision_on(CPU, "", Apple2019(), 50_000) == "fp32"
+    assert defaults(1, 700, bf16=True).precision == "fp32"

@@ -33,32 +33,27 @@ def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported(launcher
     assert (result.returncode, result.stdout, result.stderr) == (status, "" if status else "False\n", "")
 
 
-PROCESSES = """
-import os, time
-from large_batch_cifar_10_fast.options import ConfigError
-from large_batch_cifar_10_fast.distributed import leaving
-with leaving():
-    if os.environ["RANK"] == "1":
-        raise ConfigError("only process 1 sees it")
-    time.sleep(60)
-"""
-START = """
-import sys
+SCRIPT = """
+import os, sys, time
 from pathlib import Path
-from large_batch_cifar_10_fast import launch
-from large_batch_cifar_10_fast.options import Launch, exit_on_config_error
-arguments_for_training = launch.torchrun_arguments
-launch.torchrun_arguments = lambda *given: [*arguments_for_training(*given)[:-3], sys.argv[1]]
+from large_batch_cifar_10_fast import distributed, launch
+from large_batch_cifar_10_fast.options import ConfigError, Launch, exit_on_config_error
+if "RANK" in os.environ:
+    with distributed.leaving():
+        if os.environ["RANK"] == "1":
+            raise ConfigError("only process 1 sees it")
+        time.sleep(60)
+arguments = launch.torchrun_arguments
+launch.torchrun_arguments = lambda *given: [*arguments(*given)[:-3], __file__]
 with exit_on_config_error("train_cifar_parallel.sh"):
-    sys.exit(launch.start_processes([], Launch(), 2, Path(), str))
+    launch.start_processes([], Launch(), 2, Path(), str)
 """
 
 
 def test_a_config_error_of_any_process_is_one_line(tmp_path):
-    (tmp_path / "processes.py").write_text(PROCESSES)
-    command = [sys.executable, "-c", START, tmp_path / "processes.py"]
+    (tmp_path / "script.py").write_text(SCRIPT)
     how = {"env": environment(PYTHONPATH=REPO, **{LAUNCH: 0}), "capture_output": True, "text": True, "timeout": 100}
-    result = subprocess.run(command, cwd=tmp_path, **how)
+    result = subprocess.run([sys.executable, tmp_path / "script.py"], cwd=tmp_path, **how)
     assert (result.returncode, result.stderr) == (2, "train_cifar_parallel.sh: only process 1 sees it\n")
 
 

@@ -41,7 +41,7 @@ def measure(tmp_path, tiny_npz):
     return run
 
 
-def test_each_part_calls_programs_with_options_that_they_have(measure, tmp_path, tiny_npz):
+def test_each_part_calls_programs_with_options_that_they_have(measure, tiny_npz):
     result, calls = measure(*PARTS)
     assert (result.returncode, result.stderr) == (0, "")
     assert list(dict.fromkeys(line.split()[0].split(".")[0] for line in result.stdout.splitlines())) == PARTS
@@ -51,11 +51,8 @@ def test_each_part_calls_programs_with_options_that_they_have(measure, tmp_path,
     for program, *arguments in calls:
         if program == "torch.distributed.run":
             arguments = arguments[arguments.index("train") + 1 :]
-        if "--against" in arguments:
-            assert arguments == ["--recipe", "muon", "--against", "apple2019", "--rounds", "20"]
-        elif program not in ("pytest", "compare"):
-            config, _ = read_request([word for word in arguments if word != "--input_pipelines"])
-            assert config.data == str(tiny_npz) or program == "bench"
+        if program not in ("pytest", "compare", "bench"):
+            assert read_request(arguments)[0].data == str(tiny_npz)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +63,8 @@ def test_a_campaign_is_resumed_or_begun_anew_and_if_it_fails_other_parts_run(mea
     (tmp_path / "campaign").mkdir()
     (tmp_path / "campaign" / "runs.tsv").write_text(table)
     result, calls = measure("campaign", "modern.bench", failing="*--resume", status=status)
-    failed = status == 1
-    assert result.returncode == failed
-    assert [line.split()[:3:2] for line in result.stdout.splitlines()] == [
-        ["campaign", f"{int(failed)},"],
-        ["modern.bench", "0,"],
-    ]
+    assert result.returncode == (status == 1)
+    assert [line.split()[2] for line in result.stdout.splitlines()] == [f"{status % 2},", "0,"]
     assert ["--resume" in call for call in calls[:-1]] == resumes
 
 

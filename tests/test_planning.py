@@ -1,9 +1,7 @@
 """How many processes there are, on which devices, and where they meet."""
 
 import pytest
-import torch
 
-from large_batch_cifar_10_fast import devices, distributed
 from large_batch_cifar_10_fast.launch import gpus_of_team, plan_processes, visible_gpus
 from large_batch_cifar_10_fast.options import ConfigError, Launch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -47,19 +45,3 @@ def test_gpus_have_the_names_of_cuda_visible_devices(visible, names, monkeypatch
 def test_each_team_has_its_own_gpus_and_teams_share_where_there_are_too_few():
     assert [gpus_of_team(team, 2, ["0", "1", "4", "5"]) for team in (0, 1)] == ["0,1", "4,5"]
     assert [gpus_of_team(team, 1, ["0", "1"]) for team in range(4)] == ["0", "1", "0", "1"]
-
-
-def test_gpus_communicate_by_nccl_one_for_each_process(monkeypatch):
-    """Without a GPU: the functions that would touch one are replaced."""
-    group = {}
-    monkeypatch.setattr(devices, "count_gpus", lambda device: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(distributed, "rendezvous_store", lambda *_: torch.distributed.HashStore())
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda kind, **how: group.update(kind=kind, **how))
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restored after the test
-    for name, value in {"RANK": "7", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    with distributed.init_distributed(8, timeout=7) as ctx:
-        assert (ctx.device, ctx.rank, ctx.world_size) == (torch.device("cuda:3"), 7, 8)
-    assert (group["kind"], group["device_id"], group["timeout"].total_seconds()) == ("nccl", ctx.device, 7)

@@ -1,15 +1,18 @@
 """Shares of a campaign, made by launches that know nothing of each other, and what `merge` makes of them."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import RESULT, TINY, train_here
+from conftest import RESULT, TINY, edit_table, train_here
 
 from large_batch_cifar_10_fast import campaign
 from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.options import ConfigError, RunConfig
+
+pytestmark = pytest.mark.slow
 
 RUNS = 5
 
@@ -24,10 +27,6 @@ def tables(tiny_npz, tmp_path_factory) -> dict[str, Path]:
     return {path.parent.name: path for path in folder.glob("*/runs.tsv")}
 
 
-def _merge(out: Path, *files: Path) -> None:
-    campaign.main([*map(str, files), "--out", str(out)])
-
-
 def _result(path: Path) -> pd.DataFrame:
     rows = pd.read_csv(path, sep="\t", dtype=str).sort_values("run", ignore_index=True)
     return rows[[name for name in RESULT if name != "share"]]
@@ -38,30 +37,21 @@ def _epochs(path: Path) -> pd.DataFrame:
     return rows.drop(columns=["campaign", "seconds"])
 
 
-def _edit(source: Path, target: Path, **columns: object) -> Path:
-    rows = pd.read_csv(source, sep="\t", dtype=str, keep_default_na=False).assign(**columns)
-    rows.to_csv(target, sep="\t", index=False)
-    return target
-
-
-@pytest.mark.slow
 def test_merged_shares_equal_the_tables_of_one_launch(tables, tmp_path, capsys):
-    _merge(tmp_path, tables["odd"], tables["even"])
+    campaign.main([str(tables["odd"]), str(tables["even"]), "--out", str(tmp_path)])
     pd.testing.assert_frame_equal(_result(tmp_path / "runs.tsv"), _result(tables["whole"]))
     pd.testing.assert_frame_equal(_epochs(tmp_path / "runs.tsv"), _epochs(tables["whole"]))
     assert pd.read_csv(tmp_path / "epochs.tsv", sep="\t")["campaign"].nunique() == 1
     assert re.fullmatch(f"{tmp_path}/runs.tsv: 5 of campaign .*'s 5 runs\n", capsys.readouterr().out)
 
 
-@pytest.mark.slow
 def test_missing_runs_are_named_and_made_by_resume(tables, tmp_path, capsys):
-    _merge(tmp_path, tables["even"])
+    campaign.main([str(tables["even"]), "--out", str(tmp_path)])
     assert f"; not made yet: 1, 3 (train_cifar_parallel.sh --resume --out {tmp_path} " in capsys.readouterr().out
     train_here("--resume", "--out", tmp_path)
     pd.testing.assert_frame_equal(_result(tmp_path / "runs.tsv"), _result(tables["whole"]))
 
 
-@pytest.mark.slow
 def test_an_interrupted_share_is_resumed_as_this_share(tables, tmp_path):
     (tmp_path / "runs.tsv").write_text("".join(tables["even"].read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(ConfigError, match=r"had other share \(0/2 then, 1/2 now\)"):
@@ -70,22 +60,19 @@ def test_an_interrupted_share_is_resumed_as_this_share(tables, tmp_path):
     pd.testing.assert_frame_equal(_result(tmp_path / "runs.tsv"), _result(tables["even"]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("column", [*campaign.ALIKE, "seed"])
 def test_tables_of_other_images_code_or_options_are_refused(tables, tmp_path, capsys, column):
     rows = pd.read_csv(tables["odd"], sep="\t")
     other = rows[column] + 1 if column in campaign.INTEGERS else "other"
-    edited = _edit(tables["odd"], tmp_path / "edited.tsv", **{column: other})
-    _check_refused(tmp_path / "merged", capsys, f"edited.tsv has other {column}", tables["even"], edited)
+    edit_table(edited := shutil.copy(tables["odd"], tmp_path), **{column: other})
+    _check_refused(tmp_path / "merged", capsys, f"runs.tsv has other {column}", tables["even"], edited)
 
 
-@pytest.mark.slow
 def test_a_run_of_two_tables_and_a_table_given_twice_are_refused(tables, tmp_path, capsys):
     _check_refused(tmp_path, capsys, "run 1 is in .* and in ", tables["whole"], tables["odd"])
     _check_refused(tmp_path, capsys, "was given twice", tables["even"], tables["even"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["runs.tsv", "epochs.tsv"])
 def test_tables_that_exist_are_not_replaced(tables, tmp_path, capsys, name):
     (tmp_path / name).write_text("mine")
@@ -94,11 +81,11 @@ def test_tables_that_exist_are_not_replaced(tables, tmp_path, capsys, name):
 
 
 def _check_refused(out: Path, capsys, message: str, *files: Path) -> None:
-    with pytest.raises(SystemExit) as end:
-        _merge(out, *files)
+    with pytest.raises(SystemExit, match="2"):
+        campaign.main([*map(str, files), "--out", str(out)])
     output = capsys.readouterr()
-    assert (end.value.code, output.out, output.err.count("\n")) == (2, "", 1)
-    assert re.search(message, output.err), output.err
+    assert (output.out, output.err.count("\n")) == ("", 1)
+    assert re.search(message, output.err)
 
 
 @pytest.mark.parametrize("share", ["2/2", "1", "1/", "-1/2", "1/2/3", "a/b", "1/0", "9/99", "1/9999999", " 0/1"])
