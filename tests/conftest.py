@@ -53,8 +53,7 @@ def tiny_npz(tmp_path_factory) -> Path:
 
 
 def write_npz(path: Path, *arrays) -> Path:
-    names = ("train_images", "train_labels", "test_images", "test_labels")
-    np.savez(path, **dict(zip(names, arrays, strict=True)))
+    np.savez(path, **dict(zip(("train_images", "train_labels", "test_images", "test_labels"), arrays, strict=True)))
     return path
 
 

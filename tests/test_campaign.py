@@ -39,10 +39,11 @@ def uninterrupted(arguments, tmp_path_factory) -> tuple[Path, str]:
 
 @contextlib.contextmanager
 def started(folder: Path, *arguments: str, **options: object) -> Iterator[subprocess.Popen]:
-    """Start a launch of two processes in `folder`, in a process group of its own; kill all of it at the end."""
-    command, pipes = ["bash", str(LAUNCHER), *arguments, *options_among({"nproc": 2} | options)], subprocess.PIPE
-    how = {"env": environment(OMP_NUM_THREADS=1), "text": True, "stdout": pipes, "stderr": pipes}
-    with subprocess.Popen(command, cwd=folder, start_new_session=True, **how) as process:
+    """Start a launch of two processes in `folder`, under nohup; kill all processes at the end."""
+    command = ["nohup", "bash", str(LAUNCHER), *arguments, *options_among({"nproc": 2} | options)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how = {"cwd": folder, "env": environment(OMP_NUM_THREADS=1), "start_new_session": True}
+    with subprocess.Popen(command, **how, **pipes) as process:
         try:
             yield process
         finally:
@@ -122,21 +123,15 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(a
     assert result.stdout.splitlines()[-1] == uninterrupted[1]
 
 
-def test_with_restarts_a_campaign_completes_by_itself_and_ignores_what_nohup_ignores(
-    arguments, tmp_path, uninterrupted
-):
+def test_with_restarts_a_campaign_completes_by_itself_and_ignores_sighup(arguments, tmp_path, uninterrupted):
     (table := tmp_path / "runs.tsv").write_text(uninterrupted[0].read_text())  # another campaign's rows
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which processes inherit, as from nohup
-    try:
-        with started(tmp_path, *arguments, restarts=1) as process:
-            wait_for_rows(table, RUNS + 1, process)
-            for pid in (process.pid, *children_of(process.pid)):
-                os.kill(pid, signal.SIGHUP)
-            wait_for_rows(table, RUNS + 2, process)
-            os.kill(trainers_of(process)[-1], signal.SIGKILL)
-            output, errors = process.communicate(timeout=200)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with started(tmp_path, *arguments, restarts=1) as process:
+        wait_for_rows(table, RUNS + 1, process)
+        for pid in (process.pid, *children_of(process.pid)):
+            os.kill(pid, signal.SIGHUP)
+        wait_for_rows(table, RUNS + 2, process)
+        os.kill(trainers_of(process)[-1], signal.SIGKILL)
+        output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert "process 1 was ended by SIGKILL" in errors
     assert errors.endswith("Warning: started again, 0 of 1 restarts left\n")
@@ -163,45 +158,32 @@ def test_two_teams_make_the_rows_and_weights_of_one(arguments, tmp_path):
 
 @pytest.fixture
 def unfinished(uninterrupted, tmp_path) -> Path:
-    """Return a folder with the first three rows of a campaign."""
-    (tmp_path / "runs.tsv").write_text("".join(uninterrupted[0].read_text().splitlines(keepends=True)[:4]))
-    return tmp_path
+    (table := tmp_path / "runs.tsv").write_text("".join(uninterrupted[0].read_text().splitlines(keepends=True)[:4]))
+    return table
 
 
 @pytest.mark.parametrize(
     ("options", "edits", "message"),
     [
         (["--lr_scaler", "1.25"], {}, "other lr_scaler (1.0 then, 1.25 now)"),
-        (["--runs", "12"], {}, f"other runs ({RUNS} then, 12 now)"),
         (["--seed", "3"], {}, "other seed (0 then, 3 now)"),
         (["--data", "synthetic"], {}, "other digest ("),
         (["--nproc", "1"], {}, "other processes (2 then, 1 now)"),
         ([], {"code": "7", "options": "gone=1"}, "other code (7 then, "),
         ([], {"torch": "7"}, "other torch (7 then, "),
         ([], {"options": "epochs=two"}, "has epochs=two: its table was changed"),
-        ([], {"precision": "fp17"}, "has precision=fp17: its table was changed"),
         ([], {"seed": "x"}, "runs.tsv, line 2: seed is 'x', not a number"),
     ],
 )
 def test_resume_refuses_other_options_images_code_and_a_damaged_table(unfinished, options, edits, message):
-    edit_table(table := unfinished / "runs.tsv", **edits)
-    before = table.read_bytes()
-    with pytest.raises(ConfigError) as error:
-        check_launch(["--resume", "--out", str(unfinished), "--nproc", "2", *options])
-    assert message in str(error.value)
-    assert table.read_bytes() == before
+    edit_table(unfinished, **edits)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_launch(["--resume", "--out", str(unfinished.parent), "--nproc", "2", *options])
 
 
 def test_resume_refuses_another_device(unfinished):
-    edit_table(unfinished / "runs.tsv", device="abacus")
-    result = train_together(2, "--resume", cwd=unfinished)
-    assert result.returncode == 2
-    assert "had other device (abacus then, CPU" in result.stderr
-
-
-def test_resume_of_a_complete_campaign_is_refused(uninterrupted):
-    with pytest.raises(ConfigError, match=f"has all its {RUNS} runs"):
-        check_launch(["--resume", "--out", str(uninterrupted[0].parent)])
+    edit_table(unfinished, device="abacus")
+    assert "had other device (abacus then, CPU" in train_together(2, "--resume", cwd=unfinished.parent).stderr
 
 
 def test_a_second_campaign_in_the_same_folder_is_refused(arguments, tmp_path):

@@ -52,8 +52,3 @@ def test_bf16_is_for_long_runs_on_any_number_of_cores(defaults, capsys, cores, s
     """The seed decides a run, so neither cores nor runs may change the precision."""
     assert defaults(cores, seconds, bf16, runs=36, precision=given).precision == precision
     assert f"this takes about {hours / cores:.1f} hours" in capsys.readouterr().err
-
-
-def test_bf16_is_for_all_processes_or_none(defaults, monkeypatch):
-    monkeypatch.setattr(DistContext, "all_gather_words", lambda ctx, subject, word: [word, "False"])
-    assert defaults(1, 700, bf16=True).precision == "fp32"

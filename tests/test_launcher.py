@@ -1,5 +1,6 @@
 """The launcher as a user meets it: the demo, its interpreter, its errors."""
 
+import io
 import os
 import re
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import REPO, environment, launch
+from conftest import REPO, TINY, environment, launch, train_here
 
 from large_batch_cifar_10_fast import LAUNCH
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
@@ -20,17 +21,14 @@ def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
     package = REPO / "large_batch_cifar_10_fast"
     result = launch("--demo", "--out", tmp_path, cwd=package, script=package / "train_cifar_parallel.sh")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("# large_batch_cifar_10_fast ")
     assert result.stdout.endswith("1 runs reached 0.94 out of 1\n")
     assert len(pd.read_csv(tmp_path / "timing_log.tsv", sep="\t")) == DEMO["epochs"]
 
 
 @pytest.mark.parametrize(("launcher", "status"), [(os.getpid(), 0), (1, 1)])
 def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported(launcher, status):
-    code = "import large_batch_cifar_10_fast.options, sys; print('torch' in sys.modules)"
-    variables = environment(**{LAUNCH: launcher})
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=variables, capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (status, "" if status else "False\n", "")
+    code = "import large_batch_cifar_10_fast.options, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.call([sys.executable, "-c", code], cwd=REPO, env=environment(**{LAUNCH: launcher})) == status
 
 
 SCRIPT = """
@@ -57,6 +55,14 @@ def test_a_config_error_of_any_process_is_one_line(tmp_path):
     assert (result.returncode, result.stderr) == (2, "train_cifar_parallel.sh: only process 1 sees it\n")
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_only_on_a_terminal(tiny_npz, tmp_path, monkeypatch, is_terminal):
+    monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
+    stderr.isatty = lambda: is_terminal
+    train_here("--demo", *TINY, "--no_compile", "--data", tiny_npz, "--out", tmp_path)
+    assert ("run 1 epoch 2, 0 of 0 runs over 94%: " in stderr.getvalue()) == is_terminal == bool(stderr.getvalue())
+
+
 def test_files_in_the_current_folder_named_like_modules_are_not_run(tmp_path):
     for name in ("re", "csv", "email", "numpy", "importlib", "torch"):
         (tmp_path / f"{name}.py").write_text("print('run')")
@@ -79,14 +85,12 @@ def script(tmp_path) -> Path:
 
 @pytest.mark.parametrize(
     ("python", "message"),
-    [
-        ("/absent/python", "There is no interpreter /absent/python: name one in PYTHON\n"),
-        ("/bin/true", "Python 3.11 or newer is needed; /bin/true is not: name another in PYTHON\n"),
-    ],
+    [("/absent/python", "There is no interpreter /absent"), ("/bin/true", "Python 3.11 or newer is")],
 )
 def test_a_wrong_interpreter_is_one_line(script, python, message):
     result = launch(cwd=script.parent, script=script, PYTHON=python)
-    assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(message)
 
 
 def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another_interpreter(script):

@@ -16,13 +16,10 @@ TWO_MACHINES = {"nnodes": 2, "node_rank": 1, "rdzv_endpoint": "ten.example:2911"
         (3, 64, 8, {}, 2),
         (0, 6, 8, {}, 4),
         (0, 2, 5, {}, 1),
-        (0, 9, 12, {}, 6),
         (8, 64, 8, {"nproc": 2}, 2),
         (8, 64, 8, TWO_MACHINES, 4),
-        (4, 64, 16, TWO_MACHINES, 4),
         (0, 6, 8, {"teams": 2}, 2),
         (8, 64, 8, {"teams": 2}, 4),
-        (8, 64, 8, {"teams": 9}, 1),
         (8, 64, 1, {"teams": 5}, 1),
     ],
 )

@@ -68,16 +68,12 @@ def test_tables_of_other_images_code_or_options_are_refused(tables, tmp_path, ca
     _check_refused(tmp_path / "merged", capsys, f"runs.tsv has other {column}", tables["even"], edited)
 
 
-def test_a_run_of_two_tables_and_a_table_given_twice_are_refused(tables, tmp_path, capsys):
+def test_tables_with_the_same_run_and_a_folder_with_tables_are_refused(tables, tmp_path, capsys):
     _check_refused(tmp_path, capsys, "run 1 is in .* and in ", tables["whole"], tables["odd"])
     _check_refused(tmp_path, capsys, "was given twice", tables["even"], tables["even"])
-
-
-@pytest.mark.parametrize("name", ["runs.tsv", "epochs.tsv"])
-def test_tables_that_exist_are_not_replaced(tables, tmp_path, capsys, name):
-    (tmp_path / name).write_text("mine")
+    (tmp_path / "epochs.tsv").write_text("mine")
     _check_refused(tmp_path, capsys, "has tables already: choose another --out", tables["even"])
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("epochs.tsv", "mine")]
 
 
 def _check_refused(out: Path, capsys, message: str, *files: Path) -> None:
