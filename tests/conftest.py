@@ -21,7 +21,7 @@ from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER = REPO / "train_cifar_parallel.sh"
-DIFFERENT = ("campaign", "started", *PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory")
+DIFFERENT = ("campaign", "started", "commit", *PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory")
 RESULT = [name for name in COLUMNS if name not in DIFFERENT]  # the columns that are equal if a run is made again
 
 # The tests run on the CPU. Only test_gpu.py starts programs with GPU among their environment variables.
@@ -127,9 +127,9 @@ def _train_forked(processes: list[tuple[list[str], dict[str, str], Path]]) -> su
             if any(rank.exitcode for rank in ranks):
                 deadline = min(deadline, time.monotonic() + 10)  # the others have to notice a failure
             time.sleep(0.01)
+        status = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
         for rank in ranks:
             rank.kill()
-        status = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
         files = [sorted(Path(folder).glob(pattern)) for pattern in ("stdout_*", "stderr_*")]
         output, errors = ("".join(file.read_text() for file in several) for several in files)
     assert status or not running, f"a process hangs: {output}{errors}"

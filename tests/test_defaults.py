@@ -26,13 +26,7 @@ def defaults(monkeypatch):
 
 @pytest.mark.parametrize(
     ("seconds", "options", "compiles"),
-    [
-        (700, {}, True),
-        (500, {}, False),
-        (250, {"runs": 3, "share": "2/3"}, True),
-        (700, {"no_compile": True}, False),
-        (1, {"compile": True}, True),
-    ],
+    [(700, {}, True), (500, {}, False), (250, {"runs": 3, "share": "2/3"}, True), (1, {"compile": True}, True)],
 )
 def test_a_campaign_of_ten_minutes_or_more_compiles_all_shares_alike(defaults, seconds, options, compiles):
     assert defaults(1, seconds, False, **options).compile is compiles

@@ -36,9 +36,8 @@ def measure(tmp_path, tiny_npz):
         command = ["bash", str(REPO / "measure_gpu.sh"), "--data", str(tiny_npz), "--out", str(tmp_path), *parts]
         variables = environment(PYTHON=python, CALLS=calls, FAILING=failing, STATUS=status)
         result = subprocess.run(command, env=variables, capture_output=True, text=True)
-        return result, [
-            line.split("\t") for line in calls.read_text().replace("large_batch_cifar_10_fast.", "").splitlines()
-        ]
+        text = calls.read_text().replace("large_batch_cifar_10_fast.", "")
+        return result, [line.split("\t") for line in text.splitlines()]
 
     return run
 
@@ -47,9 +46,7 @@ def test_each_part_calls_programs_with_options_that_they_have(measure, tiny_npz)
     result, calls = measure(*PARTS)
     assert (result.returncode, result.stderr) == (0, "")
     assert list(dict.fromkeys(line.split()[0].split(".")[0] for line in result.stdout.splitlines())) == PARTS
-    programs = [program for program, *_ in calls]
-    assert {*programs} == {"pytest", "bench", "launch", "compare", "profile", "torch.distributed.run"}
-    assert programs.count("launch") == 12
+    assert [program for program, *_ in calls].count("launch") == 12
     for program, *arguments in calls:
         if program in ("launch", "profile"):
             assert read_request(arguments)[0].data == str(tiny_npz)
