@@ -58,7 +58,6 @@ def write_npz(path: Path, *arrays) -> Path:
 
 
 def edit_table(path: Path, **columns: object) -> None:
-    """Replace columns of a runs.tsv."""
     rows = pd.read_csv(path, sep="\t", dtype=str, keep_default_na=False).assign(**columns)
     rows.to_csv(path, sep="\t", index=False)
 
@@ -154,7 +153,6 @@ class Recorder:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:

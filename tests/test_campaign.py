@@ -69,7 +69,6 @@ def children_of(pid: int) -> list[int]:
 
 
 def trainers_of(process: subprocess.Popen) -> list[int]:
-    """Return the processes that train."""
     command = b"large_batch_cifar_10_fast.train\0"
     return [pid for pid in children_of(process.pid) if command in Path(f"/proc/{pid}/cmdline").read_bytes()]
 

@@ -8,8 +8,6 @@ from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.options import RunConfig
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
-CPU = DistContext(0, 1, torch.device("cpu"), 8)
-
 
 @pytest.fixture
 def defaults(monkeypatch):
@@ -19,7 +17,9 @@ def defaults(monkeypatch):
         monkeypatch.setattr(checks, "work", lambda recipe, images: seconds * checks.CORE)
         monkeypatch.setattr(checks, "count_cores", lambda: cores)
         monkeypatch.setattr(checks, "gains_by_bf16", lambda: bf16)
-        return checks.resolve_defaults(RunConfig(**options), Apple2019(), CPU, 50_000)
+        return checks.resolve_defaults(
+            RunConfig(**options), Apple2019(), DistContext(0, 1, torch.device("cpu"), 8), 50_000
+        )
 
     return resolve
 
