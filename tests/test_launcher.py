@@ -7,12 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from conftest import REPO, TINY, environment, launch, train_here
 
 from large_batch_cifar_10_fast import LAUNCH
-from large_batch_cifar_10_fast.recipes.apple2019 import DEMO
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +20,7 @@ def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
     result = launch("--demo", "--out", tmp_path, cwd=package, script=package / "train_cifar_parallel.sh")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("1 runs reached 0.94 out of 1\n")
-    assert len(pd.read_csv(tmp_path / "timing_log.tsv", sep="\t")) == DEMO["epochs"]
+    assert {path.name for path in tmp_path.iterdir()} == {"runs.tsv", "epochs.tsv", "timing_log.tsv"}
 
 
 @pytest.mark.parametrize(("launcher", "status"), [(os.getpid(), 0), (1, 1)])
