@@ -118,8 +118,7 @@ def _reached_row(*logs: Log) -> Row:
 
 def conclude(mine: Log, reference: Log, margin: float) -> dict[str, Conclusion]:
     """Conclude on accuracy (margin in points), on time (through logarithms, as ratios), and on mine at the goal."""
-    a, b = (100 * log.accuracy for log in (mine, reference))
-    c, d = (np.log(log.seconds) for log in (mine, reference))
+    (a, c), (b, d) = ((100 * log.accuracy, np.log(log.seconds)) for log in (mine, reference))
     accuracy = judge(a, b, margin, "Accuracy", lambda x: f"{x:+.3f} points", more_is_better=True)
     for side, log, verdict in (("the reference", reference, "open"), ("mine", mine, "worse")):
         if log.diverged == len(log.accuracy):
@@ -146,10 +145,10 @@ def differing_conditions(mine: Log, reference: Log) -> list[str]:
 def as_text(notes: list[str], rows: list[Row], conclusions: dict[str, Conclusion]) -> str:
     cells = [("", "mine", "reference", "difference or ratio", "95% confidence interval")]
     for row in rows:
-        form = "x {:.3f}" if row.ratio else "{:+.3f}"
-        difference = form.format(row.difference) if row.difference is not None else "unknown"
-        bounds = [form.format(bound).lstrip("x ") for bound in row.interval or ()]
-        cells.append((row.name, row.mine, row.reference, difference, f"[{', '.join(bounds)}]" if bounds else "-"))
+        form, sign = ("{:.3f}", "x ") if row.ratio else ("{:+.3f}", "")
+        difference = "unknown" if row.difference is None else sign + form.format(row.difference)
+        interval = f"[{form}, {form}]".format(*row.interval) if row.interval else "-"
+        cells.append((row.name, row.mine, row.reference, difference, interval))
     cells[1] = (*cells[1][:3], "", "")  # of the number of runs
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
@@ -177,9 +176,8 @@ def main(arguments: list[str] | None = None) -> int:
     status = int("worse" in (conclusions["accuracy"].verdict, conclusions["time"].verdict if same_device else ""))
     if options.json:
         found = {"mine": mine.name, "reference": reference.name, "why": why, "goal": GOAL, "margin": options.margin}
-        found |= {"rows": [asdict(row) for row in rows], "notes": notes, "status": status}
-        found |= {"conclusions": {name: asdict(conclusion) for name, conclusion in conclusions.items()}}
-        print(json.dumps(found, indent=2))
+        found |= {"rows": rows, "conclusions": conclusions, "notes": notes, "status": status}
+        print(json.dumps(found, indent=2, default=asdict))
     else:
         print(f"Reference: {reference.name} ({why})\n\n" * (not options.reference) + as_text(notes, rows, conclusions))
     return status

@@ -59,8 +59,7 @@ def newcombe(a: int, m: int, b: int, n: int) -> tuple[float, float]:
 
 def runs_needed(spread: float, margin: float) -> int:
     """Return the runs per side for two one-sided 5% tests to find equal means equivalent with power 0.8."""
-    quantiles = stats.norm.ppf(0.95) + stats.norm.ppf(0.90)
-    return max(2, math.ceil(2 * (spread * quantiles / margin) ** 2))
+    return max(2, math.ceil(2 * (spread * (stats.norm.ppf(0.95) + stats.norm.ppf(0.90)) / margin) ** 2))
 
 
 def judge_goal(accuracy: np.ndarray, goal: float) -> Conclusion:
