@@ -74,7 +74,7 @@ def read_log(source: str, campaign: str | None = None) -> Log:
         return replace(log, name="published", conditions=conditions)
     found = [path for part in source.split(",") for path in sorted(glob.glob(part)) or [part]]
     paths = [source] if os.path.exists(source) else [*dict.fromkeys(found)]
-    name, several = source if len(paths) > 1 else paths[0], len(paths) > 1
+    several, name = len(paths) > 1, source if len(paths) > 1 else paths[0]
     try:
         texts = [Path(path).read_text("utf-8-sig", errors="replace") for path in paths]
         if "\nTrain acc " in f"\n{texts[0]}" and not several and not campaign:
@@ -126,7 +126,7 @@ def _log(name: str, runs: pd.DataFrame, rounding: float = 0.0, **more) -> Log:
     runs.loc[~finite, ["validation_loss", "goal_seconds"]] = np.nan
     reached = tuple(int((runs["accuracy"][finite] + error >= REACHED).sum()) for error in (-rounding, rounding))
     arrays = (runs[column].to_numpy() for column in runs)
-    return Log(name, *arrays, reached, diverged=int((~finite).sum()), rounding=rounding, **more)
+    return Log(name, *arrays, reached, int((~finite).sum()), rounding, **more)
 
 
 def _from_runs(source: str, tables: dict[str, pd.DataFrame], campaign: str | None) -> Log:
@@ -138,12 +138,11 @@ def _from_runs(source: str, tables: dict[str, pd.DataFrame], campaign: str | Non
             raise ConfigError(f"{path}: no campaign {campaign}, only {', '.join(names.unique())}")
         shares[path] = table[names == (campaign or names.iloc[-1])].reindex(columns=COLUMNS, fill_value="")
     rows = pd.concat(shares.values())
-    runs = _numbers(rows, RUNS)
-    planned, images = int(runs["runs"].iloc[-1]), _numbers(rows, {"validation_images": (1, 1e9)})["validation_images"]
+    runs, images = _numbers(rows, RUNS), _numbers(rows, {"validation_images": (1, 1e9)})["validation_images"]
     runs["accuracy"] = _numbers(rows, {"validation_count": (0, images.max())})["validation_count"] / images
+    planned = int(runs["runs"].iloc[-1])
     merged({path: share.to_dict("records") for path, share in shares.items()})  # checks that they are one campaign
-    if len(shares) > 1:
-        runs = runs.sort_values("run")
+    runs = runs.sort_values("run") if len(shares) > 1 else runs
     notes = (f"{source} holds {len(runs)} of the campaign's {planned} runs",) if len(runs) < planned else ()
     hardware = {name: " and ".join(rows[name].unique()) for name in ("device", "processes")}
     conditions = _conditions(rows.iloc[-1].to_dict() | hardware)
@@ -157,9 +156,9 @@ def _curve(source: str, shares: dict[str, pd.DataFrame]) -> dict[str, tuple[np.n
         return {}
     epochs = _numbers(pd.DataFrame(rows, [f"epochs.tsv beside {source}"] * len(rows)).fillna(""), EPOCHS)
     by_epoch = epochs.drop_duplicates(["run", "epoch"], keep="last").groupby("epoch")
-    seconds, accuracy = by_epoch["seconds"].median().to_numpy(), by_epoch["validation_accuracy"]
-    low, median, high = (values.to_numpy() for values in (accuracy.min(), accuracy.median(), accuracy.max()))
-    return {"epochs": (seconds, median), "spread": (low, high)}
+    accuracy = by_epoch["validation_accuracy"].agg(["median", "min", "max"])
+    median, low, high = (accuracy[name].to_numpy() for name in accuracy)
+    return {"epochs": (by_epoch["seconds"].median().to_numpy(), median), "spread": (low, high)}
 
 
 def _from_epochs(path: str, table: pd.DataFrame) -> Log:

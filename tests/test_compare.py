@@ -25,6 +25,7 @@ def conclusion(capsys):
     def run(*arguments) -> tuple[dict, int]:
         status = compare.main([*map(str, arguments), "--json"])
         found = json.loads(capsys.readouterr().out)
+        found["verdicts"] = [found["conclusions"][name]["verdict"] for name in ("accuracy", "time", "goal")]
         return found | {"rows": {row["name"]: row for row in found["rows"]}}, status
 
     return run
@@ -39,13 +40,9 @@ def log(tmp_path):
     return write
 
 
-def verdicts(found: dict) -> list[str]:
-    return [found["conclusions"][name]["verdict"] for name in ("accuracy", "time", "goal")]
-
-
 def test_published_against_itself_is_equivalent(conclusion):
     found, status = conclusion("published", "published")
-    assert (verdicts(found), status) == (["equivalent", "equivalent", "significant"], 0)
+    assert (found["verdicts"], status) == (["equivalent", "equivalent", "significant"], 0)
     assert found["rows"]["reached 94%"]["mine"] == "41 of 50, 82% [69%, 90%]"
     np.testing.assert_allclose(found["rows"]["accuracy mean, %"]["interval"], [-0.073, 0.073], atol=5e-4)
     np.testing.assert_allclose(found["rows"]["seconds mean"]["interval"], [0.982, 1.019], atol=5e-4)
@@ -55,9 +52,9 @@ def test_three_tenths_of_a_point_less_is_worse_and_three_runs_are_too_few(log, c
     path = log("log.txt", published_form(shift=0.003, summary=""))
     for arguments, expected in (((path, "published"), ("worse", 1)), (("published", path), ("better", 0))):
         found, status = conclusion(*arguments)
-        assert (verdicts(found)[0], status) == expected
+        assert (found["verdicts"][0], status) == expected
     found, status = conclusion(log("log.txt", published_form(PUBLISHED[:3], summary="")), "published")
-    assert (verdicts(found)[0], status) == ("open", 0)
+    assert (found["verdicts"][0], status) == ("open", 0)
 
 
 def test_slower_counts_only_on_the_same_hardware(log, conclusion):
@@ -65,7 +62,7 @@ def test_slower_counts_only_on_the_same_hardware(log, conclusion):
     slow = log("slow", fast.read_text().replace("time 4.", "time 8."))
     other = log("other", slow.read_text().replace("H200", "A100"))
     found, status = conclusion(slow, fast)
-    assert (verdicts(found)[:2], status) == (["equivalent", "worse"], 1)
+    assert (found["verdicts"][:2], status) == (["equivalent", "worse"], 1)
     assert (conclusion(other, fast)[1], conclusion(fast, slow)[1]) == (0, 0)
 
 
@@ -96,7 +93,7 @@ def test_diverged_runs_are_counted_and_left_out_of_the_mean_loss(log, conclusion
     path = log("log.txt", our_form([0.1, 0.1, 0.1]).replace("loss 0.991", "loss nan"))
     for arguments, expected in (((path, "published"), ("worse", 1)), (("published", path), ("open", 0))):
         found, status = conclusion(*arguments)
-        assert (verdicts(found)[0], status) == expected
+        assert (found["verdicts"][0], status) == expected
 
 
 def test_the_reference_is_made_under_the_same_conditions(tmp_path, conclusion, monkeypatch):

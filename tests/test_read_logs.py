@@ -40,10 +40,9 @@ def our_form(accuracies, campaign: str = "") -> str:
 def runs_rows(campaign: str, counts, **fields) -> list[dict]:
     base = dict.fromkeys(COLUMNS, "1") | {"share": "0/1", "campaign": campaign, "runs": str(len(counts))}
     base |= {"compile": "True", "validation_images": "10000", "images": "CIFAR-10", "options": "epochs=18"} | fields
-    return [
-        base | {"run": f"{i}", "seed": f"{7 + i}", "seconds": f"{5 + i}", "validation_count": count}
-        for i, count in enumerate(counts)
-    ]
+    form = {"run": 0, "seed": 7, "seconds": 5}
+    numbers = [{name: str(first + i) for name, first in form.items()} for i in range(len(counts))]
+    return [base | row | {"validation_count": count} for row, count in zip(numbers, counts, strict=True)]
 
 
 def written(path: Path, rows: list[dict], **how) -> str:
@@ -164,9 +163,8 @@ def test_a_damaged_file_is_one_line_that_names_file_and_line(log, tmp_path, text
     assert (message.startswith(f"{tmp_path}/log"), place in message, "\n" in message) == (True, True, False)
 
 
-@pytest.mark.parametrize("losses", ["nan\t0.9", "0.9\tinf"])
-def test_a_diverged_run_has_nan_loss_and_never_reached_the_goal(tmp_path, log, losses):
-    train, validation = losses.split("\t")
+@pytest.mark.parametrize(("train", "validation"), [("nan", "0.9"), ("0.9", "inf")])
+def test_a_diverged_run_has_nan_loss_and_never_reached_the_goal(tmp_path, log, train, validation):
     damage = {"train_loss": train, "validation_loss": validation}
     found = read_log(written(tmp_path / "runs.tsv", [*two_campaigns()[:3], two_campaigns()[3] | damage]))
     assert (found.reached, found.diverged, math.isnan(found.goal_seconds[2])) == ((1, 1), 1, True)
