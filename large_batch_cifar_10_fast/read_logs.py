@@ -133,6 +133,8 @@ def _from_runs(source: str, tables: dict[str, pd.DataFrame], campaign: str | Non
     """Read the named or the last campaign of a runs.tsv, or of several that are shares of one campaign."""
     shares = {}
     for path, table in tables.items():
+        if "campaign" not in table:
+            raise ConfigError(f"{path}, line 1: no column campaign, so it is not a runs.tsv")
         names = table["campaign"]
         if campaign and campaign not in set(names):
             raise ConfigError(f"{path}: no campaign {campaign}, only {', '.join(names.unique())}")
@@ -142,11 +144,11 @@ def _from_runs(source: str, tables: dict[str, pd.DataFrame], campaign: str | Non
     runs["accuracy"] = _numbers(rows, {"validation_count": (0, images.max())})["validation_count"] / images
     planned = int(runs["runs"].iloc[-1])
     merged({path: share.to_dict("records") for path, share in shares.items()})  # checks that they are one campaign
-    runs = runs.sort_values("run") if len(shares) > 1 else runs
     notes = (f"{source} holds {len(runs)} of the campaign's {planned} runs",) if len(runs) < planned else ()
     hardware = {name: " and ".join(rows[name].unique()) for name in ("device", "processes")}
     conditions = _conditions(rows.iloc[-1].to_dict() | hardware)
-    return _log(source, runs, conditions=conditions, notes=notes, **_curve(source, shares))
+    ordered = runs.sort_values("run") if len(shares) > 1 else runs  # a single table stays as its runs finished
+    return _log(source, ordered, conditions=conditions, notes=notes, **_curve(source, shares))
 
 
 def _curve(source: str, shares: dict[str, pd.DataFrame]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
