@@ -295,7 +295,8 @@ def epochs_beside(path: Path, campaign: str) -> list[Row]:
         lines = split_whole(path.with_name("epochs.tsv").read_bytes())[0].decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
-    return [row for row in csv.DictReader(lines, EPOCHS, delimiter="\t") if row["campaign"] == campaign]
+    rows = csv.DictReader(lines, delimiter="\t")
+    return [row for row in rows if row.keys() >= set(EPOCHS) and row["campaign"] == campaign]
 
 
 def merge(files: Sequence[str], out: Path) -> str:
