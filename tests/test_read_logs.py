@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from conftest import REPO
 
-from large_batch_cifar_10_fast.campaign import COLUMNS
+from large_batch_cifar_10_fast.campaign import COLUMNS, EPOCHS
 from large_batch_cifar_10_fast.options import ConfigError
 from large_batch_cifar_10_fast.read_logs import read_log
 
@@ -130,7 +130,7 @@ def test_shares_are_one_log_and_the_curve_is_the_median_over_all_runs(tmp_path):
         epochs = [("older", 0, 1, 99, 0.9), (f"c{i}", i, 1, 50, 0.8)]
         epochs += [(f"c{i}", run, e, 10 * e + run, (run + e) / 10) for run in range(i, 3, 2) for e in (1, 2)]
         table = pd.DataFrame(epochs, columns=["campaign", "run", "epoch", "seconds", "validation_accuracy"])
-        table.to_csv(tmp_path / f"{i}" / "epochs.tsv", sep="\t", index=False)
+        table.reindex(columns=EPOCHS, fill_value=1).to_csv(tmp_path / f"{i}" / "epochs.tsv", sep="\t", index=False)
     for source in (f"{tmp_path}/1/runs.tsv,{tmp_path}/0/runs.tsv", f"{tmp_path}/*/runs.tsv"):
         found = read_log(source)
         assert (found.accuracy.tolist(), found.reached, found.notes) == ([0.9399, 0.94, 0.9401], (2, 2), ())
