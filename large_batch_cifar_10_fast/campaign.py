@@ -295,7 +295,8 @@ def epochs_beside(path: Path, campaign: str) -> list[Row]:
         lines = split_whole(path.with_name("epochs.tsv").read_bytes())[0].decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
-    return [row for row in csv.DictReader(lines, delimiter="\t") if row["campaign"] == campaign]
+    rows = csv.DictReader(lines, delimiter="\t")
+    return [row for row in rows if row.keys() >= set(EPOCHS) and row["campaign"] == campaign]
 
 
 def merge(files: Sequence[str], out: Path) -> str:
@@ -313,7 +314,7 @@ def merge(files: Sequence[str], out: Path) -> str:
             append_epochs(path.with_name("epochs.tsv"), [e | {"campaign": rows[0]["campaign"]} for e in epochs])
         with written_whole(path) as unfinished:
             unfinished.write_bytes(as_lines(COLUMNS, rows, head=True))
-    except OSError as error:
+    except (OSError, csv.Error) as error:
         raise ConfigError(f"the tables cannot be merged: {error}") from error
     made, planned = {int(row["run"]) for row in rows}, range(int(rows[0]["runs"]))
     text = f"{path}: {len(rows)} of campaign {rows[0]['campaign']}'s {len(planned)} runs"

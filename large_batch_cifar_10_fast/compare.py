@@ -11,6 +11,7 @@ on the same hardware in time), 2 unreadable, or no reference.
 import argparse
 import json
 import math
+import operator
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -50,9 +51,7 @@ def pick_reference(mine: Log) -> tuple[Log, str]:
     logs = [read_log(str(path)) for path in sorted(LOGS.rglob("runs*.tsv"))]
     logs = [log for log in logs if _decisive(log) == _decisive(mine)]
     if not logs:
-        raise ConfigError(
-            f"no log in {LOGS} has {recipe}'s options and images ({images}) of {mine.name}: name a REFERENCE"
-        )
+        raise ConfigError(f"no log in {LOGS} has the options and images of {mine.name}: name a REFERENCE")
 
     def rank(log: Log) -> tuple:
         alike = [log.conditions.get(name) == mine.conditions.get(name) for name in ("precision", "device")]
@@ -75,10 +74,8 @@ def _number(text: str) -> float | str:
 
 def table(*logs: Log) -> list[Row]:
     """Return the rows of the comparison, accuracies in percent."""
-    accuracy, medians, lowest = (
-        [100 * getattr(log, name) for log in logs] for name in ("accuracy", "median", "lowest")
-    )
-    loss, goal = ([finite(getattr(log, name)) for log in logs] for name in ("loss", "goal_seconds"))
+    accuracy, medians, lowest = ([100 * getattr(log, key) for log in logs] for key in ("accuracy", "median", "lowest"))
+    loss, goal = ([finite(getattr(log, key)) for log in logs] for key in ("loss", "goal_seconds"))
     seconds, std = [log.seconds for log in logs], partial(np.std, ddof=1)
     several = min(map(len, accuracy)) > 1
     return [
@@ -98,24 +95,22 @@ def table(*logs: Log) -> list[Row]:
 
 def _row(name, pair, statistic, interval_of=resampled_interval, ratio=False, exact=(math.nan, math.nan)) -> Row:
     """Return a statistic of both sides, `exact` where it is known, with the difference or ratio and its interval."""
-
-    def between(a: np.ndarray, b: np.ndarray) -> float:
-        return statistic(a) / statistic(b) if ratio else statistic(a) - statistic(b)
-
+    compare = operator.truediv if ratio else operator.sub
     known = [statistic(x) if len(x) and not math.isfinite(e) else e for x, e in zip(pair, exact, strict=True)]
     texts = [f"{value:.3f}" if math.isfinite(value) else "unknown" for value in known]
-    difference = known[0] / known[1] if ratio else known[0] - known[1]
-    arguments = (between,) if interval_of is resampled_interval else ()
-    interval = interval_of(*pair, *arguments) if interval_of else None
-    return Row(name, *texts, float(difference) if math.isfinite(difference) else None, interval, ratio)
+    difference = float(compare(*known))
+    interval = interval_of(*pair) if interval_of is welch_interval else None
+    if interval_of is resampled_interval:
+        interval = resampled_interval(*pair, lambda a, b: compare(statistic(a), statistic(b)))
+    return Row(name, *texts, difference if math.isfinite(difference) else None, interval, ratio)
 
 
 def _reached_row(*logs: Log) -> Row:
-    texts, ((a, a_most, m), (b, b_most, n)) = [], ((*log.reached, len(log.accuracy)) for log in logs)
-    for count, most, total in ((a, a_most, m), (b, b_most, n)):
-        low, high = wilson(count, total)
-        exactly = f"{count} of {total}, {count / total:.0%} [{low:.0%}, {high:.0%}]"
-        texts.append(exactly if count == most else f"{count} to {most} of {total} (rounded)")
+    bounds, texts = [(*log.reached, len(log.accuracy)) for log in logs], []
+    for count, most, n in bounds:
+        exactly = "{} of {}, {:.0%} [{:.0%}, {:.0%}]".format(count, n, count / n, *wilson(count, n))
+        texts.append(exactly if count == most else f"{count} to {most} of {n} (rounded)")
+    (a, a_most, m), (b, b_most, n) = bounds
     if (a, b) != (a_most, b_most):
         return Row("reached 94%", *texts)
     return Row("reached 94%", *texts, 100 * (a / m - b / n), tuple(100 * bound for bound in newcombe(a, m, b, n)))
@@ -123,8 +118,7 @@ def _reached_row(*logs: Log) -> Row:
 
 def conclude(mine: Log, reference: Log, margin: float) -> dict[str, Conclusion]:
     """Conclude on accuracy (margin in points), on time (through logarithms, as ratios), and on mine at the goal."""
-    a, b = (100 * log.accuracy for log in (mine, reference))
-    c, d = (np.log(log.seconds) for log in (mine, reference))
+    (a, c), (b, d) = ((100 * log.accuracy, np.log(log.seconds)) for log in (mine, reference))
     accuracy = judge(a, b, margin, "Accuracy", lambda x: f"{x:+.3f} points", more_is_better=True)
     for side, log, verdict in (("the reference", reference, "open"), ("mine", mine, "worse")):
         if log.diverged == len(log.accuracy):
@@ -135,28 +129,26 @@ def conclude(mine: Log, reference: Log, margin: float) -> dict[str, Conclusion]:
 
 def differing_conditions(mine: Log, reference: Log) -> list[str]:
     """List where the conditions of the two sides differ, or are unknown."""
-    found = list(mine.notes + reference.notes)
-    for name in dict.fromkeys([*mine.conditions, *reference.conditions]):
-        a, b = mine.conditions.get(name), reference.conditions.get(name)
-        if a is not None and b is not None and _number(a) != _number(b):
-            found.append(f"{name}: {a} (mine), {b} (reference)")
-    for side, log in (("mine", mine), ("the reference", reference)):
+    found, a, b = [*mine.notes, *reference.notes], mine.conditions, reference.conditions
+    differing = [name for name in a if name in b and _number(a[name]) != _number(b[name])]
+    found += [f"{name}: {a[name]} (mine), {b[name]} (reference)" for name in differing]
+    for side, log in ((f"mine ({mine.name})", mine), (f"the reference ({reference.name})", reference)):
         if unknown := [name for name in ("images", "device", "clock") if name not in log.conditions]:
-            found.append(f"{side} ({log.name}): unknown {', '.join(unknown)}")
+            found.append(f"{side}: unknown {', '.join(unknown)}")
         if log.rounding:
-            found.append(f"{side} ({log.name}) rounds accuracies, to within {100 * log.rounding:g} points")
+            found.append(f"{side} rounds accuracies, to within {100 * log.rounding:g} points")
         if 0 < log.diverged < len(log.loss):
-            found.append(f"{side} ({log.name}): {log.diverged} runs diverged, left out of the mean loss")
+            found.append(f"{side}: {log.diverged} runs diverged, left out of the mean loss")
     return found
 
 
 def as_text(notes: list[str], rows: list[Row], conclusions: dict[str, Conclusion]) -> str:
     cells = [("", "mine", "reference", "difference or ratio", "95% confidence interval")]
     for row in rows:
-        form = "x {:.3f}" if row.ratio else "{:+.3f}"
-        difference = form.format(row.difference) if row.difference is not None else "unknown"
-        bounds = [form.format(bound).lstrip("x ") for bound in row.interval or ()]
-        cells.append((row.name, row.mine, row.reference, difference, f"[{', '.join(bounds)}]" if bounds else "-"))
+        form, sign = ("{:.3f}", "x ") if row.ratio else ("{:+.3f}", "")
+        difference = "unknown" if row.difference is None else sign + form.format(row.difference)
+        interval = f"[{form}, {form}]".format(*row.interval) if row.interval else "-"
+        cells.append((row.name, row.mine, row.reference, difference, interval))
     cells[1] = (*cells[1][:3], "", "")  # of the number of runs
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
@@ -180,14 +172,12 @@ def main(arguments: list[str] | None = None) -> int:
         reference, why = (read_log(options.reference), "named") if options.reference else pick_reference(mine)
     notes, rows = differing_conditions(mine, reference), table(mine, reference)
     conclusions = conclude(mine, reference, options.margin)
-    same_device = "device" in mine.conditions and mine.conditions["device"] == reference.conditions.get("device")
-    deciding = ("accuracy", "time") if same_device else ("accuracy",)
-    status = int(any(conclusions[name].verdict == "worse" for name in deciding))
+    same_device = mine.conditions.get("device", "mine") == reference.conditions.get("device", "reference")
+    status = int("worse" in (conclusions["accuracy"].verdict, conclusions["time"].verdict if same_device else ""))
     if options.json:
-        summary = {"mine": mine.name, "reference": reference.name, "why": why, "goal": GOAL, "margin": options.margin}
-        summary["rows"] = [asdict(row) for row in rows]
-        summary["conclusions"] = {name: asdict(conclusion) for name, conclusion in conclusions.items()}
-        print(json.dumps(summary | {"notes": notes, "status": status}, indent=2))
+        found = {"mine": mine.name, "reference": reference.name, "why": why, "goal": GOAL, "margin": options.margin}
+        found |= {"rows": rows, "conclusions": conclusions, "notes": notes, "status": status}
+        print(json.dumps(found, indent=2, default=asdict))
     else:
         print(f"Reference: {reference.name} ({why})\n\n" * (not options.reference) + as_text(notes, rows, conclusions))
     return status

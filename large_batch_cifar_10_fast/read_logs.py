@@ -4,53 +4,47 @@ Forms: our runs.tsv (also several shares of one campaign), the lines on STDOUT (
 timing_log.tsv and other DAWNBench tables, and the published table. A spreadsheet may have saved the tables.
 """
 
-import contextlib
 import glob
 import io
-import math
 import os
 import re
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from .campaign import ALIKE, CONDITIONS, GOAL, merged
-from .options import CIFAR_10, REPO, ConfigError, RunConfig
+from .campaign import COLUMNS, CONDITIONS, GOAL, INTEGERS, epochs_beside, merged
+from .options import CIFAR_10, REPO, ConfigError, RunConfig, from_pairs
 
 PUBLISHED = REPO / "published"
-OUR_CLOCK = "set-up and training, not validation"
-CLOCKS = {  # of DAWNBench entries, where it is known
-    "basenet.tsv": "training and validation, not set-up",
-    "fastai_pytorch.tsv": "validation, too",
-    "fastai_pytorch_single_volta.tsv": "validation, too",
-}
 CONDITIONS_READ = ("images", "digest", "device", "recipe", "workers", "processes", *CONDITIONS)
 REMOVED_OPTIONS = {"tail_epochs": "0.0", "brightness": "0.0", "contrast": "0.0", "activation": "gelu"}  # when inactive
-LONGEST = 1e9  # seconds or hours; sums and ratios of longer times could overflow
-RUN = re.compile(
-    r"Train acc (?P<train_accuracy>\S+) loss (?P<train_loss>\S+), validation acc (?P<accuracy>\S+) "
-    r"loss (?P<loss>\S+) wall time (?P<seconds>\S+)s\s*"
+RUN_LINE = (
+    r"^Train acc (?P<train_accuracy>\S+) loss (?P<train_loss>\S+), validation acc (?P<accuracy>\S+) "
+    r"loss (?P<validation_loss>\S+) wall time (?P<seconds>\S+)s\s*$"
 )
-HEAD = re.compile(
-    r"# (?:(?P<workers>\d+) workers on (?P<processes>\d+) process(?:es)?, (?P<device>.*)"
+HEAD_LINE = (
+    r"^# (?:(?P<workers>\d+) workers on (?P<processes>\d+) process(?:es)?, (?P<device>.*)"
     r"|data (?P<images>.*): \d+ training and (?P<test>\d{1,9}) test images, SHA-256 (?P<digest>\w+)"
-    r"|recipe (?P<recipe>\w+) (?P<options>.*)|settings (?P<settings>.*)|campaign (?P<campaign>\S+), .*)\s*"
+    r"|recipe (?P<recipe>\w+) (?P<options>.*)|settings (?P<settings>.*)|campaign (?P<campaign>\S+), .*)$"
 )
-LOWEST = re.compile(r"Lowest accuracy (\d\.\d+) median (\d\.\d+)\s*")
-REACHED = re.compile(r"(\d{1,9}) runs reached 0\.94 out of (\d{1,9})\s*")
+SUMMARY = r"(?m)^Lowest accuracy (\d\.\d+) median (\d\.\d+)\s+(\d{1,9}) runs reached 0\.94 out of (\d{1,9})\s*$"
+# The least and the greatest number of a column, and a text that stands for NaN.
+ACCURACY, COUNT, TIME = (0, 1), (0, 1e19), (1e-9, 1e9)
+LOSSES = dict.fromkeys(("train_loss", "validation_loss"), (-np.inf, np.inf, "nan"))
+RUNS = {"run": COUNT, "runs": COUNT, "seed": COUNT, "seconds": TIME, "goal_seconds": (*TIME, ""), **LOSSES}
+EPOCHS = {"run": COUNT, "epoch": COUNT, "seconds": COUNT, "validation_accuracy": ACCURACY}
+REACHED = GOAL - 1e-12  # the least accuracy that counts as 94%, in binary fractions
 
 
 @dataclass(frozen=True)
 class Log:
-    """The results of a campaign, one entry per run; NaN where the log does not say.
+    """The results of a campaign, one entry per run; NaN where the log does not say, or the run diverged.
 
-    Accuracies are fractions, each within `rounding` of the true one (0: exact). `loss` is of validation, NaN where a
-    run diverged, empty where the log has no losses. `reached` bounds the number of runs that reached 94%.
-    `conditions` are settings, images and hardware. `epochs` is a curve, seconds and
-    accuracies: the first run's, or the median over the runs, whose range is `spread`.
+    Accuracies are fractions, each within `rounding` of the true one (0: exact). `loss` is of validation. `reached`
+    bounds the number of runs that reached 94%. `conditions` are settings, images and hardware. `epochs` is a curve,
+    seconds and accuracies: of one run, or the median over the runs, whose range of accuracies is `spread`.
     """
 
     name: str
@@ -59,255 +53,169 @@ class Log:
     seconds: np.ndarray
     goal_seconds: np.ndarray
     reached: tuple[int, int]
+    diverged: int  # number of runs
     rounding: float = 0.0
     conditions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    lowest: float = math.nan  # from a summary, more exact than the rounded accuracies
-    median: float = math.nan
+    lowest: float = np.nan  # from a summary, more exact than the rounded accuracies
+    median: float = np.nan
     epochs: tuple[np.ndarray, np.ndarray] | None = None
-    spread: tuple[np.ndarray, np.ndarray] | None = None  # least and greatest accuracy after each epoch, over the runs
-
-    @property
-    def diverged(self) -> int:
-        return int((~np.isfinite(self.loss)).sum())
+    spread: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def read_log(source: str, campaign: str | None = None) -> Log:
-    """Read a file by its content, `published`, or the shares of a campaign: `share0/runs.tsv,share1/runs.tsv` or a
+    """Read `published`, a file by its content, or the shares of a campaign: `share0/runs.tsv,share1/runs.tsv` or a
     pattern like `share*/runs.tsv`. Raise ConfigError for a damaged file."""
     if source == "published":
-        log = read_log(str(PUBLISHED / "apple_8xv100_50_runs.tsv"))
-        summary = (PUBLISHED / "apple_8xv100_summary.txt").read_text().splitlines()
+        summary = (PUBLISHED / "apple_8xv100_summary.txt").read_text()
+        log = _with_summary(read_log(str(PUBLISHED / "apple_8xv100_50_runs.tsv")), summary)
         conditions = {"images": CIFAR_10, "device": "8 x Tesla V100-SXM2-32GB", "recipe": "apple2019", "workers": "8"}
         conditions |= {"clock": "upload and training alone", "epochs": "18"}
-        return replace(_with_summary(log, summary), name="published", conditions=conditions)
-    paths = [path for part in source.split(",") for path in sorted(glob.glob(part)) or [part]]
-    if os.path.exists(source) or len(paths) == 1:
-        return _read_file(source if os.path.exists(source) else paths[0], campaign)
-    tables = {path: _last_campaign(path, read_table(path, _text(path)), campaign) for path in paths}
-    for path, table in tables.items():
-        columns = {name: _column(path, table, name) for name in (*ALIKE, "seed", "run")}
-        for name, column in ((name, columns[name]) for name in ("seed", "run")):
-            for line, text in column[~column.str.fullmatch("[0-9]{1,19}")].items():
-                raise ConfigError(f"{path}, line {line}: {name} is {text[:40]!r}, not a whole number")
-    if len(tables) < len(paths):
-        raise ConfigError(f"{source}: the same file is named twice: leave out one of them")
-    rows = merged({path: table.to_dict("records") for path, table in tables.items()})
-    return _from_runs(source, pd.DataFrame(rows, index=range(2, len(rows) + 2)))
-
-
-def _read_file(path: str, campaign: str | None) -> Log:
-    text = _text(path)
-    lines = text.splitlines()
-    if any(line.startswith("Train acc ") for line in lines) and not campaign:
-        return _from_lines(path, lines)
-    table = read_table(path, text)
-    if "validation_count" in table:
-        return _from_runs(path, _last_campaign(path, table, campaign))
-    if campaign:
-        raise ConfigError(f"{path}: --campaign is for a runs.tsv, which this is not")
-    if "valid_acc" in table:
-        return _from_rounded(path, table.rename(columns={"valid_acc": "accuracy", "valid_loss": "loss"}))
-    if table.columns[0] in ("epoch", "epochs"):
-        return _with_conditions_beside(Path(path), _from_epochs(path, table))
-    raise ConfigError(f"{path}, line 1: neither run log, nor runs.tsv, nor DAWNBench table")
-
-
-def _text(path: str) -> str:
+        return replace(log, name="published", conditions=conditions)
+    found = [path for part in source.split(",") for path in sorted(glob.glob(part)) or [part]]
+    paths = [source] if os.path.exists(source) else [*dict.fromkeys(found)]
+    several, name = len(paths) > 1, source if len(paths) > 1 else paths[0]
     try:
-        return (content := Path(path).read_bytes()).decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}, line {line}: cannot be read ({error.reason}, byte {error.start})") from None
+        texts = [Path(path).read_text("utf-8-sig", errors="replace") for path in paths]
+        if "\nTrain acc " in f"\n{texts[0]}" and not several and not campaign:
+            return _from_lines(name, texts[0])
+        tables = {path: _table(path, text) for path, text in zip(paths, texts, strict=True)}
+        table = tables[paths[0]]
+        if several or campaign or "validation_count" in table:
+            return _from_runs(name, tables, campaign)
+        if "valid_acc" in table:
+            return _from_rounded(name, table.rename(columns={"valid_acc": "accuracy", "valid_loss": "validation_loss"}))
+        if table.columns[0] in ("epoch", "epochs"):
+            return _from_epochs(name, table)
+    except (OSError, ValueError, KeyError) as error:  # a folder, a picture; errors of pandas name the line
+        raise ConfigError(f"{source}: cannot be read ({error})") from error
+    raise ConfigError(f"{name}, line 1: neither run log, nor runs.tsv, nor DAWNBench table")
 
 
-def read_table(path: str, text: str) -> pd.DataFrame:
-    """Return a table of text, indexed by line number. A last row that is still being written is left out."""
-    lines = text.splitlines()
-    separator = max("\t,;", key=lines[0].count) if lines else "\t"
-    if len(lines) > 2 and not text.endswith("\n") and lines[-1].count(separator) < lines[0].count(separator):
-        lines.pop()
-    how = {"sep": separator, "dtype": str, "keep_default_na": False, "skip_blank_lines": False, "header": None}
-    try:
-        table = pd.read_csv(io.StringIO("\n".join([*lines, ""])), **how).set_axis(range(1, len(lines) + 1))
-    except ValueError as error:  # of pandas: fields beyond the header's, a quote without its end
-        place = re.search(r"(line|row) (\d+)", str(error))  # rows count from 0
-        line = int(place[2]) + (place[1] == "row") if place else 1
-        raise ConfigError(f"{path}, line {line}: neither run log nor table ({' '.join(str(error).split())})") from None
-    table = table.set_axis(table.iloc[0], axis=1).iloc[1:].replace({"TRUE": "True", "FALSE": "False"})
-    return table[(table != "").any(axis=1)]
-
-
-def _column(path: str, table: pd.DataFrame, name: str) -> pd.Series:
-    if list(table.columns).count(name) != 1:
-        raise ConfigError(f"{path}, line 1: {'more than one' if name in table else 'no'} column {name}")
+def _table(path: str, text: str) -> pd.DataFrame:
+    """Return a table of text, indexed by `path, line N`. Leave out a last row that is still being written."""
+    head, last = text.partition("\n")[0], text.rpartition("\n")[2]
+    separator = max("\t,;", key=head.count)
+    text = text.removesuffix(last if last.count(separator) < head.count(separator) else "")
+    how = {"dtype": str, "keep_default_na": False, "skip_blank_lines": False, "header": None}
+    table = pd.read_csv(io.StringIO(text), sep=separator, **how).replace({"TRUE": "True", "FALSE": "False"})
+    table = table.rename(index=lambda i: f"{path}, line {i + 1}").set_axis(table.iloc[0], axis=1).iloc[1:]
+    table = table.loc[(table != "").any(axis=1), ~table.columns.duplicated()]
     if table.empty:
-        raise ConfigError(f"{path}, line 1: a header and nothing below it")
-    return table[name]
+        raise ConfigError(f"{path}, line 1: nothing to read below the header")
+    return table
 
 
-def _numbers(path: str, table: pd.DataFrame, name: str, low=-math.inf, high=math.inf, nan: str = "-") -> np.ndarray:
-    """Return a column as floats; raise ConfigError, naming the line, for one outside [low, high] that is not `nan`."""
-    texts = _column(path, table, name)
-    values = pd.to_numeric(texts, errors="coerce").to_numpy(float)
-    wrong = ~((values >= low) & (values <= high)) & (texts.str.strip().str.lower() != nan)
-    for line, text in texts[wrong].items():
-        what = f"a number of {low:g} to {high:g}" if math.isfinite(high) else "a number"
-        raise ConfigError(f"{path}, line {line}: {name} is {text[:40]!r}, not {what}")
-    return values
+def _numbers(table: pd.DataFrame, limits: dict[str, tuple]) -> pd.DataFrame:
+    """Return columns as float64; raise ConfigError, naming file and line, for a value outside its limits."""
+    numbers = pd.DataFrame(index=table.index)
+    for name, (low, high, *none) in limits.items():
+        pattern, kind = ("[0-9]+", "an integer") if name in INTEGERS else (".*", "a number")
+        texts = table.get(name, pd.Series("", table.index)).str.strip()
+        numbers[name] = values = pd.to_numeric(texts, errors="coerce").astype(float)
+        valid = texts.str.fullmatch(pattern) & values.between(low, high) | texts.str.lower().isin(none)
+        for line, text in texts[~valid].items():
+            raise ConfigError(f"{line}: {name} is {text[:40]!r}, not {kind} of {low:g} to {high:g}")
+    return numbers
 
 
-def _losses(path: str, table: pd.DataFrame, train: str, validation: str) -> np.ndarray:
-    """Return the validation losses, NaN where a run diverged."""
-    both = [_numbers(path, table, name, nan="nan") for name in (train, validation)]
-    return np.where(np.isfinite(both).all(axis=0), both[1], math.nan)
+def _log(name: str, runs: pd.DataFrame, rounding: float = 0.0, **more) -> Log:
+    """Return a log of numbers: columns accuracy and seconds and, where known, losses and goal_seconds."""
+    finite = np.isfinite(runs.filter([*LOSSES])).all(axis=1)
+    runs = runs.reindex(columns=["accuracy", "validation_loss", "seconds", "goal_seconds"])
+    runs.loc[~finite, ["validation_loss", "goal_seconds"]] = np.nan
+    reached = tuple(int((runs["accuracy"][finite] + error >= REACHED).sum()) for error in (-rounding, rounding))
+    arrays = (runs[column].to_numpy() for column in runs)
+    return Log(name, *arrays, reached, int((~finite).sum()), rounding, **more)
 
 
-def _last_campaign(path: str, table: pd.DataFrame, campaign: str | None) -> pd.DataFrame:
-    """Return the rows of the named campaign of a runs.tsv, or of the last one."""
-    names = _column(path, table, "campaign")
-    if campaign and campaign not in set(names):
-        raise ConfigError(f"{path}: no campaign {campaign}, only {', '.join(names.unique())}")
-    return table[names == (campaign or names.iloc[-1])]
-
-
-def _from_runs(path: str, rows: pd.DataFrame) -> Log:
-    images = _numbers(path, rows, "validation_images", 1, LONGEST)
-    count = _numbers(path, rows, "validation_count", 0, images.max())
-    run, planned = _numbers(path, rows, "run", 0, LONGEST), int(_numbers(path, rows, "runs", 1, LONGEST)[-1])
-    for line in rows.index[pd.Series(run).duplicated()]:
-        raise ConfigError(f"{path}, line {line}: run {rows['run'][line]} is there a second time: take one of them out")
-    loss = _losses(path, rows, "train_loss", "validation_loss")
-    seconds = _numbers(path, rows, "seconds", 1 / LONGEST, LONGEST)
-    goal = np.where(np.isfinite(loss), _numbers(path, rows, "goal_seconds", 1 / LONGEST, LONGEST, nan=""), math.nan)
-    reached = int((np.isfinite(loss) & (count >= GOAL * images)).sum())
-    notes = (f"{path} holds {len(rows)} of the campaign's {planned} runs",) if len(rows) < planned else ()
-    hardware = {name: " and ".join(rows[name].unique()) for name in ("device", "processes") if name in rows}
+def _from_runs(source: str, tables: dict[str, pd.DataFrame], campaign: str | None) -> Log:
+    """Read the named or the last campaign of a runs.tsv, or of several that are shares of one campaign."""
+    shares = {}
+    for path, table in tables.items():
+        if "campaign" not in table:
+            raise ConfigError(f"{path}, line 1: no column campaign, so it is not a runs.tsv")
+        names = table["campaign"]
+        if campaign and campaign not in set(names):
+            raise ConfigError(f"{path}: no campaign {campaign}, only {', '.join(names.unique())}")
+        shares[path] = table[names == (campaign or names.iloc[-1])].reindex(columns=COLUMNS, fill_value="")
+    rows = pd.concat(shares.values())
+    runs, images = _numbers(rows, RUNS), _numbers(rows, {"validation_images": (1, 1e9)})["validation_images"]
+    runs["accuracy"] = _numbers(rows, {"validation_count": (0, images.max())})["validation_count"] / images
+    planned = int(runs["runs"].iloc[-1])
+    merged({path: share.to_dict("records") for path, share in shares.items()})  # checks that they are one campaign
+    notes = (f"{source} holds {len(runs)} of the campaign's {planned} runs",) if len(runs) < planned else ()
+    hardware = {name: " and ".join(rows[name].unique()) for name in ("device", "processes")}
     conditions = _conditions(rows.iloc[-1].to_dict() | hardware)
-    more = {"conditions": conditions, "notes": notes} | _epochs_beside(Path(path), rows["campaign"].iloc[-1])
-    return Log(path, count / images, loss, seconds, goal, (reached, reached), **more)
+    ordered = runs.sort_values("run") if len(shares) > 1 else runs  # a single table stays as its runs finished
+    return _log(source, ordered, conditions=conditions, notes=notes, **_curve(source, shares))
 
 
-def _epochs_beside(path: Path, campaign: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the median curve of a campaign's runs and its range, from the epochs.tsv beside a runs.tsv, if any."""
-    beside = path.with_name("epochs.tsv")
-    if not beside.is_file():
+def _curve(source: str, shares: dict[str, pd.DataFrame]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the median over all runs and its range, from each epochs.tsv; of a run made twice, the last rows count."""
+    rows = [row for path, share in shares.items() for row in epochs_beside(Path(path), share["campaign"].iloc[0])]
+    if not rows:
         return {}
-    name = str(beside)
-    table = read_table(name, _text(name))
-    limits = {"run": LONGEST, "epoch": LONGEST, "seconds": LONGEST, "validation_accuracy": 1}
-    numbers = pd.DataFrame({column: _numbers(name, table, column, 0, high) for column, high in limits.items()})
-    mine = numbers[(_column(name, table, "campaign") == campaign).to_numpy()].drop_duplicates(
-        ["run", "epoch"], keep="last"
-    )
-    if mine.empty:
-        return {}
-    seconds, accuracy = (mine.groupby("epoch")[column] for column in ("seconds", "validation_accuracy"))
-    curve = seconds.median().to_numpy(), accuracy.median().to_numpy()
-    return {"epochs": curve, "spread": (accuracy.min().to_numpy(), accuracy.max().to_numpy())}
+    epochs = _numbers(pd.DataFrame(rows, [f"epochs.tsv beside {source}"] * len(rows)).fillna(""), EPOCHS)
+    by_epoch = epochs.drop_duplicates(["run", "epoch"], keep="last").groupby("epoch")
+    accuracy = by_epoch["validation_accuracy"].agg(["median", "min", "max"])
+    median, low, high = (accuracy[name].to_numpy() for name in accuracy)
+    return {"epochs": (by_epoch["seconds"].median().to_numpy(), median), "spread": (low, high)}
 
 
 def _from_epochs(path: str, table: pd.DataFrame) -> Log:
     """Read a DAWNBench table: the epochs of one run."""
-    seconds = 3600 * _numbers(path, table, "hours", 0, LONGEST)
-    accuracy = _numbers(path, table, "top1Accuracy", 0, 100) / 100
-    if not seconds[-1] > 0:
-        raise ConfigError(f"{path}, line {table.index[-1]}: hours of the last epoch is 0")
-    # Not more digits than float64 holds: some entries print 12.839999999999998 for 12.84.
-    rounding = 0.5 * 10.0 ** -(min(_decimals(f"{100 * value:.10g}" for value in accuracy), 10) + 2)
-    goal = next(iter(seconds[(accuracy >= GOAL - 1e-12) & (seconds > 0)]), math.nan)
-    conditions = {"epochs": str(len(accuracy))}
-    if (name := Path(path).name) in CLOCKS:
-        conditions |= {"images": CIFAR_10, "clock": CLOCKS[name]}
-    last, none = accuracy[-1:], np.array([])
-    times, reached = (seconds[-1:], np.array([goal])), _bounds(last, rounding)
-    return Log(path, last, none, *times, reached, rounding, conditions, epochs=(seconds, accuracy))
+    epochs = _numbers(table, {"hours": COUNT, "top1Accuracy": (0, 100)})
+    _numbers(table[-1:], {"hours": TIME})
+    seconds, accuracy = 3600 * epochs["hours"].to_numpy(), epochs["top1Accuracy"].to_numpy() / 100
+    rounding = _rounding(epochs["top1Accuracy"].map("{:.10g}".format)) / 100  # 12.839999999999998 stands for 12.84
+    goal = next(iter(seconds[accuracy >= REACHED]), np.nan)
+    run = pd.DataFrame({"accuracy": accuracy[-1:], "seconds": seconds[-1:], "goal_seconds": goal})
+    return _log(path, run, rounding, conditions={"epochs": str(len(accuracy))}, epochs=(seconds, accuracy))
 
 
-def _with_conditions_beside(path: Path, log: Log) -> Log:
-    """Add the conditions that a timing_log.tsv lacks, from the row of the same run in the runs.tsv beside it."""
-    with contextlib.suppress(ConfigError):
-        beside = str(path.with_name("runs.tsv"))
-        rows = read_table(beside, _text(beside))
-        for i in np.flatnonzero(np.isclose(_numbers(beside, rows, "seconds"), log.seconds[-1], rtol=1e-9, atol=0)):
-            return replace(log, conditions=_conditions(rows.iloc[i].to_dict()))
-    return log
+def _from_lines(path: str, text: str) -> Log:
+    """Read a run log. A resumed launch repeats the runs of its campaign, so the last launch with runs counts."""
+    lines = pd.Series(text.splitlines()).rename(lambda i: f"{path}, line {i + 1}")
+    launch, is_run = lines.str.startswith("# large_batch_cifar_10_fast").cumsum(), lines.str.startswith("Train acc ")
+    last = launch == launch[is_run].iloc[-1]
+    runs, heads = lines[is_run & last].str.extract(RUN_LINE).fillna(""), lines.str.extract(HEAD_LINE)
+    if not text.endswith("\n") and not runs["seconds"].iloc[-1] and len(runs) > 1:
+        runs = runs[:-1]  # the last line is still being written
+    found = heads[last].ffill().iloc[-1].dropna().to_dict()
+    others = heads["campaign"][launch.isin(launch[is_run])].nunique() - 1
+    notes = (f"{path} holds {others} other campaigns: only the last one's runs are read",) if others > 0 else ()
+    conditions = _conditions(from_pairs(found.get("settings", "")) | found)
+    log = _from_rounded(path, runs, int(found.get("test", 0)), conditions=conditions, notes=notes)
+    return _with_summary(log, "\n".join(lines[last]))
 
 
-def _from_rounded(path: str, runs: pd.DataFrame, images: int = 0, **more) -> Log:
-    """Return the log of runs whose accuracies are rounded, unless the number of test images tells them exactly."""
-    accuracy = _numbers(path, runs, "accuracy", 0, 1)
-    seconds, loss = _numbers(path, runs, "seconds", 1 / LONGEST, LONGEST), _losses(path, runs, "train_loss", "loss")
-    rounding = 0.5 * 10.0 ** -_decimals(runs["accuracy"])
+def _from_rounded(path: str, table: pd.DataFrame, images: int = 0, **more) -> Log:
+    """Return the log of runs whose accuracies are rounded, unless the number of test images makes them exact."""
+    runs, rounding = _numbers(table, {"accuracy": ACCURACY, "seconds": TIME, **LOSSES}), _rounding(table["accuracy"])
     if images and images * 2 * rounding <= 1:  # every count of images prints differently
-        accuracy, rounding = np.rint(accuracy * images) / images, 0.0
-    reached, unknown = _bounds(accuracy[np.isfinite(loss)], rounding), np.full(len(accuracy), math.nan)
-    return Log(path, accuracy, loss, seconds, unknown, reached, rounding, **more)
+        runs["accuracy"], rounding = np.rint(runs["accuracy"] * images) / images, 0.0
+    return _log(path, runs, rounding, **more)
 
 
-def _from_lines(path: str, lines: list[str]) -> Log:
-    """Read a run log. Each launch begins with a head and a resumed one repeats all runs, so the last launch counts."""
-    heads = [i for i, line in enumerate(lines) if line.startswith("# large_batch_cifar_10_fast")]
-    launches = [range(*ends) for ends in pairwise([0, *heads, len(lines)])]
-    launches = [launch for launch in launches if any(lines[i].startswith("Train acc ") for i in launch)]
-    by_launch = [_head(lines[i] for i in launch) for launch in launches]
-    runs = {i + 1: RUN.fullmatch(lines[i]) for i in launches[-1] if lines[i].startswith("Train acc ")}
-    for number in (number for number, run in runs.items() if not run):
-        raise ConfigError(f"{path}, line {number}: not a whole run line: {lines[number - 1][:60]!r}")
-    table = pd.DataFrame([run.groupdict() for run in runs.values()], index=[*runs])
-    _numbers(path, table, "train_accuracy", 0, 1)
-    found, notes = by_launch[-1], _other_campaigns(path, by_launch)
-    conditions = _conditions(_pairs(found.get("settings", "")) | found)
-    log = _from_rounded(path, table, int(found.get("test", 0)), conditions=conditions, notes=notes)
-    return _with_summary(log, [lines[i] for i in launches[-1]])
+def _rounding(numbers: pd.Series) -> float:
+    """Return half of the last decimal of printed numbers."""
+    return 0.5 * 10.0 ** -int(numbers.str.partition(".")[2].str.len().max())
 
 
-def _head(launch) -> dict[str, str]:
-    matches = filter(None, map(HEAD.fullmatch, launch))
-    return {name: value for match in matches for name, value in match.groupdict().items() if value is not None}
-
-
-def _other_campaigns(path: str, by_launch: list[dict[str, str]]) -> tuple[str, ...]:
-    """Return a note on the campaigns before the last; a launch without a name is a campaign of its own."""
-    others = len({found.get("campaign", str(i)) for i, found in enumerate(by_launch)}) - 1
-    unlike = [name for name in ("images", "digest", "recipe") if len({found.get(name) for found in by_launch}) > 1]
-    differ = f", with different {' and '.join(unlike)}" if unlike else ""
-    return (f"{path} holds {others} other campaigns{differ}: only the last one's runs are read",) if others else ()
-
-
-def _with_summary(log: Log, lines: list[str]) -> Log:
-    """Add what the closing lines say more exactly than the rounded lines above, if they agree with these runs."""
-    if not (total := next(filter(None, map(REACHED.fullmatch, lines)), None)):
+def _with_summary(log: Log, text: str) -> Log:
+    """Add the summary's numbers, more exact than the rounded ones of the runs, if they agree with the runs."""
+    if not (summary := re.search(SUMMARY, text)):
         return replace(log, notes=(*log.notes, f"{log.name} has no summary: its campaign did not finish"))
-    (reached, runs), (least, most) = map(int, total.groups()), log.reached
+    (reached, runs), (least, most) = map(int, summary.groups()[2:]), log.reached
     if runs != len(log.accuracy) or not least <= reached <= most:
-        note = f"{log.name}: its summary ({total[0].strip()}) contradicts its {len(log.accuracy)} runs: not used"
-        return replace(log, notes=(*log.notes, note))
-    log = replace(log, reached=(reached, reached))
-    if match := next(filter(None, map(LOWEST.fullmatch, lines)), None):
-        log = replace(log, lowest=float(match[1]), median=float(match[2]))
-    return log
-
-
-def _pairs(text: str) -> dict[str, str]:
-    return dict(re.findall(r"(\w+)=(\S*)", text))
+        return replace(log, notes=(*log.notes, f"{log.name}: its summary contradicts its runs and is not used"))
+    return replace(log, reached=(reached, reached), lowest=float(summary[1]), median=float(summary[2]))
 
 
 def _conditions(found: dict[str, str]) -> dict[str, str]:
     """Select what may explain a difference: CONDITIONS_READ and the recipe's options (once among the settings)."""
-    options = _pairs(found.get("options", found.get("settings", ""))).items() - REMOVED_OPTIONS.items()
+    options = from_pairs(found.get("options", found.get("settings", ""))).items() - REMOVED_OPTIONS.items()
     options = {name: value for name, value in sorted(options) if name not in RunConfig.__dataclass_fields__}
-    ours = {"clock": OUR_CLOCK} if "recipe" in found or "digest" in found else {}
-    return {name: found[name] for name in CONDITIONS_READ if name in found} | options | ours
-
-
-def _bounds(accuracy: np.ndarray, rounding: float) -> tuple[int, int]:
-    """Return the least and the most of these accuracies that are at 94%, each known to within `rounding`."""
-    slack = 1e-12  # of binary fractions
-    return int((accuracy - rounding >= GOAL - slack).sum()), int((accuracy + rounding >= GOAL - slack).sum())
-
-
-def _decimals(texts) -> int:
-    return max(len(text.strip().partition(".")[2]) for text in texts)
+    clock = {"clock": "set-up and training, not validation"} if found else {}
+    return {name: found[name] for name in CONDITIONS_READ if found.get(name)} | options | clock

@@ -10,8 +10,7 @@ from scipy import stats
 
 FEW = 5  # fewer runs are not resampled
 RESAMPLES = 1000, 5000  # least, for very many runs, and most
-DRAWS = 100_000_000  # values that resampling may draw beyond the least resamples: about a minute
-AT_ONCE = 10_000_000  # values drawn at a time, to bound memory
+DRAWS, AT_ONCE = 100_000_000, 10_000_000  # values drawn beyond the least resamples (a minute), and at a time
 SIGNIFICANCE = 0.01
 
 
@@ -32,21 +31,18 @@ def welch_interval(a: np.ndarray, b: np.ndarray, confidence: float = 0.95) -> tu
     if min(len(a), len(b)) < 2:
         return None
     if np.ptp(a) == 0 and np.ptp(b) == 0:
-        return a.mean() - b.mean(), a.mean() - b.mean()
+        return (a.mean() - b.mean(),) * 2
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # nearly equal times
         return stats.ttest_ind(a, b, equal_var=False).confidence_interval(confidence)
 
 
-def resampled_interval(
-    a: np.ndarray, b: np.ndarray, statistic: Callable[[np.ndarray, np.ndarray], float]
-) -> tuple[float, float] | None:
+def resampled_interval(a: np.ndarray, b: np.ndarray, statistic: Callable[..., float]) -> tuple[float, float] | None:
     """Return the 95% percentile bootstrap interval of a statistic of two samples; its draws are always the same."""
     if min(len(a), len(b)) < FEW:
         return None
-    values = len(a) + len(b)
-    resamples = int(np.clip(DRAWS // values, *RESAMPLES))
-    how = {"vectorized": False, "n_resamples": resamples, "batch": int(np.clip(AT_ONCE // values, 1, resamples))}
-    how |= {"method": "percentile", "rng": np.random.default_rng(0)}
+    resamples = int(np.clip(DRAWS // (len(a) + len(b)), *RESAMPLES))
+    how = {"n_resamples": resamples, "batch": int(np.clip(AT_ONCE // (len(a) + len(b)), 1, resamples))}
+    how |= {"method": "percentile", "vectorized": False, "rng": np.random.default_rng(0)}
     return stats.bootstrap((a, b), statistic, **how).confidence_interval
 
 
@@ -63,15 +59,11 @@ def newcombe(a: int, m: int, b: int, n: int) -> tuple[float, float]:
 
 def runs_needed(spread: float, margin: float) -> int:
     """Return the runs per side for two one-sided 5% tests to find equal means equivalent with power 0.8."""
-    quantiles = stats.norm.ppf(0.95) + stats.norm.ppf(0.90)
-    return max(2, math.ceil(2 * (spread * quantiles / margin) ** 2))
+    return max(2, math.ceil(2 * (spread * (stats.norm.ppf(0.95) + stats.norm.ppf(0.90)) / margin) ** 2))
 
 
 def judge_goal(accuracy: np.ndarray, goal: float) -> Conclusion:
-    """Test whether the mean is at or above the goal (percent): one-sided t-test, significant at p < 0.01.
-
-    If it is not, estimate how many runs would make it significant with power 0.8.
-    """
+    """Test whether the mean is above the goal (percent), or estimate the runs that would show it with power 0.8."""
     what = f"Mean at or above {goal:g}%"
     if len(accuracy) < 2:
         return Conclusion("open", f"{what}: not testable with one run.")
@@ -96,8 +88,8 @@ def judge(
     if narrow is None:
         return Conclusion("open", f"{what}: too few runs: one run on a side has no spread.")
     difference, within = a.mean() - b.mean(), form(margin).lstrip("+")
-    found = f"difference {form(difference)}, 95% confidence interval [{form(wide[0])}, {form(wide[1])}], "
-    found += f"n = {len(a)} and {len(b)}"
+    interval = f"95% confidence interval [{form(wide[0])}, {form(wide[1])}]"
+    found = f"difference {form(difference)}, {interval}, n = {len(a)} and {len(b)}"
     if -margin < narrow[0] and narrow[1] < margin:
         return Conclusion("equivalent", f"{what}: equivalent within {within}; {found}.")
     if wide[0] > 0 or wide[1] < 0:

@@ -1,139 +1,98 @@
-"""Attack the program: kill campaigns, fill the disk, hand over bad requests and damaged files, and count what broke.
+"""Kill random processes of small campaigns, resume each until it is complete, and give the launcher invalid options.
 
-    PYTHONPATH=$PWD python tests/attack.py [--kills N] [--heals N] [--damages N] [--full N] [--seed S]
+    python tests/attack.py [--kills N] [--options N] [--seed S]
 
-Prints one line for each kind of attack; docs/reliability.md has the figures. Everything happens in a temporary folder.
+An AssertionError names the first promise that is broken. A kill takes about ten seconds.
 """
 
 import argparse
 import contextlib
-import io
+import csv
 import os
 import random
-import shutil
+import signal
+import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import fields
-from functools import partial
+import time
 from pathlib import Path
-from unittest import mock
 
-from conftest import LAUNCHER, TINY, train_here, write_npz
-from disturbances import fill_disks, heal_campaign, kill_campaigns
+import numpy as np
 
-from large_batch_cifar_10_fast.command_line import RECIPES
-from large_batch_cifar_10_fast.data import cifar10
-from large_batch_cifar_10_fast.data.cifar10 import load_images
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.launch import check_launch
-from large_batch_cifar_10_fast.options import ConfigError, Launch, RunConfig
-from large_batch_cifar_10_fast.read_logs import read_log
-
-BAD_VALUES = ["", "--", "-", "-1", "0", "1.5", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb"]
-BAD_VALUES += ["a\tb", "a\udcff", "/", "/dev/null", "/dev/full", "no/such/name", "x" * 300, "http://127.0.0.1/x", "%s"]
-BAD_VALUES += ["24,,28", "2/2", "0/0"]
-NOBODY = "http://127.0.0.1:9/nobody.listens"
+LAUNCHER = Path(__file__).resolve().parent.parent / "train_cifar_parallel.sh"
+CAMPAIGN = "--demo --batch_size 16 --ghost_batch 8 --width 4 --epochs 2 --no_warmup --no_compile --runs 8"
+CAMPAIGN += " --ema_ep 0.4 --data ../images.npz"
+KINDS = ("--nproc 2 --teams 1", "--nproc 1 --teams 2")
+EQUAL = ("run", "seed", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "validation_count")
+NUMBERS = ("epochs", "batch_size", "lr_scaler", "runs", "seed", "micro_batches", "nproc", "teams", "timeout")
+BAD_NUMBERS = ["", "--", "-", "-1", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb", "%s", "1,,2"]
 
 
-def answer(attempt: Callable[[], object]) -> str:
-    """How an attempt was answered: by one line, by doing it, or not as it should be."""
-    try:
-        attempt()
-    except ConfigError as error:
-        return "refused in one line" if "\n" not in str(error) else "refused in several lines"
-    except SystemExit as end:
-        return f"ended with status {end.code}"
-    except BaseException as error:
-        return f"traceback: {type(error).__name__}"
-    return "accepted"
+def start(folder: Path, *arguments: str) -> subprocess.Popen:
+    """Start the launcher in `folder`. TMPDIR marks all its processes."""
+    variables = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    how = {"cwd": folder, "env": variables, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(["bash", str(LAUNCHER), *arguments], **how)
 
 
-def bad_requests(npz: Path, place: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every option of every recipe with every bad value; no mirror is asked for anything."""
-    os.chdir(place)
-    with mock.patch.object(cifar10, "MIRRORS", (NOBODY,)):
-        for recipe in RECIPES.values():
-            options = [
-                entry.name for owner in (recipe, RunConfig, Launch) for entry in fields(owner) if entry.type != "bool"
-            ]
-            for name in [*options, "recipe", "no_such_option"]:
-                for value in BAD_VALUES:
-                    images = [] if name == "data" else ["--data", str(npz)]
-                    given = ["--recipe", recipe.name, *images, f"--{name}={value}"]
-                    yield f"{recipe.name} --{name}={value[:20]!r}", partial(check_launch, given)
-
-
-def damaged(original: bytes, dice: random.Random) -> bytes:
-    """A file cut short, with bytes changed, doubled, or replaced by zeros."""
-    at, length = dice.randrange(len(original)), dice.choice((1, 1, 4, 100, 10_000))
-    kind = dice.randrange(4)
-    if kind == 0:
-        return original[:at]
-    middle = {1: dice.randbytes(length), 2: original[at : at + length] * 2, 3: bytes(length)}[kind]
-    return original[:at] + middle + original[at + length :]
-
-
-def unfinished_table(npz: Path, folder: Path) -> Path:
-    """That of a campaign of four runs, of which two are made."""
-    arguments = ["--demo", *TINY, "--no_compile", "--runs", 4, "--data", npz, "--out", folder]
-    with contextlib.redirect_stdout(io.StringIO()):
-        train_here(*arguments)
-    table = folder / "runs.tsv"
-    table.write_text("".join(table.read_text().splitlines(keepends=True)[:3]))
-    return table
-
-
-def go_on_with(table: str) -> None:
-    """As far as the launcher looks at it; no mirror is asked for images that the table may name."""
-    with mock.patch.object(cifar10, "MIRRORS", (NOBODY,)):
-        check_launch(["--resume", "--out", str(Path(table).parent), "--nproc", "1"])
-
-
-def damages(read: Callable[[str], object], path: Path, times: int, dice: random.Random) -> Counter:
-    """How reading answered to so many damages of one file."""
-    original, found = path.read_bytes(), Counter()
-    for _ in range(times):
-        path.write_bytes(damaged(original, dice))
-        found[answer(lambda: read(str(path)))] += 1
-    path.write_bytes(original)
+def processes_of(folder: Path) -> list[int]:
+    """Return the processes that were started in `folder`, also those whose parents have ended."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"TMPDIR={folder}\0".encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
     return found
+
+
+def table_of(folder: Path) -> list[tuple[str, ...]]:
+    """Return the columns of runs.tsv that do not depend on time, by run, without a half-written last row."""
+    path = folder / "runs.tsv"
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    return sorted(tuple(row[name] for name in EQUAL) for row in csv.DictReader(lines, delimiter="\t"))
+
+
+def complete(folder: Path, kind: str, kills: int, dice: random.Random) -> int:
+    """Start a campaign and resume it until it is complete. Kill at most `kills` processes; return how many."""
+    folder.mkdir()
+    killed = 0
+    while len(before := table_of(folder)) < 8:
+        process = start(folder, *kind.split(), *(["--resume"] if before else CAMPAIGN.split()))
+        if killed < kills:
+            time.sleep(dice.uniform(0, 8))
+            if family := processes_of(folder):
+                os.kill(dice.choice(family), signal.SIGKILL)
+                killed += 1
+        _, errors = process.communicate(timeout=120)
+        time.sleep(1)
+        assert not processes_of(folder), "a process is left"
+        assert set(before) <= set(table_of(folder)), "a row is lost or changed"
+        assert killed or process.returncode == 0, errors
+    return killed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--heals", type=int, default=10, help="ends of a process, in a campaign of four times the runs")
-    parser.add_argument("--damages", type=int, default=200, help="of each kind of file")
-    parser.add_argument("--full", type=int, default=40, help="disks")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    dice = random.Random(asked.seed)
+    for name in ("kills", "options", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=50)
+    given = parser.parse_args()
+    dice, noise, tables, killed = random.Random(given.seed), np.random.default_rng(0), [], 0
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        npz = write_npz(place / "tiny.npz", *draw_shapes(643, 101))
-        (place / "here").mkdir()
-        answers = Counter()
-        for what, attempt in bad_requests(npz, place / "here"):
-            said = answer(attempt)
-            answers[said] += 1
-            if said not in ("refused in one line", "accepted"):
-                print(f"  {what}: {said}", file=sys.stderr)
-        print("bad requests:", dict(answers), flush=True)
-        print("damaged images:", dict(damages(load_images, npz, asked.damages, dice)), flush=True)
-        for file in ("runs.tsv", "timing_log.tsv", "run_log.txt"):
-            copied = Path(shutil.copy(LAUNCHER.parent / "logs" / "demo" / file, place))
-            print(f"damaged {file}:", dict(damages(read_log, copied, asked.damages, dice)), flush=True)
-        found = damages(go_on_with, unfinished_table(npz, place / "unfinished"), asked.damages, dice)
-        print("damaged runs.tsv, gone on with:", dict(found), flush=True)
-        os.chdir(place)
-        if asked.full:
-            print("full disks:", fill_disks(npz, place / "full", asked.full, dice), flush=True)
-        if asked.heals:
-            print("heals:", heal_campaign(npz, place / "heals", asked.heals, dice), flush=True)
-        if asked.kills:
-            print("kills:", kill_campaigns(npz, place / "campaigns", asked.kills, dice), flush=True)
+        arrays = {}
+        for part, count in (("train", 643), ("test", 101)):
+            arrays[f"{part}_images"] = noise.integers(0, 256, (count, 32, 32, 3), np.uint8)
+            arrays[f"{part}_labels"] = noise.integers(0, 10, count)
+        np.savez(Path(name) / "images.npz", **arrays)
+        while len(tables) < 2 or killed < given.kills:  # the first two are undisturbed
+            folder, number = Path(name) / str(len(tables)), len(tables) % 2
+            killed += complete(folder, KINDS[number], (given.kills - killed) * (len(tables) > 1), dice)
+            tables.append(table_of(folder))
+            assert tables[-1] == tables[number], "a campaign differs from an undisturbed one"
+        for _ in range(given.options):
+            option = f"--{dice.choice(NUMBERS)}={dice.choice(BAD_NUMBERS)}"
+            output, errors = (process := start(Path(name), "--data", "synthetic", option)).communicate(timeout=60)
+            assert (process.returncode, output, errors.count("\n")) == (2, "", 1), (option, errors)
+    print(f"{killed} kills in {len(tables) - 2} campaigns and {given.options} invalid options: all promises were kept")
 
 
 if __name__ == "__main__":

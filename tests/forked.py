@@ -1,4 +1,4 @@
-"""A process that trains together with others, forked from one that has imported all (see conftest)."""
+"""A process of a test's process group, forked from a server that has imported everything (see conftest.py)."""
 
 import multiprocessing
 import os
@@ -11,13 +11,13 @@ from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.options import exit_on_config_error
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([train.__name__, "torch._dynamo"])  # which every optimizer of torch's imports
+FORKS.set_forkserver_preload([train.__name__, "torch._dynamo"])  # every optimizer of torch imports the latter
 
 
-def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, told: Path) -> None:
-    """Train on one thread; what is told, by native code too, goes to stdout_RANK and stderr_RANK in `told`."""
+def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, output: Path) -> None:
+    """Train on one thread. STDOUT and STDERR, also of native code, go to stdout_RANK and stderr_RANK in `output`."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        file = open(told / f"{name}_{environment['RANK']}", "w", buffering=1)  # noqa: SIM115 (closed with the process)
+        file = open(output / f"{name}_{environment['RANK']}", "w", buffering=1)  # noqa: SIM115 (closed at the end)
         os.dup2(file.fileno(), descriptor)
         setattr(sys, name, file)
     os.chdir(cwd)

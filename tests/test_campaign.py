@@ -1,18 +1,19 @@
-"""A campaign loses nothing: killed and resumed it equals an uninterrupted one; and what it refuses."""
+"""A campaign loses nothing: killed and resumed, it equals an uninterrupted one."""
 
+import contextlib
 import os
+import re
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, children_of, is_alive, launch, train_together
-from disturbances import DIFFERENT
-from ends import ENDS, listening, started, until, workers_of
+from conftest import LAUNCHER, RESULT, TINY, edit_table, environment, is_alive, launch, options_among, train_together
 
-from large_batch_cifar_10_fast.campaign import COLUMNS
 from large_batch_cifar_10_fast.launch import check_launch, only_campaign_in
 from large_batch_cifar_10_fast.options import ConfigError
 
@@ -22,192 +23,169 @@ RUNS = 10
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
-def _arguments(npz, *more):
-    return ["--demo", *TINY, "--data", str(npz), *map(str, more)]
+@pytest.fixture(scope="module")
+def arguments(tiny_npz) -> list[str]:
+    return ["--demo", *TINY, "--data", str(tiny_npz), "--runs", str(RUNS)]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tiny_npz, tmp_path_factory):
+def uninterrupted(arguments, tmp_path_factory) -> tuple[Path, str]:
+    """Return the table of an uninterrupted campaign of two processes, and its last line on STDOUT."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    result = train_together(2, *_arguments(tiny_npz, "--runs", RUNS), cwd=folder)
+    result = train_together(2, *arguments, cwd=folder)
     assert (result.returncode, result.stderr) == (0, "")
-    return folder, result.stdout
+    return folder / "runs.tsv", result.stdout.splitlines()[-1]
 
 
-def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(tiny_npz, tmp_path, uninterrupted):
-    """Each time all processes end within seconds, in one line, and finished rows stay."""
-    table, arguments, made, kept, warning = tmp_path / "runs.tsv", _arguments(tiny_npz, "--runs", RUNS), 0, "", ""
-    (temporary := tmp_path / "temporary").mkdir()
-    for end, status, message in ENDS:
-        with started(tmp_path, *arguments, TMPDIR=temporary) as process:
-            until(tmp_path, made + 1, process)
+@contextlib.contextmanager
+def started(folder: Path, *arguments: str, **options: object) -> Iterator[subprocess.Popen]:
+    """Start a launch of two processes in `folder`, under nohup; kill all processes at the end."""
+    command = ["nohup", "bash", str(LAUNCHER), *arguments, *options_among({"nproc": 2} | options)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how = {"cwd": folder, "env": environment(OMP_NUM_THREADS=1), "start_new_session": True}
+    with subprocess.Popen(command, **how, **pipes) as process:
+        try:
+            yield process
+        finally:
+            for pid in (*children_of(process.pid), process.pid):
+                if is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def wait_for_rows(table: Path, rows: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not table.exists() or table.read_bytes().count(b"\n") <= rows:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes below a process, at every depth."""
+    with contextlib.suppress(OSError):
+        children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
+        return [found for child in map(int, children) for found in (child, *children_of(child))]
+    return []
+
+
+def trainers_of(process: subprocess.Popen) -> list[int]:
+    command = b"large_batch_cifar_10_fast.train\0"
+    return [pid for pid in children_of(process.pid) if command in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Return the addresses on which processes listen, in hexadecimal."""
+    links = [os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    entries = [line.split() for table in tables for line in table]
+    return {entry[1].split(":")[0] for entry in entries if entry[3] == "0A" and f"socket:[{entry[9]}]" in links}
+
+
+ENDS = [  # how to end a launch, its status, and the beginning of its closing line
+    (lambda launch: os.kill(trainers_of(launch)[1], signal.SIGKILL), 1, "process 1 was ended by SIGKILL"),
+    (lambda launch: launch.terminate(), 128 + signal.SIGTERM, "ended by SIGTERM"),
+    (lambda launch: os.killpg(launch.pid, signal.SIGINT), 128 + signal.SIGINT, "ended by SIGINT"),  # as Ctrl-C does
+    (lambda launch: launch.kill(), -signal.SIGKILL, ""),
+]
+
+
+def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(arguments, tmp_path, uninterrupted):
+    table, report, made, kept = tmp_path / "runs.tsv", tmp_path / "last_failure.txt", 0, ""
+    for end, status, reason in ENDS:
+        with started(tmp_path, *(["--resume"] if made else arguments)) as process:
+            wait_for_rows(table, made + 1, process)
             children = children_of(process.pid)
-            if not made:
-                assert len(workers_of(process)) == 2
-                assert (addresses := listening(children)), "the processes meet somewhere"
-                assert addresses <= LOOPBACK, "and nothing listens beyond this machine"
-            began = time.monotonic()
+            assert set() < listening(children) <= LOOPBACK, "the processes meet on this machine"
             end(process)
             assert process.wait(timeout=10) == status
-            while any(map(is_alive, children)) and time.monotonic() - began < 10:
-                time.sleep(0.05)
+            errors = process.stderr.read()
+            time.sleep(1)
             assert not any(map(is_alive, children))
-            told = process.stderr.read()
         assert table.read_text().startswith(kept), "finished rows are not touched"
-        kept, arguments = table.read_text(), ["--resume"]
+        kept = table.read_text()
         made = kept.count("\n") - 1
-        assert made < RUNS
-        left = [*temporary.glob("large_batch_*"), *temporary.glob("torchelastic_*")]
-        report = tmp_path / "last_failure.txt"
-        if message:
-            details = f" (details: {report.name})" if status == 1 else ""
-            going_on = f"{made} of its {RUNS} runs are made, continue with --resume{details}\n"
-            assert (told, left) == (f"{warning}train_cifar_parallel.sh: {message}; {going_on}", [])
-            assert report.exists() == (status == 1)
-            report.unlink(missing_ok=True)
-        else:
-            assert (told, len(left)) == ("", 1)
-        warning = ""
+        line = f"{reason}.*; {made} of its {RUNS} runs are made, continue with --resume.*\n$" if reason else "^$"
+        assert re.search(line, errors)
+        assert ("(details: last_failure.txt)" in errors) == report.exists() == (status == 1)
+        report.unlink(missing_ok=True)
         if status == 1:
-            with open(table, "a") as unfinished:
-                unfinished.write("20990101T000000-1\t2099")  # the power failed in the middle of a row
-            warning = "Warning: the last row of runs.tsv was half-written: it is in runs.tsv.broken now\n"
+            with open(table, "a") as half_written:
+                half_written.write("20990101T000000-1\t2099")
     result = train_together(2, "--resume", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-
-    assert (tmp_path / "runs.tsv").read_text().startswith(kept), "finished rows are not touched"
+    assert table.read_text().startswith(kept)
     assert "20990101T000000-1\t2099" in (tmp_path / "runs.tsv.broken").read_text()
-    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
-    expected = pd.read_csv(uninterrupted[0] / "runs.tsv", sep="\t")
-    assert rows["run"].tolist() == list(range(RUNS))
+    rows = pd.read_csv(table, sep="\t")
+    pd.testing.assert_frame_equal(rows[RESULT], pd.read_csv(uninterrupted[0], sep="\t")[RESULT])
     assert rows["campaign"].nunique() == 1
-    same = [name for name in COLUMNS if name not in DIFFERENT]
-    pd.testing.assert_frame_equal(rows[same], expected[same])
-    assert result.stdout.count("Train acc") == RUNS, "the log of a resumed campaign tells all its runs"
-    assert result.stdout.splitlines()[-1] == uninterrupted[1].splitlines()[-1]
-    accuracies = [line.split(",")[1].split()[2] for line in result.stdout.splitlines() if line.startswith("Train")]
-    assert accuracies == [f"{accuracy:.4f}" for accuracy in expected["validation_accuracy"]]
+    assert result.stdout.splitlines()[-1] == uninterrupted[1]
 
 
-def test_with_restarts_a_campaign_heals_itself_and_equals_an_undisturbed_one(tiny_npz, tmp_path, uninterrupted):
-    (tmp_path / "runs.tsv").write_text((uninterrupted[0] / "runs.tsv").read_text())  # another campaign's rows
-    with started(tmp_path, *_arguments(tiny_npz, "--runs", RUNS), restarts=1) as process:
-        until(tmp_path, RUNS + 2, process)
-        os.kill(workers_of(process)[-1], signal.SIGKILL)
-        told, errors = process.communicate(timeout=200)
-    assert (process.returncode, errors.count("\n")) == (0, 2), errors
-    assert "process 1 was ended by SIGKILL (out of memory?)" in errors
+def test_with_restarts_a_campaign_completes_by_itself_and_ignores_sighup(arguments, tmp_path, uninterrupted):
+    (table := tmp_path / "runs.tsv").write_text(uninterrupted[0].read_text())  # another campaign's rows
+    with started(tmp_path, *arguments, restarts=1) as process:
+        wait_for_rows(table, RUNS + 1, process)
+        for pid in (process.pid, *children_of(process.pid)):
+            os.kill(pid, signal.SIGHUP)
+        wait_for_rows(table, RUNS + 2, process)
+        os.kill(trainers_of(process)[-1], signal.SIGKILL)
+        output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    assert "process 1 was ended by SIGKILL" in errors
     assert errors.endswith("Warning: started again, 0 of 1 restarts left\n")
-    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[RUNS:].reset_index(drop=True)
-    same = [name for name in COLUMNS if name not in DIFFERENT]
-    pd.testing.assert_frame_equal(rows[same], pd.read_csv(uninterrupted[0] / "runs.tsv", sep="\t")[same])
-    assert rows["campaign"].nunique() == 1
-    assert ", 0 of 10 runs made before" in told
-    assert told.count("# data ") == 2, "a restart is a resume, with a log of its own"
-    assert told.splitlines()[-1] == uninterrupted[1].splitlines()[-1]
+    rows = pd.read_csv(table, sep="\t").iloc[RUNS:].reset_index(drop=True)
+    pd.testing.assert_frame_equal(rows[RESULT], pd.read_csv(uninterrupted[0], sep="\t")[RESULT])
+    assert output.splitlines()[-1] == uninterrupted[1]
 
 
-def test_teams_make_the_same_rows_and_weights_as_one_after_the_other(tiny_npz, tmp_path):
-    """Bit for bit, times apart; each run once."""
-    arguments = _arguments(tiny_npz, "--runs", 5, "--save", "w.pt", "--no_compile")
-    made = {}
+def test_two_teams_make_the_rows_and_weights_of_one(arguments, tmp_path):
+    made = []
     for teams in (1, 2):
-        (tmp_path / str(teams)).mkdir()
-        result = launch(*arguments, cwd=tmp_path / str(teams), teams=teams, nproc=1, OMP_NUM_THREADS=1)
-        assert (result.returncode, result.stderr) == (0, "")
-        rows = pd.read_csv(tmp_path / str(teams) / "runs.tsv", sep="\t")
-        made[teams] = rows, torch.load(tmp_path / str(teams) / "w.pt", weights_only=True), result.stdout
-    (alone, weights, _), (rows, same_weights, log) = made[1], made[2]
-    same = [name for name in COLUMNS if name not in (*DIFFERENT, "device")]
-    pd.testing.assert_frame_equal(rows.sort_values("run").reset_index(drop=True)[same], alone[same])
-    assert rows[["campaign", "started"]].drop_duplicates().shape == (1, 2)
-    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
-    assert rows["device"].str.contains("2 teams of 1 x 1 threads").all()
-    told = sorted(line.split(", ")[1].split(" loss")[0] for line in log.splitlines() if line.startswith("Train acc"))
-    assert told == sorted(f"validation acc {accuracy:.4f}" for accuracy in rows["validation_accuracy"])
-    assert "8 workers on 1 process, CPU" in log
-    assert len(pd.read_csv(tmp_path / "2" / "timing_log.tsv", sep="\t")) == 2
+        (folder := tmp_path / str(teams)).mkdir()
+        more = {"runs": 5, "save": "w.pt", "teams": teams, "nproc": 1, "OMP_NUM_THREADS": 1}
+        result = launch(*arguments, "--no_compile", cwd=folder, **more)
+        assert (result.returncode, result.stderr, result.stdout.count("Train acc")) == (0, "", 5)
+        rows = pd.read_csv(folder / "runs.tsv", sep="\t").sort_values("run", ignore_index=True)
+        summary = [rows["campaign"].nunique(), result.stdout.splitlines()[-2:]]
+        made.append((rows[RESULT].drop(columns="device"), torch.load(folder / "w.pt", weights_only=True), summary))
+    (rows, weights, summary), (rows_of_two, weights_of_two, summary_of_two) = made
+    pd.testing.assert_frame_equal(rows_of_two, rows)
+    assert all(torch.equal(weights_of_two[name], weights[name]) for name in weights)
+    assert summary_of_two == summary
 
 
 @pytest.fixture
-def unfinished(uninterrupted, tmp_path):
-    """The first three rows of a campaign."""
-    lines = (uninterrupted[0] / "runs.tsv").read_text().splitlines(keepends=True)
-    (tmp_path / "runs.tsv").write_text("".join(lines[:4]))
-    return tmp_path
-
-
-def _refused(folder: Path, monkeypatch, *arguments: str) -> str:
-    """What the launcher says before it starts anything."""
-    monkeypatch.chdir(folder)
-    with pytest.raises(ConfigError) as error:
-        check_launch([*arguments, "--nproc", "2"])
-    return str(error.value)
+def unfinished(uninterrupted, tmp_path) -> Path:
+    (table := tmp_path / "runs.tsv").write_text("".join(uninterrupted[0].read_text().splitlines(keepends=True)[:4]))
+    return table
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "edits", "message"),
     [
-        (["--lr_scaler", "1.25"], "lr_scaler (1.0 then, 1.25 now)"),
-        (["--runs", "12"], f"runs ({RUNS} then, 12 now)"),
-        (["--seed", "3"], "seed (0 then, 3 now)"),
-        (["--data", "synthetic"], "digest ("),
-        (["--demo"], "batch_size (16 then, 32 now)"),
+        (["--lr_scaler", "1.25"], {}, "other lr_scaler (1.0 then, 1.25 now)"),
+        (["--seed", "3"], {}, "other seed (0 then, 3 now)"),
+        (["--data", "synthetic"], {}, "other digest ("),
+        (["--nproc", "1"], {}, "other processes (2 then, 1 now)"),
+        ([], {"code": "7", "options": "gone=1"}, "other code (7 then, "),
+        ([], {"torch": "7"}, "other torch (7 then, "),
+        ([], {"options": "epochs=two"}, "has epochs=two: its table was changed"),
+        ([], {"seed": "x"}, "runs.tsv, line 2: seed is 'x', not a number"),
     ],
 )
-def test_resume_refuses_other_settings_and_says_which(unfinished, monkeypatch, arguments, message):
-    before = (unfinished / "runs.tsv").read_bytes()
-    assert message in _refused(unfinished, monkeypatch, "--resume", *arguments)
-    assert (unfinished / "runs.tsv").read_bytes() == before
+def test_resume_refuses_other_options_images_code_and_a_damaged_table(unfinished, options, edits, message):
+    edit_table(unfinished, **edits)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_launch(["--resume", "--out", str(unfinished.parent), "--nproc", "2", *options])
 
 
-@pytest.mark.parametrize("column", ["code", "torch", "processes"])
-def test_resume_refuses_other_code_and_machines(unfinished, monkeypatch, column):
-    rows = pd.read_csv(unfinished / "runs.tsv", sep="\t", dtype=str)
-    rows[column] = "7"
-    rows["options"] += " gone=1" * (column == "code")
-    rows.to_csv(unfinished / "runs.tsv", sep="\t", index=False, na_rep="")
-    assert f"had other {column} (7 then" in _refused(unfinished, monkeypatch, "--resume")
+def test_resume_refuses_another_device(unfinished):
+    edit_table(unfinished, device="abacus")
+    assert "had other device (abacus then, CPU" in train_together(2, "--resume", cwd=unfinished.parent).stderr
 
 
-@pytest.mark.parametrize(
-    ("column", "old", "new", "message"),
-    [
-        ("options", "epochs=2", "epochs=two", "has epochs=two: its table was changed"),
-        ("options", "epochs=2", "epochs=2 gone=None", "has gone=None: its table"),
-        ("options", "epochs=2", "epochs=2 loss_scale=2", "has loss_scale=2: its table"),
-        ("options", " epochs=2", "", "lacks options of apple2019: its table"),
-        ("precision", "fp32", "fp17", "has precision=fp17: its table"),
-        ("no_warmup", "True", "perhaps", "has no_warmup=perhaps: its table"),
-    ],
-)
-def test_resume_refuses_words_that_no_campaign_wrote(unfinished, monkeypatch, column, old, new, message):
-    rows = pd.read_csv(unfinished / "runs.tsv", sep="\t", dtype=str, keep_default_na=False)
-    assert rows[column].str.contains(old).all()
-    rows[column] = rows[column].str.replace(old, new)
-    rows.to_csv(unfinished / "runs.tsv", sep="\t", index=False)
-    assert message in _refused(unfinished, monkeypatch, "--resume")
-
-
-def test_resume_refuses_where_there_is_nothing_to_resume(uninterrupted, tmp_path, monkeypatch):
-    assert "there is no campaign in ." in _refused(tmp_path, monkeypatch, "--resume")
-    out = str(uninterrupted[0])
-    assert f"has all its {RUNS} runs" in _refused(tmp_path, monkeypatch, "--resume", "--out", out)
-
-
-def test_a_second_campaign_in_the_same_folder_is_refused_while_the_first_runs(tmp_path):
-    with only_campaign_in(tmp_path / "out"):
-        with pytest.raises(ConfigError, match="another campaign is running in"), only_campaign_in(tmp_path / "out"):
-            pass
-        with only_campaign_in(tmp_path / "another"):
-            pass
-    with only_campaign_in(tmp_path / "out"):
-        pass
-
-
-def test_campaigns_are_appended_under_one_header(unfinished, tiny_npz):
-    before = (unfinished / "runs.tsv").read_text()
-    assert train_together(2, *_arguments(tiny_npz), cwd=unfinished).returncode == 0
-    after = (unfinished / "runs.tsv").read_text()
-    assert after.startswith(before)
-    assert after.count("\n") == before.count("\n") + 1
+def test_a_second_campaign_in_the_same_folder_is_refused(arguments, tmp_path):
+    with only_campaign_in(tmp_path):
+        result = launch(*arguments, cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "another campaign is running in" in result.stderr

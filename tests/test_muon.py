@@ -5,8 +5,7 @@ from dataclasses import asdict
 import pandas as pd
 import pytest
 import torch
-from conftest import Recorder, train_here
-from disturbances import DIFFERENT
+from conftest import DIFFERENT, Recorder, train_here
 from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import train
