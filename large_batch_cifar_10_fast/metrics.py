@@ -46,7 +46,7 @@ class Metrics:
 
 
 View = Callable[[Tensor], Tensor]  # of images [B, 3, H, W]
-MOST_AT_ONCE = 1000  # images, which fit any device
+AT_ONCE = 1000  # images evaluated at once on a CPU; on a GPU as many for each GiB of its memory
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ class TestTimeAugmentation:
 
     def __call__(self, network: nn.Module, images: Tensor) -> Tensor:
         """Return logits [n, 10] for images [n, 32, 32, 3]."""
-        chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(MOST_AT_ONCE))
+        at_once = AT_ONCE
+        if images.is_cuda:
+            at_once *= max(1, torch.cuda.get_device_properties(images.device).total_memory >> 30)
+        chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(at_once))
         return torch.cat(
             [sum(weight * at_least_float32(network(v(chunk))) for v, weight in self.views.items()) for chunk in chunks]
         )
