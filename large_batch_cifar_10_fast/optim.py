@@ -93,14 +93,14 @@ class Muon(Optimizer):
         w = w * sqrt(out) / |w|;  w = w - lr * orthogonal(d)
 
     All directions of an update have the same size, so that directions that gradients rarely show are learned, too, and
-    the scale of the gradients has no effect. The norm is restored every `rescale_every` steps. Each process
-    orthogonalizes some of the matrices; those of one shape are one batch of products, in half precision under autocast.
-    torch.optim.Muon (2.9) takes only matrices, one by one, and keeps no norm.
+    the scale of the gradients has no effect. Each process orthogonalizes some of the matrices; those of one shape are
+    one batch of products, in half precision under autocast. torch.optim.Muon (2.9) takes only matrices, one by one, and
+    keeps no norm.
     """
 
-    def __init__(self, groups: Iterable[dict], momentum: float, rescale_every: int, ctx: DistContext) -> None:
-        super().__init__(groups, {"lr": 0.0, "momentum": momentum, "rescale_every": rescale_every})
-        self.steps, self.ctx = 0, ctx
+    def __init__(self, groups: Iterable[dict], momentum: float, ctx: DistContext) -> None:
+        super().__init__(groups, {"lr": 0.0, "momentum": momentum})
+        self.ctx = ctx
         for group in self.param_groups:
             for weight in group["params"]:
                 self.state[weight] = torch.zeros_like(weight)
@@ -115,12 +115,10 @@ class Muon(Optimizer):
             torch._foreach_mul_(momenta, group["momentum"])
             torch._foreach_add_(momenta, gradients)
             directions = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
-            if self.steps % group["rescale_every"] == 0:
-                lengths = torch._foreach_norm(weights)
-                factors = [math.sqrt(len(w)) / length for w, length in zip(weights, lengths, strict=True)]
-                torch._foreach_mul_(weights, factors)
+            lengths = torch._foreach_norm(weights)
+            factors = [math.sqrt(len(w)) / length for w, length in zip(weights, lengths, strict=True)]
+            torch._foreach_mul_(weights, factors)
             torch._foreach_add_(weights, orthogonal_all(directions, self.ctx), alpha=-group["lr"])
-        self.steps += 1
 
 
 def orthogonal_all(directions: list[Tensor], ctx: DistContext) -> list[Tensor]:
