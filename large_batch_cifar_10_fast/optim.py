@@ -43,23 +43,30 @@ def follow_schedules(optimizers: Iterable[Optimizer], epoch: float) -> None:
                     group[name] = schedule(epoch)
 
 
-def prepare_for_gpu(optimizers: Iterable[Optimizer], compile: bool) -> None:
-    """Keep learning rates on the GPU, so that a changed rate is no new program, and make updates few launches."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = torch.zeros((), device=group["params"][0].device)
-        if isinstance(optimizer, SGD):
-            for group in optimizer.param_groups:
-                group["fused"] = True
-        elif compile:
-            optimizer.compile()
-
-
 def step_all(optimizers: Iterable[Optimizer]) -> None:
     """Step each optimizer and clear its gradients."""
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
+
+
+def restart(optimizers: Iterable[Optimizer]) -> None:
+    """Zero all momenta in place, so that the next run starts like the first and CUDA graphs stay valid."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    momenta = [state["momentum_buffer"] for state in states if state.get("momentum_buffer") is not None]
+    if momenta:
+        torch._foreach_zero_(momenta)
+
+
+def prepare_for_gpu(optimizers: Iterable[Optimizer], compile: bool) -> None:
+    """Keep learning rates on the GPU, where a graph or compiled code reads them, and make updates few launches."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros((), device=group["params"][0].device)
+            if isinstance(optimizer, SGD):
+                group["fused"] = True
+        if compile and not isinstance(optimizer, SGD):
+            optimizer.compile()
 
 
 class NesterovSGD(Optimizer):
@@ -76,13 +83,15 @@ class NesterovSGD(Optimizer):
         for group in self.param_groups:
             dtypes = dict.fromkeys(weight.dtype for weight in group["params"])  # torch._foreach is slow on a mixture
             group["lists"] = [[weight for weight in group["params"] if weight.dtype == dtype] for dtype in dtypes]
-            group["velocities"] = [[torch.zeros_like(weight) for weight in weights] for weights in group["lists"]]
+            for weight in group["params"]:
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             rates = [group[name] for name in ("lr", "weight_decay", "momentum")]
-            for weights, velocities in zip(group["lists"], group["velocities"], strict=True):
+            for weights in group["lists"]:
+                velocities = [self.state[weight]["momentum_buffer"] for weight in weights]
                 self.update(weights, [weight.grad for weight in weights], velocities, *rates)
 
     def compile(self) -> None:
@@ -115,40 +124,34 @@ class Muon(Optimizer):
         w = w * sqrt(out) / |w|;  w = w - lr * orthogonal(d)
 
     All directions of an update have the same size, so that directions that gradients rarely show are learned, too, and
-    the scale of the gradients has no effect. The norm is restored every `rescale_every` steps. Each process
-    orthogonalizes some of the matrices, in one batch of products, in half precision under autocast.
-    torch.optim.Muon (2.9) takes only matrices, one by one, and keeps no norm.
+    the scale of the gradients has no effect. Each process orthogonalizes some of the matrices as one batch of products,
+    in half precision under autocast. torch.optim.Muon (2.9) takes only matrices, one by one, and keeps no norm.
     """
 
-    def __init__(self, groups: Iterable[dict], momentum: float, rescale_every: int, ctx: DistContext) -> None:
-        super().__init__(groups, {"lr": 0.0, "momentum": momentum, "rescale_every": rescale_every})
-        self.steps, self.ctx = 0, ctx
-        self.orthogonal_directions, self.move = orthogonal_directions, move
+    def __init__(self, groups: Iterable[dict], momentum: float, ctx: DistContext) -> None:
+        super().__init__(groups, {"lr": 0.0, "momentum": momentum})
+        self.ctx, self.directions, self.move = ctx, orthogonal_directions, move
         for group in self.param_groups:
             for weight in group["params"]:
-                self.state[weight] = torch.zeros_like(weight)
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]  # not frozen
-            if not weights:
-                continue
-            gradients, momenta = ([w.grad for w in weights], [self.state[w] for w in weights])
-            directions = self.orthogonal_directions(
-                as_matrices(gradients), as_matrices(momenta), group["momentum"], self.ctx
-            )
-            rescale = self.steps % group["rescale_every"] == 0
-            self.move(as_matrices(weights), shared(directions, self.ctx), group["lr"], rescale)
-        self.steps += 1
+            if weights:
+                gradients = as_matrices(weight.grad for weight in weights)
+                momenta = as_matrices(self.state[weight]["momentum_buffer"] for weight in weights)
+                directions = self.directions(gradients, momenta, group["momentum"], self.ctx)
+                self.move(as_matrices(weights), sum_over_processes(directions, self.ctx), group["lr"])
 
     def compile(self) -> None:
-        self.orthogonal_directions = torch.compile(orthogonal_directions, dynamic=False)
+        self.directions = torch.compile(orthogonal_directions, dynamic=False)
         self.move = torch.compile(move, dynamic=False)
 
 
-def as_matrices(tensors: Tensors) -> list[Tensor]:
-    """Return views [out, rest] of tensors [out, ...] in the order of their memory, without gaps.
+def as_matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return views [out, rest] of tensors [out, ...] without gaps, in the order of their memory.
 
     Newton-Schulz commutes with a permutation of columns, so channels-last memory needs no copy.
     """
@@ -156,7 +159,7 @@ def as_matrices(tensors: Tensors) -> list[Tensor]:
 
 
 def orthogonal_directions(grad: Tensors, m: Tensors, momentum: float, ctx: DistContext) -> list[Tensor]:
-    """Update the momenta; return the orthogonalized directions that this process computes, zeros for the others."""
+    """Update the momenta. Return the orthogonalized directions of this process's matrices, zeros for the others."""
     torch._foreach_mul_(m, momentum)
     torch._foreach_add_(m, grad)
     directions = torch._foreach_add(grad, m, alpha=momentum)
@@ -167,31 +170,12 @@ def orthogonal_directions(grad: Tensors, m: Tensors, momentum: float, ctx: DistC
 
 
 def orthogonal_batch(matrices: Tensors) -> list[Tensor]:
-    """Return each matrix orthogonalized, as one batch: padded with zeros, which Newton-Schulz leaves zero."""
+    """Return each matrix orthogonalized, all as one batch: padded with zeros, which Newton-Schulz leaves zero."""
     if not matrices:
         return []
     rows, columns = (max(matrix.shape[side] for matrix in matrices) for side in (0, 1))
     batch = torch.stack([F.pad(m, (0, columns - m.shape[1], 0, rows - m.shape[0])) for m in matrices])
     return [x[: len(m), : m.shape[1]] for x, m in zip(orthogonal(batch), matrices, strict=True)]
-
-
-def shared(matrices: list[Tensor], ctx: DistContext) -> list[Tensor]:
-    """Return the sum of each matrix over the processes, in one collective."""
-    if ctx.world_size == 1:
-        return matrices
-    message = ctx.all_reduce(torch.cat([matrix.flatten() for matrix in matrices]))
-    parts = message.split([matrix.numel() for matrix in matrices])
-    return [part.view_as(matrix) for part, matrix in zip(parts, matrices, strict=True)]
-
-
-def move(w: Tensors, directions: Tensors, lr: float | Tensor, rescale: bool) -> None:
-    """Restore the norms of the weights, if asked to, and take a step."""
-    if rescale:
-        lengths = torch._foreach_norm(w)
-        torch._foreach_reciprocal_(lengths)
-        torch._foreach_mul_(lengths, [math.sqrt(len(matrix)) for matrix in w])
-        torch._foreach_mul_(w, lengths)
-    torch._foreach_add_(w, torch._foreach_mul(directions, -lr))
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -203,3 +187,21 @@ def orthogonal(matrices: Tensor) -> Tensor:
         square = x @ x.mT
         x = A * x + (B * square + C * square @ square) @ x
     return x.to(matrices.dtype)
+
+
+def sum_over_processes(matrices: list[Tensor], ctx: DistContext) -> list[Tensor]:
+    """Return the sum of each matrix over the processes, by one collective."""
+    if ctx.world_size == 1:
+        return matrices
+    message = ctx.all_reduce(torch.cat([matrix.flatten() for matrix in matrices]))
+    parts = message.split([matrix.numel() for matrix in matrices])
+    return [part.view_as(matrix) for part, matrix in zip(parts, matrices, strict=True)]
+
+
+def move(w: Tensors, directions: Tensors, lr: float | Tensor) -> None:
+    """Restore the norms of the weights, and take a step."""
+    factors = torch._foreach_norm(w)
+    torch._foreach_reciprocal_(factors)
+    torch._foreach_mul_(factors, [math.sqrt(len(matrix)) for matrix in w])
+    torch._foreach_mul_(w, factors)
+    torch._foreach_add_(w, torch._foreach_mul(directions, -lr))

@@ -20,6 +20,7 @@ from .options import CIFAR_10, REPO, ConfigError, RunConfig, from_pairs
 PUBLISHED = REPO / "published"
 CONDITIONS_READ = ("images", "digest", "device", "recipe", "workers", "processes", *CONDITIONS)
 REMOVED_OPTIONS = {"tail_epochs": "0.0", "brightness": "0.0", "contrast": "0.0", "activation": "gelu"}  # when inactive
+REMOVED_OPTIONS |= {"rescale_every": "1"}
 RUN_LINE = (
     r"^Train acc (?P<train_accuracy>\S+) loss (?P<train_loss>\S+), validation acc (?P<accuracy>\S+) "
     r"loss (?P<validation_loss>\S+) wall time (?P<seconds>\S+)s\s*$"

@@ -25,7 +25,7 @@ from .distributed import DistContext, init_distributed, leaving
 from .evaluate import Metrics, evaluate
 from .layers import prepare_norms, update_statistics
 from .log import Clock, RunLog
-from .optim import follow_schedules, prepare_for_gpu, step_all
+from .optim import follow_schedules, prepare_for_gpu, restart, step_all
 from .options import RunConfig
 from .recipe import (
     Recipe,
@@ -80,6 +80,7 @@ class Model:
 
     recipe: Recipe
     network: nn.Module
+    optimizers: list[Optimizer]
     forward: Callable[[Tensor, Tensor, int], TrainingPass]  # images, labels, workers; compiled or not
     compiled: bool
     precision: str
@@ -98,14 +99,10 @@ def make_model(
     if compile:
         sizes = [size for size in (recipe.batch_size, short) if size]
         forward = compiled(eager, network, recipe, weight_dtype(recipe, precision), sizes, micro_batches, ctx)
-    return Model(recipe, network, forward, forward is not eager, precision, micro_batches, ctx)
-
-
-def make_optimizers(model: Model) -> list[Optimizer]:
-    optimizers = model.recipe.optimizers(model.network, model.ctx)
-    if model.ctx.on_gpu:
-        prepare_for_gpu(optimizers, model.compiled)
-    return optimizers
+    optimizers = recipe.optimizers(network, ctx)
+    if ctx.on_gpu:
+        prepare_for_gpu(optimizers, compile=forward is not eager)
+    return Model(recipe, network, optimizers, forward, forward is not eager, precision, micro_batches, ctx)
 
 
 @dataclass(frozen=True)
@@ -137,15 +134,16 @@ def train_once(run: int, seed: int, model: Model, data: Data, clock: Clock, log:
     """Train from fresh weights. The seed alone decides the weights and all shuffles, crops and flips."""
     recipe, network, ctx = model.recipe, model.network, model.ctx
     reset(network, recipe, seed)
-    optimizers, losses = make_optimizers(model), data.train.initial_losses()
+    restart(model.optimizers)
+    losses = data.train.initial_losses()
     for epoch in range(1, recipe.epochs + 1):
         metrics = Metrics(ctx)
         with clock.counting("training"):
             apply_stage(network, stage_of(recipe, epoch))
             batches = data.train.epoch(seed, epoch, losses)
             for step, micro_batches in enumerate(log.progress(batches, run, epoch), 1):
-                follow_schedules(optimizers, epoch - 1 + step / len(batches))
-                take_step(model, optimizers, micro_batches, metrics)
+                follow_schedules(model.optimizers, epoch - 1 + step / len(batches))
+                take_step(model, micro_batches, metrics)
             losses[batches.rows] = torch.cat(metrics.losses)
         with clock.counting("validation"):  # shown, but not part of the training time (section 6)
             predict = recipe.tta if epoch == recipe.epochs else recipe.tta_early
@@ -157,7 +155,7 @@ def train_once(run: int, seed: int, model: Model, data: Data, clock: Clock, log:
     log.run(run, clock, train, validation, network)
 
 
-def take_step(model: Model, optimizers: list[Optimizer], micro_batches: list[Batch], metrics: Metrics) -> None:
+def take_step(model: Model, micro_batches: list[Batch], metrics: Metrics) -> None:
     """Update the weights once, from one batch of every worker."""
     recipe, network, ctx = model.recipe, model.network, model.ctx
     workers = len(ctx.workers) // len(micro_batches)  # whose batches a micro-batch holds, one after the other
@@ -169,7 +167,7 @@ def take_step(model: Model, optimizers: list[Optimizer], micro_batches: list[Bat
         metrics.add(sums, losses)
     ctx.average_gradients(network, recipe.loss_scale)  # over all workers, here and nowhere else
     with autocast(recipe, model.precision, ctx.device):  # for the matrix products of Muon
-        step_all(optimizers)
+        step_all(model.optimizers)
 
 
 def warm_up(model: Model, train_images: int, test_images: int) -> None:
@@ -180,11 +178,10 @@ def warm_up(model: Model, train_images: int, test_images: int) -> None:
     recipe, network, ctx = model.recipe, model.network, model.ctx
     noise = random_images(images_to_warm_up(recipe, train_images), test_images)
     data = prepare(noise, model, Clock(ctx.synchronize))
-    optimizers = make_optimizers(model)
     for stage in {stage.kind: stage for stage in recipe.stages}.values():
         apply_stage(network, stage)
         for micro_batches in data.train.epoch(seed=0, epoch=stage.first_epoch):
-            take_step(model, optimizers, micro_batches, Metrics(ctx))
+            take_step(model, micro_batches, Metrics(ctx))
     evaluate(network, recipe, recipe.tta, model.precision, data.test, ctx)
 
 

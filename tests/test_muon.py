@@ -37,7 +37,6 @@ def test_every_figure_of_2024s_is_what_its_authors_state():
         "views": "six",
         "filter_rate": 0.24,
         "filter_momentum": 0.6,
-        "rescale_every": 1,
         "whitening_epochs": 3,
         "bias_rate": 0.053,
         "head_rate": 0.67,

@@ -45,7 +45,6 @@ class MuonRecipe:
     )
     filter_rate: float = option(0.24, "Muon's initial rate, for the filters")
     filter_momentum: float = option(0.6, "Muon's momentum")
-    rescale_every: int = option(1, "steps after which the norm of the filters is restored")
     bias_rate: float = option(0.053, "SGD's initial rate for biases")
     head_rate: float = option(0.67, "SGD's initial rate for the last layer")
     momentum: float = option(0.85, "SGD's momentum")
@@ -65,7 +64,7 @@ class MuonRecipe:
     tta_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
-        check_positive(self, "epochs", "width", "workers", "rescale_every")
+        check_positive(self, "epochs", "width", "workers")
         check_positive(self, "filter_rate", "bias_rate", "head_rate", "momentum")
         check_not_negative(self, "batch_size")
         for name in ("filter_momentum", "momentum", "label_smoothing", "norm_momentum"):
@@ -134,7 +133,7 @@ class MuonRecipe:
         sgd = SGD([biases, whitening, group([head], falling, self.head_rate)], momentum=self.momentum, nesterov=True)
         filters = {"params": [weight for weight in inner if weight.ndim == 4]}
         filters["schedules"] = {"lr": falling * self.filter_rate}
-        muon = Muon([filters], self.filter_momentum, self.rescale_every, ctx)
+        muon = Muon([filters], self.filter_momentum, ctx)
         return [muon, sgd]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
