@@ -27,7 +27,6 @@ import pandas as pd
 import torch
 from scipy import stats
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from . import __version__
@@ -41,10 +40,10 @@ from .environment import code_digest, commit, device_name, peak_memory, utc_now
 from .evaluate import evaluate
 from .layers import GhostBatchNorm, norms_of, prepare_norms
 from .log import Clock
-from .metrics import MOST_AT_ONCE, Metrics
+from .metrics import AT_ONCE, Metrics
 from .optim import NesterovSGD, follow_schedules, step_all
 from .options import ConfigError, RunConfig, check_positive, exit_on_config_error, has_option
-from .recipe import Recipe, apply_stage, autocast, images_of_an_epoch, reduce_loss, reset, stage_of, training_flop, work
+from .recipe import Recipe, apply_stage, autocast, images_of_an_epoch, reset, stage_of, training_flop, work
 from .train import Model, make_model, prepare, take_step, warm_up
 
 TRAIN, TEST = 50_000, 10_000  # images of CIFAR-10
@@ -52,7 +51,7 @@ PADDING, SIZE = 4, 32  # pixels
 CROPS = (2 * PADDING + 1, 2 * PADDING + 1, 2)  # offsets down and across, mirrored or not
 PAGE_2018 = (323, 308, 301, 297, "-")  # seconds of Page's whole run on a V100 with each input pipeline
 
-Side = tuple[Model, list[Optimizer], dict]  # a model, its optimizers, and micro-batches for each kind of stage
+Side = tuple[Model, dict]  # a model, and micro-batches for each kind of stage
 Seconds = dict[str, list[float]]  # of each part, one entry per repetition
 
 
@@ -68,12 +67,12 @@ def timed(ctx: DistContext, seconds: list[float], function: Callable[[], object]
 
 def make_side(model: Model, shards: Shards) -> Side:
     """Return the model with a step for each kind of stage (resolution, frozen parameters)."""
-    follow_schedules(optimizers := model.recipe.optimizers(model.network, model.ctx), epoch=1)
+    follow_schedules(model.optimizers, epoch=1)
     steps = {}
     for stage in model.recipe.stages:
         if stage.kind not in steps:
-            steps[stage.kind] = next(iter(shards.epoch(seed=0, epoch=stage.first_epoch)))
-    return model, optimizers, steps
+            steps[stage.kind] = list(shards.epoch(seed=0, epoch=stage.first_epoch)[0])
+    return model, steps
 
 
 def time_in_turn(sides: list[Side], rounds: int, in_parts: bool = False) -> list[dict]:
@@ -81,17 +80,17 @@ def time_in_turn(sides: list[Side], rounds: int, in_parts: bool = False) -> list
     for repeat in range(rounds + 1):
         if repeat <= 1:
             seconds = [defaultdict(list) for _ in sides]  # those of the first round, a warm-up, are dropped
-        for (model, optimizers, batches), of_side in zip(sides, seconds, strict=True):
+        for (model, batches), of_side in zip(sides, seconds, strict=True):
             allow_tf32(model.precision == "tf32")
             reset(model.network, model.recipe, seed=0)
             for kind, micro_batches in batches.items():
                 apply_stage(model.network, kind)
-                step = partial(take_step, model, optimizers, micro_batches, Metrics(model.ctx))
+                step = partial(take_step, model, micro_batches, Metrics(model.ctx))
                 timed(model.ctx, of_side[kind], step)
-        for (model, optimizers, batches), of_side in zip(sides, seconds, strict=True):
+        for (model, batches), of_side in zip(sides, seconds, strict=True):
             for micro_batches in batches.values():
                 if in_parts and len(micro_batches) == 1:
-                    time_step_in_parts(model, optimizers, *micro_batches[0], of_side)
+                    time_step_in_parts(model, *micro_batches[0], of_side)
     return seconds
 
 
@@ -108,7 +107,7 @@ def conditions(ctx: DistContext) -> dict[str, object]:
 
 
 def settings(model: Model) -> dict[str, object]:
-    recipe, how = model.recipe, {"precision": model.precision, "compiled": model.forward is not model.network}
+    recipe, how = model.recipe, {"precision": model.precision, "compiled": model.compiled}
     return {"recipe": recipe.name, "workers": recipe.workers, "batch": recipe.batch_size, **how}
 
 
@@ -131,6 +130,8 @@ class BaselineNorm(GhostBatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         groups = x.reshape(-1, self.ghost_batch, *x.shape[1:]).to(self.bias.dtype)
         variance, mean = torch.var_mean(groups, dim=(1, 3, 4), keepdim=True, correction=0)
+        if self.tracking:
+            self.keep_statistics(mean.flatten(1), variance.flatten(1), groups[0, :, 0].numel())
         x_hat = (groups - mean) / torch.sqrt(variance + self.eps)
         if self.weight is not None:
             x_hat = x_hat * self.weight.view(-1, 1, 1)
@@ -143,11 +144,11 @@ class BaselineNesterov(NesterovSGD):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            for weights, velocities in zip(group["lists"], group["velocities"], strict=True):
-                for w, v in zip(weights, velocities, strict=True):
-                    d = -group["lr"] * (w.grad + group["weight_decay"] * w)
-                    v.copy_(group["momentum"] * v + d)
-                    w.copy_(w + d + group["momentum"] * v)
+            for w in group["params"]:
+                v = self.state[w]["momentum_buffer"]
+                d = -group["lr"] * (w.grad + group["weight_decay"] * w)
+                v.copy_(group["momentum"] * v + d)
+                w.copy_(w + d + group["momentum"] * v)
 
 
 def make_baseline(recipe: Recipe, precision: str, noise: Images, ctx: DistContext) -> Side:
@@ -156,12 +157,12 @@ def make_baseline(recipe: Recipe, precision: str, noise: Images, ctx: DistContex
     for norm in norms_of(model.network):
         norm.__class__ = BaselineNorm
     model.network.to(memory_format=torch.contiguous_format)
-    _, optimizers, steps = make_side(model, prepare(noise, model, Clock(ctx.synchronize)).train)
-    for i, sgd in enumerate(optimizers):
+    _, steps = make_side(model, prepare(noise, model, Clock(ctx.synchronize)).train)
+    for i, sgd in enumerate(model.optimizers):
         if isinstance(sgd, NesterovSGD):
-            optimizers[i] = BaselineNesterov(sgd.param_groups, sgd.defaults["momentum"])
+            model.optimizers[i] = BaselineNesterov(sgd.param_groups, sgd.defaults["momentum"])
     [(images, labels)] = steps[last]
-    return model, optimizers, {last: [(images.contiguous(), labels)]}
+    return model, {last: [(images.contiguous(), labels)]}
 
 
 def measure_run(config: RunConfig, recipe: Recipe, repeats: int = 5, baseline_precision: str = "fp32") -> dict:
@@ -178,14 +179,14 @@ def measure_run(config: RunConfig, recipe: Recipe, repeats: int = 5, baseline_pr
                 seconds[part].append(took)
         if ctx.on_gpu:
             torch.cuda.reset_peak_memory_stats(ctx.device)
-        last, (_, optimizers, batches) = recipe.stages[-1].kind, make_side(model, data.train)
+        last, (_, batches) = recipe.stages[-1].kind, make_side(model, data.train)
         of_last = {last: batches.pop(last)}
-        [steps] = time_in_turn([(model, optimizers, batches)], repeats)
+        [steps] = time_in_turn([(model, batches)], repeats)
         for kind, took in steps.items():
             epoch = next(stage.first_epoch for stage in recipe.stages if stage.kind == kind)
             seconds[f"step from epoch {epoch} on"] = took
         apply_stage(model.network, last)
-        step = partial(take_step, model, optimizers, of_last[last], Metrics(ctx))
+        step = partial(take_step, model, of_last[last], Metrics(ctx))
         step()
         ctx.synchronize()
         peak = peak_memory(ctx.device)  # before the baseline takes memory
@@ -194,12 +195,12 @@ def measure_run(config: RunConfig, recipe: Recipe, repeats: int = 5, baseline_pr
         for seed in range(repeats):
             epoch = partial(data.train.epoch, seed, epoch=1)  # sampling counts, too
             timed(ctx, seconds["augmentation of an epoch"], lambda e=epoch: [None for _ in e()])
-        sides = (model, optimizers, of_last), make_baseline(recipe, baseline_precision, noise, ctx)
+        sides = (model, of_last), make_baseline(recipe, baseline_precision, noise, ctx)
         ours, theirs = time_in_turn(sides, repeats, in_parts=True)
         steps[last], theirs["step"] = ours.pop(last), theirs.pop(last)
         seconds |= {"step": steps[last], **ours}
         allow_tf32(model.precision == "tf32")
-        count = len(data.test[0]) if ctx.on_gpu else MOST_AT_ONCE // 4  # a CPU takes minutes for 10,000 test images
+        count = len(data.test[0]) if ctx.on_gpu else AT_ONCE // 4  # a CPU takes minutes for 10,000 test images
         part = data.test[0][:count], data.test[1][:count]
         for _ in range(min(repeats, 3)):
             timed(ctx, took := [], lambda: evaluate(model.network, recipe, recipe.tta, model.precision, part, ctx))
@@ -230,22 +231,17 @@ def time_launches(step: Callable[[], None], ctx: DistContext, repeats: int, seco
         ctx.warn(f"no CUDA graph of a step: {error}")
 
 
-def time_step_in_parts(model: Model, optimizers: list[Optimizer], images: Tensor, labels: Tensor, seconds: Seconds):
+def time_step_in_parts(model: Model, images: Tensor, labels: Tensor, seconds: Seconds):
     """Take a step on images [B, 3, H, W] and labels [B], synchronized after each part."""
     network, recipe, ctx, precision = model.network, model.recipe, model.ctx, model.precision
     allow_tf32(precision == "tf32")
     prepare_norms(network, len(ctx.workers), tracking=False)
 
-    def forward() -> Tensor:
-        with autocast(recipe, precision, ctx.device):
-            losses = recipe.loss(model.forward(images), labels)
-        return reduce_loss(recipe, losses, len(ctx.workers))
-
-    loss = timed(ctx, seconds["forward"], forward)
-    timed(ctx, seconds["backward"], loss.backward)
+    result = timed(ctx, seconds["forward"], lambda: model.forward(images, labels, len(ctx.workers)))
+    timed(ctx, seconds["backward"], result.loss.backward)
     timed(ctx, seconds["averaging"], lambda: ctx.average_gradients(network, recipe.loss_scale))
     with autocast(recipe, precision, ctx.device):
-        timed(ctx, seconds["update"], lambda: step_all(optimizers))
+        timed(ctx, seconds["update"], lambda: step_all(model.optimizers))
 
 
 def figures(model: Model, seconds: Seconds, of_baseline: Seconds, steps: dict, peak: int) -> dict:
@@ -395,14 +391,14 @@ def compare_pipelines(config: RunConfig, recipe: Recipe, repeats: int = 1, steps
         model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches)
         shards = prepare(noise, model, Clock(ctx.synchronize)).train
         warm_up(model, TRAIN, 1)  # with the short last batch
-        optimizers, metrics, whole = recipe.optimizers(model.network, ctx), Metrics(ctx), shards.steps_of(epoch=1)
+        metrics, whole = Metrics(ctx), shards.steps_of(epoch=1)
         most = max(2, min(steps or (whole if ctx.on_gpu else 5), whole))
         pipelines = input_pipelines(*noise.train, shards, count_cores())
         seconds = {name: {"loading": [], "with training": []} for name in pipelines}
         for repeat in range(repeats):
             for name, load in [*pipelines.items()][:: -1 if repeat % 2 else 1]:  # a drift of speed falls on all
                 loading = time_epoch(load(), lambda batch: None, whole, whole, ctx)
-                trained = time_epoch(load(), lambda b: take_step(model, optimizers, [b], metrics), most, whole, ctx)
+                trained = time_epoch(load(), lambda b: take_step(model, [b], metrics), most, whole, ctx)
                 seconds[name]["loading"].append(loading)
                 seconds[name]["with training"].append(trained)
         return {"conditions": conditions(ctx) | settings(model) | {"training steps": most}, "pipelines": seconds}

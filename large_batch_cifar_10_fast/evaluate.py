@@ -42,8 +42,7 @@ def evaluate(
     (images, labels), metrics = test, Metrics(ctx)
     with autocast(recipe, precision, ctx.device):
         logits = predict(network, images)
-    losses = recipe.loss(logits, labels)
-    metrics.add(sums_of(logits, labels, losses), losses)
+    metrics.sums += sums_of(logits, labels, recipe.loss(logits, labels))
     network.train()
     return metrics.read()
 

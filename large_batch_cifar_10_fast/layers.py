@@ -47,11 +47,14 @@ class GhostBatchNorm(nn.Module):
         groups = x.permute(0, 2, 3, 1).unflatten(0, (-1, ghost_batch)).to(self.bias.dtype)
         variance, mean = torch.var_mean(groups, dim=(1, 2, 3), correction=0)  # [groups, C]
         if self.tracking:
-            count = ghost_batch * x.shape[2] * x.shape[3]
-            unbiased = variance[: self.groups].detach() * (count / (count - 1))
-            self.latest = mean[: self.groups].detach(), unbiased
+            self.keep_statistics(mean, variance, ghost_batch * x.shape[2] * x.shape[3])
         scale, shift = (y[:, None, None, None] for y in self._scale_and_shift(mean, variance))
         return torch.addcmul(shift, groups, scale).to(x.dtype).flatten(0, 1).permute(0, 3, 1, 2)
+
+    def keep_statistics(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Keep those of the first groups, [groups, C], for `update_statistics`; the variance becomes unbiased."""
+        unbiased = variance[: self.groups].detach() * (count / (count - 1))
+        self.latest = mean[: self.groups].detach(), unbiased
 
     def _scale_and_shift(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and shift, [C] or [groups, C] like the statistics: the norm is x * scale + shift, one pass."""

@@ -30,7 +30,7 @@ from .campaign import (
     write_timing_log,
     written_whole,
 )
-from .data.shards import Batch, Epoch
+from .data.shards import Step
 from .distributed import DistContext, warn
 from .environment import code_digest, commit, device_name, driver_and_clocks, peak_memory, software
 from .metrics import Score
@@ -116,7 +116,7 @@ class RunLog:
         say(f"# settings {as_pairs(asdict(self.config))}")
         say(f"# campaign {self.common['campaign']}, {len(self.rows)} of {len(self.config.planned)} runs made before")
 
-    def set_up(self, clock: Clock, train_images: int, compiled: bool) -> None:
+    def set_up(self, clock: Clock, train_images: int, compiled: bool, graphs: bool) -> None:
         """Print the published lines about the set-up and the runs made before, and start the progress bar.
 
         Raise ConfigError if the runs made before were compiled and now that failed.
@@ -136,6 +136,8 @@ class RunLog:
         if self.speaks:
             if compiled != self.config.compile:
                 say(f"# settings {as_pairs(asdict(replace(self.config, compile=False, no_compile=True)))}")
+            if graphs:
+                say("# a training step is one CUDA graph")
             if self.common["driver"]:
                 say(f"# driver {self.common['driver']}, clocks {self.common['clocks']}")
             say(f"Uploaded data to GPUs {clock.seconds['upload']:.3f}s")
@@ -144,7 +146,7 @@ class RunLog:
             for run in sorted(self.rows):
                 self._print_run(self.rows[run])
 
-    def progress(self, steps: Epoch, run: int, epoch: int) -> Iterator[list[Batch]]:
+    def progress(self, steps: list[Step], run: int, epoch: int) -> Iterator[Step]:
         """Yield the steps and show them on the progress bar."""
         reached = f"{sum(map(reached_goal, self.rows.values()))} of {len(self.rows)} runs over 94%"
         self._bar.set_description(f"run {run + 1} epoch {epoch}, {reached}", refresh=False)

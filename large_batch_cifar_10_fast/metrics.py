@@ -25,23 +25,15 @@ class Score:
 
 
 class Metrics:
-    """Accumulate correct images, images and losses (float64 [3]) on the device.
-
-    `losses` has the losses of every micro-batch, float32 [B].
-    """
+    """Accumulate correct images, images and losses (float64 [3]) on the device."""
 
     def __init__(self, ctx: DistContext) -> None:
         self.ctx = ctx
         self.sums = torch.zeros(3, dtype=torch.float64, device=ctx.device)
-        self.losses: list[Tensor] = []
-
-    def add(self, sums: Tensor, losses: Tensor) -> None:
-        self.sums += sums
-        self.losses.append(losses)
 
     def read(self) -> Score:
         """Return the score over all processes; waits for the device."""
-        correct, images, loss = self.ctx.all_reduce(self.sums).tolist()
+        correct, images, loss = self.ctx.all_reduce(self.sums.clone()).tolist()
         return Score(int(correct), int(images), loss / images)
 
 

@@ -112,6 +112,9 @@ class RunConfig:
     micro_batches: int = option(1, "forward and backward passes of a step: more need less memory")
     compile: bool = option(False, "compile the network (default with CUDA, and on a CPU from ten minutes up)")
     no_compile: bool = option(False, "do not compile")
+    no_graph: bool = option(
+        False, "launch every kernel of a step instead of one CUDA graph (default with CUDA: graphs)"
+    )
     no_warmup: bool = option(False, "skip the untimed warm-up; the first run is then slower")
     save: str = option("", "file for the weights and running statistics of the last run (of the share)")
     resume: bool = option(False, "continue the last campaign in --out with its options")

@@ -3,7 +3,6 @@
 A recipe is everything that decides the weights. Where and how it runs is a RunConfig (options.py).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -116,13 +115,6 @@ def images_of_an_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
     """Return how many images of each worker's shard an epoch trains on; shards count as long as the shortest."""
     kept = round(total_images // recipe.workers * stage_of(recipe, epoch).keep_fraction)
     return kept if recipe.whole_epochs else kept - kept % recipe.batch_size
-
-
-def images_to_warm_up(recipe: Recipe, total_images: int) -> int:
-    """Return how many images, of all workers, fill a step of every kind and the short last batch."""
-    last = images_of_an_epoch(recipe, total_images, epoch=1) % recipe.batch_size or recipe.batch_size
-    batches = math.ceil(1 / min(stage.keep_fraction for stage in recipe.stages))
-    return recipe.workers * (recipe.batch_size * batches + last)
 
 
 def apply_stage(network: nn.Module, stage: Stage) -> None:

@@ -6,7 +6,7 @@ Start it with train_cifar_parallel.sh (all devices), with torchrun, or as `pytho
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,10 +19,11 @@ from .checks import check_agreement, check_request, explaining_memory, resolve_d
 from .command_line import read_launch, read_request
 from .compiling import compiled
 from .data.cifar10 import Images, load_images, random_images
-from .data.shards import Batch, Shards, normalize, upload_shards, upload_test
+from .data.shards import Batch, Shards, Step, normalize, upload_shards, upload_test
 from .devices import allow_tf32
 from .distributed import DistContext, init_distributed, leaving
 from .evaluate import Metrics, evaluate
+from .graphs import StepGraphs, graphed
 from .layers import prepare_norms, update_statistics
 from .log import Clock, RunLog
 from .optim import follow_schedules, prepare_for_gpu, restart, step_all
@@ -35,7 +36,6 @@ from .recipe import (
     cast,
     frozen_weights,
     images_of_an_epoch,
-    images_to_warm_up,
     make_network,
     reset,
     stage_of,
@@ -68,9 +68,10 @@ def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished
 
     clock = Clock(ctx.synchronize)
     data = prepare(images, model, clock)
-    log.set_up(clock, len(images.train_images), compiled=model.compiled)
+    step = make_step(model, data, use_graphs=ctx.on_gpu and not config.no_graph)
+    log.set_up(clock, len(images.train_images), compiled=model.compiled, graphs=isinstance(step, StepGraphs))
     for run in log.runs_to_make:
-        train_once(run, config.seed + run, model, data, clock.fork(), log)
+        train_once(run, config.seed + run, model, data, step, clock.fork(), log)
     log.summary()
 
 
@@ -111,6 +112,8 @@ class Data:
 
     train: Shards
     test: Batch
+    metrics: Metrics  # of the epoch
+    losses: Tensor  # of each image, when it was last seen
 
 
 def prepare(images: Images, model: Model, clock: Clock) -> Data:
@@ -118,7 +121,7 @@ def prepare(images: Images, model: Model, clock: Clock) -> Data:
     recipe, network, ctx = model.recipe, model.network, model.ctx
     dtype = weight_dtype(recipe, model.precision)
     with clock.counting("upload"):
-        train = upload_shards(*images.train, recipe, ctx, model.micro_batches)
+        train = upload_shards(*images.train, recipe, ctx, model.micro_batches, compile=model.compiled and ctx.on_gpu)
         test_images, test_labels = upload_test(*images.test, ctx)
     with clock.counting("preprocessing"):
         train = replace(train, images=normalize(train.images, dtype))
@@ -127,47 +130,63 @@ def prepare(images: Images, model: Model, clock: Clock) -> Data:
         if ctx.is_main:
             recipe.whiten(network, train.images[:: len(ctx.workers)])  # worker 0's
         ctx.broadcast(*frozen_weights(network).values())
-    return Data(train, (test_images, test_labels))
+    return Data(train, (test_images, test_labels), Metrics(ctx), train.initial_losses())
 
 
-def train_once(run: int, seed: int, model: Model, data: Data, clock: Clock, log: RunLog) -> None:
+def make_step(model: Model, data: Data, use_graphs: bool = False) -> Callable[[Step], None]:
+    """Return a function that takes a training step, by replaying CUDA graphs if asked to and possible."""
+
+    def take(step: Step) -> None:
+        data.losses[step.rows] = take_step(model, step, data.metrics)
+
+    groups = (group for optimizer in model.optimizers for group in optimizer.param_groups)
+    if not use_graphs or any(group["schedules"].keys() - {"lr"} for group in groups):  # a graph keeps other rates
+        return take
+    return graphed(take, steps_of_every_kind(model, data.train), model.ctx)
+
+
+def train_once(
+    run: int, seed: int, model: Model, data: Data, take: Callable[[Step], None], clock: Clock, log: RunLog
+) -> None:
     """Train from fresh weights. The seed alone decides the weights and all shuffles, crops and flips."""
     recipe, network, ctx = model.recipe, model.network, model.ctx
     reset(network, recipe, seed)
     restart(model.optimizers)
-    losses = data.train.initial_losses()
+    data.losses.fill_(math.inf)
     for epoch in range(1, recipe.epochs + 1):
-        metrics = Metrics(ctx)
         with clock.counting("training"):
             apply_stage(network, stage_of(recipe, epoch))
-            batches = data.train.epoch(seed, epoch, losses)
-            for step, micro_batches in enumerate(log.progress(batches, run, epoch), 1):
-                follow_schedules(model.optimizers, epoch - 1 + step / len(batches))
-                take_step(model, micro_batches, metrics)
-            losses[batches.rows] = torch.cat(metrics.losses)
+            data.metrics.sums.zero_()
+            steps = data.train.epoch(seed, epoch, data.losses)
+            for number, step in enumerate(log.progress(steps, run, epoch), 1):
+                follow_schedules(model.optimizers, epoch - 1 + number / len(steps))
+                take(step)
         with clock.counting("validation"):  # shown, but not part of the training time (section 6)
             predict = recipe.tta if epoch == recipe.epochs else recipe.tta_early
             validation = evaluate(network, recipe, predict, model.precision, data.test, ctx)
-        train = metrics.read()
+        train = data.metrics.read()
         log.epoch(clock, train, validation)
         if not math.isfinite(train.loss + validation.loss):  # such weights never recover
             break
     log.run(run, clock, train, validation, network)
 
 
-def take_step(model: Model, micro_batches: list[Batch], metrics: Metrics) -> None:
-    """Update the weights once, from one batch of every worker."""
+def take_step(model: Model, micro_batches: Sequence[Batch], metrics: Metrics) -> Tensor:
+    """Update the weights once, from one batch of every worker. Return the losses of the images."""
     recipe, network, ctx = model.recipe, model.network, model.ctx
     workers = len(ctx.workers) // len(micro_batches)  # whose batches a micro-batch holds, one after the other
+    all_losses = []
     for index, (images, labels) in enumerate(micro_batches):
         prepare_norms(network, workers, tracking=ctx.is_main and index == 0)  # worker 0's statistics alone
         loss, losses, sums = model.forward(images, labels, workers)
         loss.backward()
         update_statistics(network)
-        metrics.add(sums, losses)
+        metrics.sums += sums
+        all_losses.append(losses)
     ctx.average_gradients(network, recipe.loss_scale)  # over all workers, here and nowhere else
     with autocast(recipe, model.precision, ctx.device):  # for the matrix products of Muon
         step_all(model.optimizers)
+    return torch.cat(all_losses)
 
 
 def warm_up(model: Model, train_images: int, test_images: int) -> None:
@@ -175,14 +194,19 @@ def warm_up(model: Model, train_images: int, test_images: int) -> None:
 
     The timed runs then find kernels chosen, memory allocated and processes connected.
     """
-    recipe, network, ctx = model.recipe, model.network, model.ctx
-    noise = random_images(images_to_warm_up(recipe, train_images), test_images)
-    data = prepare(noise, model, Clock(ctx.synchronize))
-    for stage in {stage.kind: stage for stage in recipe.stages}.values():
-        apply_stage(network, stage)
-        for micro_batches in data.train.epoch(seed=0, epoch=stage.first_epoch):
-            take_step(model, micro_batches, Metrics(ctx))
-    evaluate(network, recipe, recipe.tta, model.precision, data.test, ctx)
+    recipe, ctx = model.recipe, model.ctx
+    data = prepare(random_images(train_images, test_images), model, Clock(ctx.synchronize))
+    for step in steps_of_every_kind(model, data.train):
+        take_step(model, step, data.metrics)
+    evaluate(model.network, recipe, recipe.tta, model.precision, data.test, ctx)
+
+
+def steps_of_every_kind(model: Model, shards: Shards) -> Iterator[Step]:
+    """Yield a step of every kind of stage and batch size, with the stage applied."""
+    for stage in {stage.kind: stage for stage in model.recipe.stages}.values():
+        apply_stage(model.network, stage)
+        steps = shards.epoch(seed=0, epoch=stage.first_epoch)
+        yield from {step.columns[0].shape: step for step in steps}.values()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from test_compiling import ALONE, SMALL, fresh_network, gradients_of_a_step, whi
 
 from large_batch_cifar_10_fast import bench
 from large_batch_cifar_10_fast.data.cifar10 import random_images
-from large_batch_cifar_10_fast.data.shards import MEAN, STD, Shards, normalize
+from large_batch_cifar_10_fast.data.shards import MEAN, STD, Shards, make_batch, normalize
 from large_batch_cifar_10_fast.optim import follow_schedules
+from large_batch_cifar_10_fast.recipe import training_pass
 from large_batch_cifar_10_fast.recipes.page import Page
 from large_batch_cifar_10_fast.train import make_model
 
@@ -36,9 +38,9 @@ def measure(monkeypatch, capsys):
 
 
 def test_the_baseline_computes_the_same_gradients_and_weights():
-    model, optimizers, _ = bench.make_baseline(SMALL, "fp64", random_images(32, 1), ALONE)
-    baseline, ours = whitened(model.network), fresh_network()
-    got, expected = gradients_of_a_step(baseline, baseline), gradients_of_a_step(ours, ours)
+    model, _ = bench.make_baseline(SMALL, "fp64", random_images(32, 1), ALONE)
+    baseline, ours, optimizers = whitened(model.network), fresh_network(), model.optimizers
+    got, expected = (gradients_of_a_step(n, partial(training_pass, n, SMALL, "fp64")) for n in (baseline, ours))
     trained = {name: weight for name, weight in ours.named_parameters() if weight.requires_grad}
     for name, weight in trained.items():
         torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-11, msg=name)
@@ -71,7 +73,7 @@ def test_recipes_are_measured_in_turn_and_the_ratio_is_of_pairs(measure, monkeyp
     """With a clock of our own: a step of muon takes n seconds in round n, one of apple2019 always 6."""
     taken, now = [], [0]
 
-    def take_step(model, optimizers, batches, metrics):
+    def take_step(model, batches, metrics):
         name, pixels, count = model.recipe.name, batches[0][0].shape[-1], len(batches[0][0])
         biases_train = all(weight.requires_grad for weight in model.network.parameters() if weight.ndim == 1)
         taken.append((name, pixels, count, biases_train))
@@ -102,7 +104,7 @@ def test_each_side_of_a_comparison_computes_in_the_float32_it_names():
     for precision in ("tf32", "fp32"):
         model = make_model(SMALL, ALONE, precision)
         model.network.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cuda.matmul.allow_tf32))
-        sides.append((model, SMALL.optimizers(model.network, ALONE), {SMALL.stages[0].kind: [batch]}))
+        sides.append((model, {SMALL.stages[0].kind: [batch]}))
     bench.time_in_turn(sides, rounds=1, in_parts=True)
     assert allowed == 4 * [True, False], "whole and in parts, in the warm-up and in the round"
 
@@ -112,7 +114,7 @@ def test_every_input_pipeline_loads_every_image_once_cropped_and_mirrored_like_o
     images = np.repeat(np.arange(40, dtype=np.uint8) * 6, 32 * 32 * 3).reshape(40, 32, 32, 3)
     images[:, :, :16] += 3
     device_images = normalize(torch.from_numpy(images), torch.float32)
-    shards = Shards(device_images, torch.arange(40) % 10, range(1), 40, Page(batch_size=16), 1)
+    shards = Shards(device_images, torch.arange(40) % 10, range(1), 40, Page(batch_size=16), 1, make_batch)
     for name, load in bench.input_pipelines(images, np.arange(40) % 10, shards, 1).items():
         batches = list(load())
         assert [batch.shape for batch, _ in batches] == [(n, 3, 32, 32) for n in (16, 16, 8)], name

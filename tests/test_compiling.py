@@ -18,12 +18,12 @@ from large_batch_cifar_10_fast.checks import resolve_defaults
 from large_batch_cifar_10_fast.compiling import check_gradients
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.layers import prepare_norms
+from large_batch_cifar_10_fast.layers import prepare_norms, update_statistics
 from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.metrics import Metrics
 from large_batch_cifar_10_fast.optim import follow_schedules
 from large_batch_cifar_10_fast.options import RunConfig
-from large_batch_cifar_10_fast.recipe import apply_stage, cast, make_network, reset, stage_of
+from large_batch_cifar_10_fast.recipe import apply_stage, cast, make_network, reset, stage_of, training_pass
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.train import make_model, prepare, take_step
@@ -63,7 +63,8 @@ def gradients_of_a_step(network: torch.nn.Module, forward) -> dict[str, torch.Te
     images = torch.randn(32, 3, 32, 32, generator=generator, dtype=torch.float64)
     labels = torch.arange(32) % 10
     prepare_norms(network, 2, tracking=True)
-    SMALL.loss(forward(images.to(memory_format=torch.channels_last)), labels).sum().backward()
+    forward(images.to(memory_format=torch.channels_last), labels, 2).loss.backward()
+    update_statistics(network)
     trained = {n: p.grad for n, p in network.named_parameters() if p.requires_grad}
     return {**trained, **dict(network.named_buffers())}
 
@@ -74,10 +75,10 @@ def test_the_compiled_network_has_the_same_gradients_and_statistics(capsys):
     instructions there are. Whoever trains with those has each gradient checked before (compiled)."""
     recipe = Short(**asdict(SMALL))
     model = make_model(recipe, ALONE, "fp64", compile=True)
-    assert model.forward is not model.network, "no compiler here?"
+    assert model.compiled, "no compiler here?"
     assert capsys.readouterr().err == ""
     eager, ours = fresh_network(recipe), gradients_of_a_step(whitened(model.network, recipe), model.forward)
-    expected = gradients_of_a_step(eager, eager)
+    expected = gradients_of_a_step(eager, partial(training_pass, eager, recipe, "fp64"))
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
 
@@ -92,7 +93,7 @@ def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(without_kernel
     recipe = MuonRecipe(width=4, batch_size=20, pixels="24,32", epochs=2, kept="1")
     alone = replace(ALONE, total_workers=recipe.workers)
     model = make_model(recipe, alone, "fp64", compile=True)
-    assert model.forward is not model.network, "no compiler here?"
+    assert model.compiled, "no compiler here?"
     data = prepare(random_images(20, 10), model, Clock(alone.synchronize))
     reset(model.network, recipe, seed=0)
     for epoch in (1, 2):
@@ -100,7 +101,7 @@ def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(without_kernel
         (micro_batches,) = data.train.epoch(0, epoch)
         assert micro_batches[0][0].shape[-1] == {1: 24, 2: 32}[epoch]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            take_step(model, recipe.optimizers(model.network, alone), micro_batches, Metrics(alone))
+            take_step(model, micro_batches, Metrics(alone))
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="convolutions here know no bfloat16")
@@ -139,15 +140,14 @@ def test_a_compiled_network_takes_a_short_last_batch_too(without_kernels):
         model = make_model(recipe, ALONE, "fp64", compile)
         data = prepare(random_images(2 * 19, 10), model, Clock(ALONE.synchronize))
         reset(model.network, recipe, seed=0)
-        optimizers = recipe.optimizers(model.network, model.ctx)
-        follow_schedules(optimizers, epoch=1)
+        follow_schedules(model.optimizers, epoch=1)
         sizes = []
         for micro_batches in data.train.epoch(0, 1):
             sizes.append(len(micro_batches[0][1]))
-            take_step(model, optimizers, micro_batches, Metrics(ALONE))
+            take_step(model, micro_batches, Metrics(ALONE))
         assert sizes == [32, 6]
         weights.append([*model.network.parameters(), *model.network.buffers()])
-    assert model.forward is not model.network, "no compiler here?"
+    assert model.compiled, "no compiler here?"
     for eager, compiled in zip(*weights, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-11)
 
@@ -156,7 +156,7 @@ def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
     """As torch 2.11 did, without a word, for a norm whose last operation was a cast that changed nothing."""
 
     class Forgetful(torch.nn.Module):
-        def __init__(self, network, **_):
+        def __init__(self, network):
             super().__init__()
             self.network = network
 
@@ -166,9 +166,13 @@ def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
             lost = sum(weight.sum() for weight in net.prep.parameters())
             return net.head(net.layer3(net.layer2(net.layer1(x)))) / 16 + 0 * lost
 
-    monkeypatch.setattr(torch, "compile", Forgetful)
+    def compile(eager, **_):
+        network, *others = eager.args
+        return partial(training_pass, Forgetful(network), *others)
+
+    monkeypatch.setattr(torch, "compile", compile)
     model = make_model(SMALL, ALONE, "fp64", compile=True)
-    assert model.forward is model.network
+    assert not model.compiled
     assert "Warning: not compiled (the compiled gradient of prep.0.weight is 100% off)" in capsys.readouterr().err
     assert all(weight.grad is None for weight in model.network.parameters())
 

@@ -17,24 +17,22 @@ from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.train import make_model, prepare, take_step, warm_up
+from large_batch_cifar_10_fast.train import make_model, make_step, prepare, warm_up
 from large_batch_cifar_10_fast.distributed import init_distributed
 from large_batch_cifar_10_fast.optim import follow_schedules
-from large_batch_cifar_10_fast.metrics import Metrics
 
 for recipe in (Apple2019(width=16, batch_size=64), MuonRecipe(width=16, batch_size=64, workers=8, kept="0.9")):
     with init_distributed(recipe.workers) as ctx:
         model = make_model(recipe, ctx, "fp16", compile=True)
-        assert model.forward is not model.network
+        assert model.compiled
         warm_up(model, 5000, 100)
         data = prepare(random_images(5000, 100), model, Clock(ctx.synchronize))
-        optimizers, metrics = recipe.optimizers(model.network, ctx), Metrics(ctx)
+        take = make_step(model, data, use_graphs=False)
         torch.cuda.set_sync_debug_mode("error")
-        batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.initial_losses()))
-        for step, micro_batches in enumerate(batches, 1):
-            follow_schedules(optimizers, step / len(batches))
-            take_step(model, optimizers, micro_batches, metrics)
-        losses[batches.rows] = torch.cat(metrics.losses)
+        steps = data.train.epoch(seed=0, epoch=1, losses=data.losses)
+        for number, step in enumerate(steps, 1):
+            follow_schedules(model.optimizers, number / len(steps))
+            take(step)
         torch.cuda.set_sync_debug_mode("default")
 """
 LITTLE_MEMORY = f"""

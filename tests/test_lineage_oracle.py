@@ -16,7 +16,7 @@ from large_batch_cifar_10_fast.recipe import reset
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.train import make_model, prepare, train_once
+from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once
 
 CPU = torch.device("cpu")
 ALONE = DistContext(0, 1, CPU, 1)
@@ -134,7 +134,7 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(system):
     with torch.no_grad():
         for ours, theirs in zip(model.network.parameters(), weights, strict=True):
             theirs.copy_(ours)
-    train_once(0, SEED, model, data, Clock(ctx.synchronize), log)
+    train_once(0, SEED, model, data, make_step(model, data), Clock(ctx.synchronize), log)
 
     velocities, step = [torch.zeros_like(w) for w in weights], 0
     for epoch in range(1, EPOCHS + 1):

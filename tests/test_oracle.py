@@ -17,7 +17,7 @@ from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.train import make_model, prepare, train_once
+from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once
 
 WORKERS, BATCH, GHOST, WIDTH, STEPS, EPOCHS, SEED = 8, 16, 8, 3, 3, 2, 11
 ALONE = DistContext(0, 1, torch.device("cpu"), WORKERS)
@@ -135,7 +135,7 @@ def test_training_and_evaluation_are_the_methods_to_nine_digits(eval_stats):
     )
     model = make_model(recipe, ALONE, "fp64")
     data, log = prepare(images, model, Clock(ALONE.synchronize)), Recorder()
-    train_once(1, SEED, model, data, Clock(ALONE.synchronize), log)
+    train_once(1, SEED, model, data, make_step(model, data), Clock(ALONE.synchronize), log)
 
     filters = whitening(images.train_images[::WORKERS])
     # An eigenvector's sign is anyone's: ours are taken over, once they are seen to be the same but for that.

@@ -1,5 +1,7 @@
 """An epoch never waits for a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -7,14 +9,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.metrics import Metrics
-from large_batch_cifar_10_fast.recipe import make_network
+from large_batch_cifar_10_fast.recipe import make_network, training_pass
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.train import Model, prepare, take_step
+from large_batch_cifar_10_fast.train import Model, make_step, prepare
 
 pytestmark = pytest.mark.slow
 
@@ -59,17 +60,16 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
         weights = [weight for weight in network.parameters() if weight.requires_grad]
         set_zero = lambda _: [setattr(weight, "grad", torch.zeros_like(weight)) for weight in weights]  # noqa: E731
         monkeypatch.setattr(torch.Tensor, "backward", set_zero)
-        model = Model(recipe, network, network, "fp32", min(2, recipe.workers), ctx)
+        forward = partial(training_pass, network, recipe, "fp32")
+        optimizers = recipe.optimizers(network, ctx)
+        model = Model(recipe, network, optimizers, forward, False, "fp32", min(2, recipe.workers), ctx)
         count = round(3 * recipe.workers * recipe.batch_size / recipe.stages[0].keep_fraction)
         data = prepare(random_images(count, 10), model, Clock(lambda: None))
-        optimizers, metrics, steps = recipe.optimizers(network, ctx), Metrics(ctx), 0
-        batches = data.train.epoch(seed=0, epoch=1, losses=(losses := data.train.initial_losses()))
-        for micro_batches in batches:
-            take_step(model, optimizers, micro_batches, metrics)
-            steps += 1
-        losses[batches.rows] = torch.cat(metrics.losses)
+        take, steps = make_step(model, data), data.train.epoch(seed=0, epoch=1, losses=data.losses)
+        for step in steps:
+            take(step)
         with pytest.raises(DataDependentOutputException):
-            metrics.sums.tolist()
-    assert steps == 3
-    assert not any(losses.requires_grad for losses in metrics.losses), "or a step's graph would be kept for an epoch"
-    assert {tensor.device for tensor in (*weights, metrics.sums, *data.test)} == {gpu}
+            data.metrics.sums.tolist()
+    assert len(steps) == 3
+    assert not data.losses.requires_grad, "or a step's graph would be kept for an epoch"
+    assert {tensor.device for tensor in (*weights, data.metrics.sums, *data.test)} == {gpu}

@@ -96,7 +96,7 @@ def test_another_recipe_trains_as_stock_pytorch_would():
     recipe, ctx = Stock(), DistContext(0, 1, torch.device("cpu"), 2)
     model = train.make_model(recipe, ctx, "fp64")
     data = train.prepare(random_images(2 * 16 * 3, 30), model, Clock(ctx.synchronize))
-    train.train_once(0, 4, model, data, Clock(ctx.synchronize), log := Recorder())
+    train.train_once(0, 4, model, data, train.make_step(model, data), Clock(ctx.synchronize), log := Recorder())
 
     torch.manual_seed(4)
     convolution, linear = nn.Conv2d(3, 6, 3, bias=False), nn.Linear(6, 10)

@@ -1,6 +1,6 @@
 """Fixed shards of the workers, and the batches of an epoch, on the device (method, section 2)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import DistContext
-from ..recipe import Augmentation, Recipe, images_of_an_epoch, stage_of
+from ..recipe import Augmentation, Recipe, Stage, images_of_an_epoch, stage_of
 from .augment import MEAN, STD, downscale
 
 Batch = tuple[Tensor, Tensor]
@@ -27,6 +27,7 @@ class Shards:
     total_images: int
     recipe: Recipe
     micro_batches: int
+    make_batch: Callable[..., Batch]  # the function below, compiled or not
 
     def steps_of(self, epoch: int) -> int:
         """Return the number of steps of an epoch, with a short last one if the recipe has `whole_epochs`."""
@@ -40,7 +41,7 @@ class Shards:
         """Return the rows of `images` that are a worker's shard (int64 [shard size])."""
         return torch.arange(self.workers.index(worker), len(self.images), len(self.workers), device=self.images.device)
 
-    def epoch(self, seed: int, epoch: int, losses: Tensor | None = None) -> "Epoch":
+    def epoch(self, seed: int, epoch: int, losses: Tensor | None = None) -> "list[Step]":
         """Return the steps of one epoch. Hard-example selection uses `losses` [n], each image's latest loss."""
         stage, count = stage_of(self.recipe, epoch), images_of_an_epoch(self.recipe, self.total_images, epoch)
         samples = [shuffle_shard(self.rows_of(w), self.recipe.augmentation, seed, w, epoch) for w in self.workers]
@@ -49,33 +50,42 @@ class Shards:
             samples = [select_hard_examples(sample, losses, count) for sample in samples]
         columns = [torch.stack([column[:count] for column in columns]) for columns in zip(*samples, strict=True)]
         steps = [column.split(self.recipe.batch_size, dim=1) for column in columns]  # [workers, batch size] each
-        return Epoch(self, stage.resolution, [[s.reshape(self.micro_batches, -1) for s in column] for column in steps])
+        steps = [[step.reshape(self.micro_batches, -1) for step in column] for column in steps]
+        return [Step(self, stage.kind, list(columns)) for columns in zip(*steps, strict=True)]
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """The steps of an epoch, each a list of micro-batches: images [B, 3, H, W], channels-last, and labels int64 [B].
+class Step:
+    """The sample of a step: rows of the shards' images, then augmentation parameters, each [micro-batches, B].
 
-    A micro-batch has one batch of each of its workers, in their order, and is augmented when it is needed.
+    As a sequence it is the micro-batches: images [B, 3, H, W], channels-last, and labels int64 [B], augmented when they
+    are asked for. A micro-batch has one batch of each of its workers, in their order.
     """
 
     shards: Shards
-    resolution: int
-    columns: list[list[Tensor]]  # rows, then augmentation parameters: for each step [micro-batches, B]
+    kind: Stage
+    columns: list[Tensor]
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of the shards' images (int64), in the order of the micro-batches."""
+        return self.columns[0].flatten()
 
     def __len__(self) -> int:
         return len(self.columns[0])
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        shards, augment = self.shards, self.shards.recipe.augmentation
-        for step in zip(*self.columns, strict=True):
-            samples = zip(*step, strict=True)
-            yield [(downscale(augment(shards.images, *s), self.resolution), shards.labels[s[0]]) for s in samples]
+    def __getitem__(self, index: int) -> Batch:
+        sample, shards = [column[index] for column in self.columns], self.shards
+        return shards.make_batch(
+            shards.recipe.augmentation, self.kind.resolution, shards.images, shards.labels, *sample
+        )
 
-    @property
-    def rows(self) -> Tensor:
-        """The rows of the shards' images (int64), in the order of training."""
-        return torch.cat([step.flatten() for step in self.columns[0]])
+
+def make_batch(
+    augmentation: Augmentation, resolution: int, images: Tensor, labels: Tensor, rows: Tensor, *parameters: Tensor
+) -> Batch:
+    """Return the augmented images at this resolution, and their labels."""
+    return downscale(augmentation(images, rows, *parameters), resolution), labels[rows]
 
 
 def select_hard_examples(sample: tuple[Tensor, ...], losses: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -101,13 +111,14 @@ def make_generator(device: torch.device, *key: int) -> torch.Generator:
 
 
 def upload_shards(
-    images: np.ndarray, labels: np.ndarray, recipe: Recipe, ctx: DistContext, micro_batches: int
+    images: np.ndarray, labels: np.ndarray, recipe: Recipe, ctx: DistContext, micro_batches: int, compile: bool
 ) -> Shards:
     """Copy the training images of this process's workers to its device, as bytes."""
     mine = slice(None)  # without a copy in host memory
     if len(ctx.workers) < recipe.workers:
         mine = np.isin(np.arange(len(images)) % recipe.workers, ctx.workers)
-    return Shards(*_upload(images, labels, mine, ctx.device), ctx.workers, len(images), recipe, micro_batches)
+    make = torch.compile(make_batch, dynamic=False) if compile else make_batch
+    return Shards(*_upload(images, labels, mine, ctx.device), ctx.workers, len(images), recipe, micro_batches, make)
 
 
 def upload_test(images: np.ndarray, labels: np.ndarray, ctx: DistContext) -> Batch:

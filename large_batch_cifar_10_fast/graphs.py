@@ -1,0 +1,62 @@
+"""Training steps as CUDA graphs: the host launches a step once instead of each of its kernels."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from .data.shards import Step
+from .distributed import DistContext
+
+TakeStep = Callable[[Step], None]
+
+
+class StepGraphs:
+    """Take a step by replaying its graph; there is one for each kind of stage and batch size.
+
+    A graph reads and writes the memory it was captured with: the shards' images, weights, momenta, learning rates and
+    metrics stay where they are. The sample of a step is copied into the sample the graph was captured with.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, Step]] = {}
+
+    def capture(self, take: TakeStep, step: Step) -> None:
+        """Capture a step, after taking it a few times on another stream, as torch asks for."""
+        static = replace(step, columns=[column.clone() for column in step.columns])
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                take(static)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            take(static)
+        self.graphs[_key(step)] = graph, static
+
+    def __call__(self, step: Step) -> None:
+        graph, static = self.graphs[_key(step)]
+        torch._foreach_copy_(static.columns, step.columns)
+        graph.replay()
+
+
+def _key(step: Step) -> tuple:
+    return step.kind, step.columns[0].shape
+
+
+def graphed(take: TakeStep, steps: Iterable[Step], ctx: DistContext) -> TakeStep:
+    """Return the steps' graphs; warn and return `take` if any process cannot capture them."""
+    graphs, error = StepGraphs(), ""
+    try:
+        for step in steps:
+            graphs.capture(take, step)
+    except RuntimeError as reason:
+        torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
+        error = str(reason).strip().splitlines()[0]
+    if any(ctx.all_gather_words("graphs", error)):
+        ctx.warn(
+            f"no CUDA graphs ({error or 'on another process'}): training goes on without; --no_graph skips the attempt"
+        )
+        return take
+    return graphs
