@@ -253,7 +253,8 @@ def check_unchanged(row: Mapping[str, object], **now: object) -> None:
     differing = {name: value for name, value in now.items() if row[name] not in (value, str(value))}
     if differing:
         both = ", ".join(f"{name} ({row[name]} then, {value} now)" for name, value in differing.items())
-        raise ConfigError(f"--resume: campaign {row['campaign']} had other {both}: start without --resume")
+        what = f"--resume: campaign {row['campaign']} had other {both}"
+        raise ConfigError(f"{what}: give the same again, or start without --resume")
 
 
 # Merging

@@ -4,6 +4,7 @@ import hashlib
 import platform
 import re
 import resource
+import sys
 from datetime import UTC, datetime
 from functools import cache
 
@@ -75,4 +76,4 @@ def peak_memory(device: torch.device) -> int:
     """Return this process's peak memory in bytes: of the GPU since `reset_peak_memory_stats`, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)  # KiB on Linux

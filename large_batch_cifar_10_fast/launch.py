@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import signal
@@ -11,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -80,6 +80,8 @@ def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int, int]
             )
         return launch, config, launch.nproc, gpus
     finished = finished_rows(config.out, True) if config.resume else []
+    if finished and not launch.nproc:
+        launch = replace(launch, nproc=max(1, int(finished[-1]["processes"]) // launch.nnodes))
     config, recipe = read_request(arguments, finished)
     processes = plan_processes(recipe, launch, gpus, count_cores())
     if launch.teams > len(config.planned):
@@ -181,7 +183,7 @@ def gpus_of_team(team: int, processes: int, gpus: Sequence[str]) -> str:
 def start_processes(
     arguments: Sequence[str], launch: Launch, processes: int, out: Path, progress: Callable[[], str]
 ) -> int:
-    """Be torchrun until all processes have ended. Return the status, and print one line about a failure.
+    """Run torchrun in this process until all its processes have ended. Return the status; print a failure as one line.
 
     Raise ConfigError if a process raised it.
     """
@@ -201,8 +203,10 @@ def start_processes(
             if launch.team != WHOLE:
                 return status  # the launcher of all teams reports it
         except ChildFailedError as failed:
-            raise_config_error_of_processes(Path(folder))
-            how, status, report = what_failed(*failed.get_first_failure()), 1, failed.format_msg()
+            rank, failure = failed.get_first_failure()
+            if isinstance(failure.message, dict) and failure.message["message"].startswith("ConfigError: "):
+                raise ConfigError(failure.message["message"].removeprefix("ConfigError: ")) from None
+            how, status, report = what_failed(rank, failure), 1, failed.format_msg()
         except Exception as error:  # torchrun raises nearly anything where machines do not meet
             how = f"the {launch.nnodes} machines, each with a --node_rank of its own, did not meet"
             if launch.nnodes == 1:
@@ -239,15 +243,6 @@ def is_ignored(number: int) -> bool:
 
 
 # Failures
-
-
-def raise_config_error_of_processes(folder: Path) -> None:
-    """Raise the ConfigError that a process wrote to its file for the launcher, if one did."""
-    for path in sorted(folder.rglob("error.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # half-written, or of another form
-            kind, _, text = json.loads(path.read_text())["message"]["message"].partition(": ")
-            if kind == ConfigError.__name__:
-                raise ConfigError(text)
 
 
 def what_failed(rank: int, failure: ProcessFailure) -> str:

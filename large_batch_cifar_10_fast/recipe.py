@@ -73,8 +73,7 @@ class Recipe(Protocol):
         ...
 
     def whiten(self, network: nn.Module, images: Tensor) -> None:
-        """Set the frozen weights from worker 0's images [n, 32, 32, 3], normalized and unpadded."""
-        ...
+        """Set the frozen weights from worker 0's images [n, 32, 32, 3], normalized and unpadded; by default none."""
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         """Return optimizers whose groups have `schedules`: lr, momentum, ... as functions of the time in epochs.
@@ -84,8 +83,8 @@ class Recipe(Protocol):
         ...
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return losses [B] for logits [B, 10] and labels int64 [B]."""
-        ...
+        """Return losses [B] for logits [B, 10] and labels int64 [B]; by default cross-entropy."""
+        return cross_entropy(logits, labels)
 
 
 def reduce_loss(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:

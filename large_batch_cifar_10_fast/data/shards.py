@@ -49,9 +49,15 @@ class Shards:
             losses = self.initial_losses() if losses is None else losses
             samples = [select_hard_examples(sample, losses, count) for sample in samples]
         columns = [torch.stack([column[:count] for column in columns]) for columns in zip(*samples, strict=True)]
-        steps = [column.split(self.recipe.batch_size, dim=1) for column in columns]  # [workers, batch size] each
-        steps = [[step.reshape(self.micro_batches, -1) for step in column] for column in steps]
+        steps = [self._split_steps(column) for column in columns]
         return [Step(self, stage.kind, list(columns)) for columns in zip(*steps, strict=True)]
+
+    def _split_steps(self, column: Tensor) -> list[Tensor]:
+        """Split [workers, images] into steps [micro-batches, B]: views of one copy, whatever their number."""
+        full = column.shape[1] // (size := self.recipe.batch_size) * size
+        steps = column[:, :full].unflatten(1, (-1, size)).transpose(0, 1).flatten()
+        steps = torch.cat([steps, column[:, full:].flatten()])
+        return [step.view(self.micro_batches, -1) for step in steps.split(len(self.workers) * size)]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convo
 from ..metrics import ONE_VIEW
 from ..optim import PiecewiseLinear
 from ..options import MOST, check_positive, check_within, option
-from ..recipe import Stage, cross_entropy
+from ..recipe import Recipe, Stage
 
 RATE = PiecewiseLinear((0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
 SCHEDULED = 40  # epochs
@@ -29,7 +29,7 @@ SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
 
 @dataclass(frozen=True)
-class Basenet:
+class Basenet(Recipe):
     """The entry's settings; a batch of another size does not change the rate."""
 
     epochs: int = option(SCHEDULED, "epochs of a run: the first so many of the schedule, which is not stretched")
@@ -56,15 +56,9 @@ class Basenet:
     def network(self) -> "Network":
         return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))
 
-    def whiten(self, network: nn.Module, images: Tensor) -> None:
-        """No weight is computed from the images."""
-
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         group = {"params": list(network.parameters()), "schedules": {"lr": RATE}}
         return [SGD([group], lr=0.0, momentum=SGD_MOMENTUM, nesterov=True, weight_decay=WEIGHT_DECAY)]
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(logits, labels)
 
 
 class Network(nn.Module):

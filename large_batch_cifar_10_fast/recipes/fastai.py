@@ -18,7 +18,7 @@ from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convo
 from ..metrics import ONE_VIEW
 from ..optim import PiecewiseLinear
 from ..options import MOST, check_positive, check_within, option
-from ..recipe import Stage, cross_entropy
+from ..recipe import Recipe, Stage
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ MOMENTA = (0.95, 0.85, 0.95, 0.95)
 
 
 @dataclass(frozen=True)
-class FastAI:
+class FastAI(Recipe):
     """The eight-GPU entry, or the other with --entry one_gpu; an option of 0 means the entry's value."""
 
     entry: str = option("eight_gpus", "which of the two entries", choices=tuple(ENTRIES))
@@ -76,17 +76,11 @@ class FastAI:
     def network(self) -> "Network":
         return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))
 
-    def whiten(self, network: nn.Module, images: Tensor) -> None:
-        """No weight is computed from the images."""
-
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         entry = ENTRIES[self.entry]
         schedules = {"lr": PiecewiseLinear(entry.knots, entry.rates), "momentum": PiecewiseLinear(entry.knots, MOMENTA)}
         group = {"params": list(network.parameters()), "schedules": schedules}
         return [SGD([group], lr=0.0, momentum=MOMENTA[0], weight_decay=entry.weight_decay)]
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(logits, labels)
 
 
 class Network(nn.Module):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..data.augment import CropAndFlip, assign_independent
@@ -18,7 +18,7 @@ from ..layers import TOO_NARROW, GhostBatchNorm
 from ..metrics import ONE_VIEW
 from ..optim import NesterovSGD, PiecewiseLinear
 from ..options import MOST, check_positive, check_within, option
-from ..recipe import Stage, cross_entropy
+from ..recipe import Recipe, Stage
 from .basenet import Network
 
 RATE = PiecewiseLinear((0, 15, 30, 35), (0, 0.1, 0.005, 0))
@@ -28,7 +28,7 @@ SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
 
 @dataclass(frozen=True)
-class Page:
+class Page(Recipe):
     """The article's settings; a batch of another size does not change the rate."""
 
     epochs: int = option(SCHEDULED, "epochs of a run: the first so many of the schedule, which is not stretched")
@@ -63,14 +63,8 @@ class Page:
             pools=(F.adaptive_max_pool2d, F.adaptive_avg_pool2d),
         )
 
-    def whiten(self, network: nn.Module, images: Tensor) -> None:
-        """No weight is computed from the images."""
-
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         rate = (RATE_WITH_KINK if self.starting_point else RATE) * (1 / self.batch_size)
         decay = WEIGHT_DECAY * self.batch_size
         group = {"params": list(network.parameters()), "schedules": {"lr": rate}, "weight_decay": decay}
         return [NesterovSGD([group], SGD_MOMENTUM)]
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(logits, labels)
