@@ -68,7 +68,8 @@ def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished
 
     clock = Clock(ctx.synchronize)
     data = prepare(images, model, clock)
-    step = make_step(model, data, use_graphs=ctx.on_gpu and not config.no_graph)
+    alone = ctx.on_gpu and ctx.world_size == 1  # collectives inside a graph have not been tried
+    step = make_step(model, data, use_graphs=alone and not config.no_graph)
     log.set_up(clock, len(images.train_images), compiled=model.compiled, graphs=isinstance(step, StepGraphs))
     for run in log.runs_to_make:
         train_once(run, config.seed + run, model, data, step, clock.fork(), log)
