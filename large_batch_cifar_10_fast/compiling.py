@@ -16,8 +16,7 @@ from .recipe import Recipe, TrainingPass, apply_stage, reset
 # bf16, 0.09 in fp16 and 0.003 in fp32; a gradient that is lost, doubled or of the wrong sign is off by 1 or more.
 TOLERANCE = 0.7
 
-
-Forward = Callable[[Tensor, Tensor, int], TrainingPass]
+Forward = Callable[[Tensor, Tensor, int], TrainingPass]  # of images, labels and the number of workers
 
 
 def compiled(

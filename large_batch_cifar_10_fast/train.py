@@ -6,7 +6,7 @@ Start it with train_cifar_parallel.sh (all devices), with torchrun, or as `pytho
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,20 +17,20 @@ from torch.optim import Optimizer
 from .campaign import Row, rows_from_main
 from .checks import check_agreement, check_request, explaining_memory, resolve_defaults
 from .command_line import read_launch, read_request
-from .compiling import compiled
+from .compiling import Forward, compiled
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Shards, Step, normalize, upload_shards, upload_test
 from .devices import allow_tf32
 from .distributed import DistContext, init_distributed, leaving
-from .evaluate import Metrics, evaluate
-from .graphs import StepGraphs, graphed
+from .evaluate import evaluate
+from .graphs import StepGraphs, TakeStep, graphed
 from .layers import prepare_norms, update_statistics
 from .log import Clock, RunLog
+from .metrics import Metrics
 from .optim import follow_schedules, prepare_for_gpu, restart, step_all
 from .options import RunConfig
 from .recipe import (
     Recipe,
-    TrainingPass,
     apply_stage,
     autocast,
     cast,
@@ -83,7 +83,7 @@ class Model:
     recipe: Recipe
     network: nn.Module
     optimizers: list[Optimizer]
-    forward: Callable[[Tensor, Tensor, int], TrainingPass]  # images, labels, workers; compiled or not
+    forward: Forward  # the training pass, compiled or not
     compiled: bool
     precision: str
     micro_batches: int  # forward and backward passes of a step
@@ -134,7 +134,7 @@ def prepare(images: Images, model: Model, clock: Clock) -> Data:
     return Data(train, (test_images, test_labels), Metrics(ctx), train.initial_losses())
 
 
-def make_step(model: Model, data: Data, use_graphs: bool = False) -> Callable[[Step], None]:
+def make_step(model: Model, data: Data, use_graphs: bool = False) -> TakeStep:
     """Return a function that takes a training step, by replaying CUDA graphs if asked to and possible."""
 
     def take(step: Step) -> None:
@@ -146,9 +146,7 @@ def make_step(model: Model, data: Data, use_graphs: bool = False) -> Callable[[S
     return graphed(take, steps_of_every_kind(model, data.train), model.ctx)
 
 
-def train_once(
-    run: int, seed: int, model: Model, data: Data, take: Callable[[Step], None], clock: Clock, log: RunLog
-) -> None:
+def train_once(run: int, seed: int, model: Model, data: Data, take: TakeStep, clock: Clock, log: RunLog) -> None:
     """Train from fresh weights. The seed alone decides the weights and all shuffles, crops and flips."""
     recipe, network, ctx = model.recipe, model.network, model.ctx
     reset(network, recipe, seed)
