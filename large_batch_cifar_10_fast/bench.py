@@ -43,7 +43,7 @@ from .log import Clock
 from .metrics import AT_ONCE, Metrics
 from .optim import NesterovSGD, follow_schedules, step_all
 from .options import ConfigError, RunConfig, check_positive, exit_on_config_error, has_option
-from .recipe import Recipe, apply_stage, autocast, images_of_an_epoch, reset, stage_of, training_flop, work
+from .recipe import Recipe, apply_stage, autocast, images_of_an_epoch, reset, run_flop, stage_of, training_flop
 from .train import Model, make_model, prepare, take_step, warm_up
 
 TRAIN, TEST = 50_000, 10_000  # images of CIFAR-10
@@ -205,8 +205,8 @@ def measure_run(config: RunConfig, recipe: Recipe, repeats: int = 5, baseline_pr
         for _ in range(min(repeats, 3)):
             timed(ctx, took := [], lambda: evaluate(model.network, recipe, recipe.tta, model.precision, part, ctx))
             seconds["validation"].append(took[0] * len(data.test[0]) / count)
-        facts = conditions(ctx) | settings(model) | {"baseline precision": baseline_precision, "repeats": repeats}
-        return {"conditions": facts, **figures(model, seconds, theirs, steps, peak)} if ctx.is_main else {}
+        metadata = conditions(ctx) | settings(model) | {"baseline precision": baseline_precision, "repeats": repeats}
+        return {"conditions": metadata, **figures(model, seconds, theirs, steps, peak)} if ctx.is_main else {}
 
 
 def time_launches(step: Callable[[], None], ctx: DistContext, repeats: int, seconds: Seconds) -> None:
@@ -257,7 +257,7 @@ def figures(model: Model, seconds: Seconds, of_baseline: Seconds, steps: dict, p
     return {
         "seconds": table,
         "images per second": 1 / per_image[last],
-        "work of a run, PFLOP": work(recipe, TRAIN) / 1e15,
+        "work of a run, PFLOP": run_flop(recipe, TRAIN) / 1e15,
         "training of a run, s": seconds_of_run(recipe, per_image, recipe.epochs),
         "TFLOP/s": rate / 1e12,
         "utilization, of the matrix product's rate": rate / product_rate / model.ctx.world_size,
@@ -285,7 +285,7 @@ def compare_recipes(requests: list[list[str]], rounds: int = 7) -> dict:
             alone = replace(ctx, total_workers=recipe.workers)
             model = make_model(recipe, alone, precision, not config.no_compile, config.micro_batches)
             sides.append(make_side(model, prepare(random_images(TRAIN, 1), model, Clock(ctx.synchronize)).train))
-            rows.append(settings(model) | {"work of a run, PFLOP": work(whole, TRAIN) / 1e15})
+            rows.append(settings(model) | {"work of a run, PFLOP": run_flop(whole, TRAIN) / 1e15})
         runs = []
         for (_, whole), recipe, seconds in zip(asked, measured, time_in_turn(sides, rounds), strict=True):
             images = recipe.workers * recipe.batch_size
@@ -303,7 +303,7 @@ def interval(values: list[float]) -> tuple[float, float] | None:
 
 
 def comparison_as_text(result: dict) -> str:
-    ratios, one, other = result["ratios"], *(facts["recipe"] for facts in result["recipes"])
+    ratios, one, other = result["ratios"], *(side["recipe"] for side in result["recipes"])
     table = pd.DataFrame(result["recipes"]).set_index("recipe")
     table["training of a run, s"] = [with_range(took, 1) for took in table["training of a run, s"]]
     text = f"{other} takes {with_range(ratios, 2)} times as long as {one}: median (range), n = {len(ratios)}"

@@ -62,7 +62,7 @@ def read_rows(path: Path, content: bytes | None = None, to_append: bool = False)
 
     Raise ConfigError, naming the line, if the table has other columns or is damaged.
     """
-    lines = split_whole(path.read_bytes() if content is None else content)[0].decode(errors="replace").splitlines()
+    lines = split_rows(path.read_bytes() if content is None else content)[0].decode(errors="replace").splitlines()
     head = lines[0].split("\t") if lines else COLUMNS
     if head != COLUMNS and (to_append or head != OLDER):
         raise ConfigError(f"{path} has other columns than this version writes: move it or choose another --out")
@@ -94,8 +94,8 @@ def _check_row(row: Row, seen: set, first_seed: dict[str, int]) -> None:
         raise ValueError(f"seed is {seed}, but {expected} by the first row of campaign {campaign}")
 
 
-def split_whole(content: bytes) -> tuple[bytes, bytes]:
-    """Return the whole lines of a table, and a half-written last one: without newline, or with too few fields."""
+def split_rows(content: bytes) -> tuple[bytes, bytes]:
+    """Return the complete lines of a table, and a half-written last one: without newline, or with too few fields."""
     end = content.rfind(b"\n") + 1
     last = content.rfind(b"\n", 0, max(0, end - 1)) + 1
     if last and content[last:end].count(b"\t") < content[: content.find(b"\n")].count(b"\t"):
@@ -128,35 +128,35 @@ def append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     The table is opened for each append, so that it may be renamed, deleted or truncated in between. Raise ConfigError
     for a table that cannot be appended to; the rows are then in runs.tsv.broken. Raise OSError as the disk does.
     """
-    with table_to_append(path) as (file, whole):
+    with table_to_append(path) as (file, complete):
         try:
-            there = {(row["campaign"], row["run"]) for row in read_rows(path, whole, to_append=True)}
+            existing = {(row["campaign"], row["run"]) for row in read_rows(path, complete, to_append=True)}
         except ConfigError as problem:
             set_aside(path, as_lines(COLUMNS, rows))
             raise ConfigError(f"{problem}; this campaign's rows are in {path}.broken") from None
-        lacking = [row for row in rows if (row["campaign"], str(row["run"])) not in there]
-        file.write(as_lines(COLUMNS, lacking, head=not whole))
+        missing = [row for row in rows if (row["campaign"], str(row["run"])) not in existing]
+        file.write(as_lines(COLUMNS, missing, head=not complete))
 
 
 def append_epochs(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append the epochs of a run to epochs.tsv. If a run is made again after a kill, its last rows count."""
-    with table_to_append(path) as (file, whole):
-        file.write(as_lines(EPOCHS, rows, head=not whole))
+    """Append the epochs of a run to epochs.tsv. If a run is repeated after a kill, its last rows count."""
+    with table_to_append(path) as (file, complete):
+        file.write(as_lines(EPOCHS, rows, head=not complete))
 
 
 @contextlib.contextmanager
 def table_to_append(path: Path) -> Iterator[tuple[BinaryIO, bytes]]:
-    """Open and lock a table; yield it and its whole lines. A half-written last line goes to PATH.broken."""
+    """Open and lock a table; yield it and its complete lines. A half-written last line goes to PATH.broken."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
         lock(file)
         file.seek(0)
-        whole, begun = split_whole(file.read())
-        if begun:
-            set_aside(path, begun.rstrip(b"\n") + b"\n")
-            file.truncate(len(whole))
+        complete, partial = split_rows(file.read())
+        if partial:
+            set_aside(path, partial.rstrip(b"\n") + b"\n")
+            file.truncate(len(complete))
             warn(f"the last row of {path} was half-written: it is in {path}.broken now")
-        yield file, whole
+        yield file, complete
         file.flush()
         os.fsync(file.fileno())
 
@@ -190,12 +190,12 @@ def write_timing_log(path: Path, epochs: Iterable[tuple[float, float]]) -> None:
     """Write DAWNBench's table of one run, in hours and percent, from (seconds, accuracy) of each epoch."""
     lines = ["\t".join(CURVE)]
     lines += [f"{i}\t{seconds / 3600!r}\t{100 * accuracy:.6g}" for i, (seconds, accuracy) in enumerate(epochs, 1)]
-    with written_whole(path) as unfinished:
+    with write_atomically(path) as unfinished:
         unfinished.write_text("\n".join(lines) + "\n")
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a name beside `path` to write to; the file replaces `path` when it is on the disk."""
     unfinished = path.with_name(f".unfinished.{os.getpid()}")
     try:
@@ -245,7 +245,7 @@ def finished_rows(out: str, resume: bool) -> list[Row]:
 def rows_from_main(out: str, resume: bool, ctx: DistContext) -> list[Row]:
     """Return `finished_rows` of rank 0 on all processes: other machines need not have its folder."""
     mine = json.dumps(finished_rows(out, resume)) if ctx.is_main else ""
-    return json.loads(ctx.all_gather_words("finished", mine)[0])
+    return json.loads(ctx.all_gather_strings("finished", mine)[0])
 
 
 def check_unchanged(row: Mapping[str, object], **now: object) -> None:
@@ -293,7 +293,7 @@ def _first_seed(row: Row) -> int:
 def epochs_beside(path: Path, campaign: str) -> list[Row]:
     """Return the epochs of a campaign from the epochs.tsv beside a runs.tsv, if there is one; raise OSError."""
     try:
-        lines = split_whole(path.with_name("epochs.tsv").read_bytes())[0].decode(errors="replace").splitlines()
+        lines = split_rows(path.with_name("epochs.tsv").read_bytes())[0].decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     rows = csv.DictReader(lines, delimiter="\t")
@@ -313,16 +313,16 @@ def merge(files: Sequence[str], out: Path) -> str:
             raise ConfigError(f"{out} has tables already: choose another --out")
         if epochs:
             append_epochs(path.with_name("epochs.tsv"), [e | {"campaign": rows[0]["campaign"]} for e in epochs])
-        with written_whole(path) as unfinished:
+        with write_atomically(path) as unfinished:
             unfinished.write_bytes(as_lines(COLUMNS, rows, head=True))
     except (OSError, csv.Error) as error:
         raise ConfigError(f"the tables cannot be merged: {error}") from error
-    made, planned = {int(row["run"]) for row in rows}, range(int(rows[0]["runs"]))
+    finished, planned = {int(row["run"]) for row in rows}, range(int(rows[0]["runs"]))
     text = f"{path}: {len(rows)} of campaign {rows[0]['campaign']}'s {len(planned)} runs"
-    lacking = ", ".join(str(run) for run in planned if run not in made)
+    missing = ", ".join(str(run) for run in planned if run not in finished)
     alike = len({(row["device"], row["processes"]) for row in rows}) == 1
     how = f"train_cifar_parallel.sh --resume --out {out}" if alike else "--resume in the shares' own folders"
-    return text + (f"; not made yet: {lacking} ({how} makes them)" if lacking else "")
+    return text + (f"; missing: {missing} ({how} makes them)" if missing else "")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,7 @@ from .devices import BF16_FROM, check_precision, count_cores, gains_by_bf16
 from .distributed import DistContext
 from .environment import code_digest
 from .options import SYNTHETIC, ConfigError, RunConfig, as_pairs, from_pairs, has_option, spelled
-from .recipe import Recipe, images_of_an_epoch, work
+from .recipe import Recipe, images_of_an_epoch, run_flop
 
 TABLES = ("runs.tsv", "epochs.tsv", "timing_log.tsv")
 
@@ -107,9 +107,9 @@ def check_agreement(config: RunConfig, recipe: Recipe, digest: str, finished: li
     mine["finished_runs"] = ",".join(row["run"] for row in finished)
     for name in ("data", "out", "save"):  # the same images may lie elsewhere; only the first machine writes
         del mine[name]
-    first, *others = map(from_pairs, ctx.all_gather_words("request", as_pairs(mine)))
+    first, *others = map(from_pairs, ctx.all_gather_strings("request", as_pairs(mine)))
     for rank, other in enumerate(others, 1):
-        here, there = ({name: facts.get(name) or "none" for name in first | other} for facts in (first, other))
+        here, there = ({name: values.get(name) or "none" for name in first | other} for values in (first, other))
         differing = [f"{name} ({there[name]}, not {here[name]})" for name in here if there[name] != here[name]]
         if differing:
             raise ConfigError(
@@ -125,7 +125,7 @@ LONG = 600  # seconds from which on a CPU compiles, and uses bfloat16 if it gain
 
 def resolve_defaults(config: RunConfig, recipe: Recipe, ctx: DistContext, train_images: int) -> RunConfig:
     """Choose precision and compilation where they were not given. Warn of a long campaign on a CPU."""
-    precision, flop = precision_on(ctx, config.precision, recipe, train_images), work(recipe, train_images)
+    precision, flop = precision_on(ctx, config.precision, recipe, train_images), run_flop(recipe, train_images)
     seconds = 0.0 if ctx.on_gpu else flop / (CORE * count_cores())
     long = config.runs * seconds > LONG  # runs of all shares, which are made alike
     use_compiler = config.compile or ((ctx.on_gpu or long) and not config.no_compile)
@@ -146,21 +146,21 @@ def precision_on(ctx: DistContext, asked: str, recipe: Recipe, train_images: int
         if asked:
             check_precision(asked, name, capability)
             return asked
-        all_have_bf16 = set(ctx.all_gather_words("bf16", str(capability >= BF16_FROM))) == {"True"}
+        all_have_bf16 = set(ctx.all_gather_strings("bf16", str(capability >= BF16_FROM))) == {"True"}
         return recipe.half if all_have_bf16 else "fp16"
     if asked == "tf32":
         raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
     if asked:
         return asked
-    long = work(recipe, train_images) > LONG * CORE
-    return "bf16" if long and set(ctx.all_gather_words("bf16", str(gains_by_bf16()))) == {"True"} else "fp32"
+    long = run_flop(recipe, train_images) > LONG * CORE
+    return "bf16" if long and set(ctx.all_gather_strings("bf16", str(gains_by_bf16()))) == {"True"} else "fp32"
 
 
 NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in torch's errors on a CPU, and on a GPU from cuBLAS and cuDNN
 
 
 @contextlib.contextmanager
-def explaining_memory(micro_batches: int, batch_size: int, ctx: DistContext) -> Iterator[None]:
+def out_of_memory_hint(micro_batches: int, batch_size: int, ctx: DistContext) -> Iterator[None]:
     """Turn an out-of-memory error into a ConfigError with a hint."""
     try:
         yield

@@ -120,7 +120,9 @@ def _resumed(
                 f"--resume: the last campaign in {config.out}, {row['campaign']}, has all its {len(planned)} runs"
             )
         if config.save and str(planned[-1]) in {row["run"] for row in rows}:
-            raise ConfigError(f"--resume: --save keeps run {planned[-1]}'s weights, which is made: leave out --save")
+            raise ConfigError(
+                f"--resume: --save keeps the weights of run {planned[-1]}, which is finished: leave out --save"
+            )
     if row["recipe"] not in RECIPES:
         raise ConfigError(f"--resume: this version has no recipe {row['recipe']}: start without --resume")
     kind = RECIPES[row["recipe"]]

@@ -30,7 +30,7 @@ TIME_MARGIN = 0.05  # times within 5% count as equivalent
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A line of the table. `difference` and `interval` are a ratio's if `ratio` is set."""
 
     name: str
@@ -72,14 +72,14 @@ def _number(text: str) -> float | str:
         return text
 
 
-def table(*logs: Log) -> list[Row]:
+def table(*logs: Log) -> list[TableRow]:
     """Return the rows of the comparison, accuracies in percent."""
     accuracy, medians, lowest = ([100 * getattr(log, key) for log in logs] for key in ("accuracy", "median", "lowest"))
     loss, goal = ([finite(getattr(log, key)) for log in logs] for key in ("loss", "goal_seconds"))
     seconds, std = [log.seconds for log in logs], partial(np.std, ddof=1)
     several = min(map(len, accuracy)) > 1
     return [
-        Row("runs", *(str(len(log.accuracy)) for log in logs)),
+        TableRow("runs", *(str(len(log.accuracy)) for log in logs)),
         _reached_row(*logs),
         _row("accuracy mean, %", accuracy, np.mean, welch_interval),
         _row("accuracy median, %", accuracy, np.median, exact=medians),
@@ -93,7 +93,7 @@ def table(*logs: Log) -> list[Row]:
     ]
 
 
-def _row(name, pair, statistic, interval_of=resampled_interval, ratio=False, exact=(math.nan, math.nan)) -> Row:
+def _row(name, pair, statistic, interval_of=resampled_interval, ratio=False, exact=(math.nan, math.nan)) -> TableRow:
     """Return a statistic of both sides, `exact` where it is known, with the difference or ratio and its interval."""
     compare = operator.truediv if ratio else operator.sub
     known = [statistic(x) if len(x) and not math.isfinite(e) else e for x, e in zip(pair, exact, strict=True)]
@@ -102,18 +102,18 @@ def _row(name, pair, statistic, interval_of=resampled_interval, ratio=False, exa
     interval = interval_of(*pair) if interval_of is welch_interval else None
     if interval_of is resampled_interval:
         interval = resampled_interval(*pair, lambda a, b: compare(statistic(a), statistic(b)))
-    return Row(name, *texts, difference if math.isfinite(difference) else None, interval, ratio)
+    return TableRow(name, *texts, difference if math.isfinite(difference) else None, interval, ratio)
 
 
-def _reached_row(*logs: Log) -> Row:
+def _reached_row(*logs: Log) -> TableRow:
     bounds, texts = [(*log.reached, len(log.accuracy)) for log in logs], []
     for count, most, n in bounds:
         exactly = "{} of {}, {:.0%} [{:.0%}, {:.0%}]".format(count, n, count / n, *wilson(count, n))
         texts.append(exactly if count == most else f"{count} to {most} of {n} (rounded)")
     (a, a_most, m), (b, b_most, n) = bounds
     if (a, b) != (a_most, b_most):
-        return Row("reached 94%", *texts)
-    return Row("reached 94%", *texts, 100 * (a / m - b / n), tuple(100 * bound for bound in newcombe(a, m, b, n)))
+        return TableRow("reached 94%", *texts)
+    return TableRow("reached 94%", *texts, 100 * (a / m - b / n), tuple(100 * bound for bound in newcombe(a, m, b, n)))
 
 
 def conclude(mine: Log, reference: Log, margin: float) -> dict[str, Conclusion]:
@@ -142,7 +142,7 @@ def differing_conditions(mine: Log, reference: Log) -> list[str]:
     return found
 
 
-def as_text(notes: list[str], rows: list[Row], conclusions: dict[str, Conclusion]) -> str:
+def as_text(notes: list[str], rows: list[TableRow], conclusions: dict[str, Conclusion]) -> str:
     cells = [("", "mine", "reference", "difference or ratio", "95% confidence interval")]
     for row in rows:
         form, sign = ("{:.3f}", "x ") if row.ratio else ("{:+.3f}", "")

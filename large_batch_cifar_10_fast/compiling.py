@@ -56,11 +56,11 @@ def compiled(
     except Exception as error:  # a compiler raises nearly anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         broken = " (an earlier compilation was interrupted: delete this file)" * reason.endswith("file too short")
-        ctx.warn(f"not compiled ({reason}){broken}: training goes on uncompiled; --no_compile skips the attempt")
+        ctx.warn(f"not compiled ({reason}){broken}: training continues uncompiled; --no_compile skips the attempt")
         forward = eager
-    everywhere = ctx.all_gather_words("compiled", str(forward is not eager))
+    everywhere = ctx.all_gather_strings("compiled", str(forward is not eager))
     if "False" in everywhere and forward is not eager:
-        ctx.warn("not compiled on every process: training goes on uncompiled")
+        ctx.warn("not compiled on every process: training continues uncompiled")
         forward = eager
     network.zero_grad()
     reset(network, recipe, seed=0)  # undoes the last stage

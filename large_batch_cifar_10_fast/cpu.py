@@ -12,16 +12,16 @@ def compiled_for_cpu(x: Tensor) -> bool:
     return torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
-class HalvingPool(nn.Module):
+class MaxPool2x2(nn.Module):
     """nn.MaxPool2d(2), from [B, C, H, W] to [B, C, H // 2, W // 2]."""
 
     def forward(self, x: Tensor) -> Tensor:
         if compiled_for_cpu(x) and x.shape[2] % 2 == x.shape[3] % 2 == 0:
-            return LargestOfFour.apply(x)
+            return MaxPool2x2Function.apply(x)
         return F.max_pool2d(x, 2)
 
 
-class LargestOfFour(torch.autograd.Function):
+class MaxPool2x2Function(torch.autograd.Function):
     """MaxPool2d(2) for even sides. Compiled for a CPU, PyTorch's own scatters gradients one by one, by int64 indices.
 
     This one stores in a byte which of the four is the largest (the first if equal); the backward pass compares it.
@@ -66,13 +66,13 @@ def convolve(x: Tensor, weight: Tensor, side: int) -> Tensor:
     if compiled_for_cpu(x) and side <= 4:
         return convolve_by_position(x, weight, side)
     if side == x.shape[-1]:
-        return nn.functional.conv2d(x, weight, padding=1)
+        return F.conv2d(x, weight, padding=1)
     if compiled_for_cpu(x):  # the compiler would compute `pad` under a mask, slowly
         x = torch.cat([torch.zeros_like(x[..., :1]), x], 3)
         x = torch.cat([torch.zeros_like(x[..., :1, :]), x], 2)
     else:
-        x = nn.functional.pad(x, (1, 0, 1, 0))
-    return nn.functional.conv2d(x, weight)
+        x = F.pad(x, (1, 0, 1, 0))
+    return F.conv2d(x, weight)
 
 
 def convolve_by_position(x: Tensor, weight: Tensor, side: int) -> Tensor:

@@ -84,12 +84,12 @@ class DistContext:
                 dist.all_reduce(message)
                 torch._foreach_copy_(lines, message.split([len(line) for line in lines]))
 
-    def all_gather_words(self, subject: str, word: str) -> list[str]:
-        """Return the strings that all processes pass for a subject, by rank. Use each subject once."""
+    def all_gather_strings(self, key: str, text: str) -> list[str]:
+        """Return the strings that all processes pass for a key, by rank. Use each key once."""
         if self.store is None:
-            return [word]
-        self.store.set(f"{subject}/{self.rank}", word)
-        return [self.store.get(f"{subject}/{other}").decode() for other in range(self.world_size)]
+            return [text]
+        self.store.set(f"{key}/{self.rank}", text)
+        return [self.store.get(f"{key}/{other}").decode() for other in range(self.world_size)]
 
 
 def warn(text: str) -> None:
@@ -148,7 +148,7 @@ def rendezvous_store(rank: int, world_size: int, timeout: timedelta, one_machine
 
 
 @contextlib.contextmanager
-def leaving() -> Iterator[None]:
+def exit_process() -> Iterator[None]:
     """Run the body, then end the process. Under torchrun, write an exception to the file that the launcher reads.
 
     torchrun's children end with os._exit: PyTorch's static destructors, beside its threads, aborted 5 of 90 launches.

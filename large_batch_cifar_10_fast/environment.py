@@ -48,7 +48,7 @@ def software() -> dict[str, object]:
 def device_name(ctx: DistContext, teams: int = 1) -> str:
     """Return the devices of all processes, which must all call this, and the number of teams that share the machine."""
     name = torch.cuda.get_device_name(ctx.device) if ctx.on_gpu else cpu_name()
-    names = " and ".join(sorted(set(ctx.all_gather_words("device", name))))
+    names = " and ".join(sorted(set(ctx.all_gather_strings("device", name))))
     of_teams = f"{teams} teams of " if teams > 1 else ""
     if not ctx.on_gpu:
         return f"CPU {names}, {of_teams}{ctx.world_size} x {torch.get_num_threads()} threads"

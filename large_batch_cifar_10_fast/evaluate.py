@@ -77,7 +77,7 @@ def evaluate_weights(path: Path, config: RunConfig, recipe: Recipe) -> None:
         load_weights(network, path)
         test_images, labels = upload_test(*images.test, ctx)
         clock = Clock(ctx.synchronize)
-        with clock.counting("validation"):
+        with clock.timed("validation"):
             score = evaluate(network, recipe, recipe.tta, precision, (normalize(test_images, dtype), labels), ctx)
         if ctx.is_main:
             print(version_line(utc_now()), data_line(images.metadata()), recipe_line(recipe), sep="\n")

@@ -54,9 +54,8 @@ def graphed(take: TakeStep, steps: Iterable[Step], ctx: DistContext) -> TakeStep
     except RuntimeError as reason:
         torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
         error = str(reason).strip().splitlines()[0]
-    if any(ctx.all_gather_words("graphs", error)):
-        ctx.warn(
-            f"no CUDA graphs ({error or 'on another process'}): training goes on without; --no_graph skips the attempt"
-        )
+    if any(ctx.all_gather_strings("graphs", error)):
+        reason = error or "on another process"
+        ctx.warn(f"no CUDA graphs ({reason}): training continues without; --no_graph skips the attempt")
         return take
     return graphs

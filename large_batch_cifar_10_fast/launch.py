@@ -76,7 +76,7 @@ def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int, int]
     if config.resume and not launch.is_first_machine:
         if not launch.nproc:
             raise ConfigError(
-                "--resume: give this machine its --nproc; only the first knows the campaign before they meet"
+                "--resume: give this machine its --nproc; only the first knows the campaign before the rendezvous"
             )
         return launch, config, launch.nproc, gpus
     finished = finished_rows(config.out, True) if config.resume else []
@@ -207,8 +207,8 @@ def start_processes(
             if isinstance(failure.message, dict) and failure.message["message"].startswith("ConfigError: "):
                 raise ConfigError(failure.message["message"].removeprefix("ConfigError: ")) from None
             how, status, report = what_failed(rank, failure), 1, failed.format_msg()
-        except Exception as error:  # torchrun raises nearly anything where machines do not meet
-            how = f"the {launch.nnodes} machines, each with a --node_rank of its own, did not meet"
+        except Exception as error:  # torchrun raises nearly anything where the rendezvous fails
+            how = f"the {launch.nnodes} machines, each with a --node_rank of its own, found no rendezvous"
             if launch.nnodes == 1:
                 how = f"the processes did not start ({first_line(error)})"
             status, report = 1, repr(error)
@@ -221,7 +221,7 @@ def start_processes(
 
 
 def torchrun_arguments(launch: Launch, processes: int, folder: str) -> list[str]:
-    """Return torchrun's arguments. On one machine the processes meet in a file, and torchrun opens no port."""
+    """Return torchrun's arguments. On one machine the rendezvous is a file, and torchrun opens no port."""
     if launch.nnodes == 1:
         where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/rendezvous"]
         where += ["--rdzv-id=large_batch", "--local-addr=127.0.0.1"]
@@ -260,7 +260,7 @@ def first_line(text: object) -> str:
 
 
 def progress_of(out: str, campaign: str) -> str:
-    """Return how many runs of a campaign are made, and how to continue."""
+    """Return how many runs of a campaign are finished, and how to continue."""
     try:
         rows = rows_of(out, campaign)
     except ConfigError as error:  # the table was damaged in the meantime
@@ -269,8 +269,8 @@ def progress_of(out: str, campaign: str) -> str:
         return "no run was finished"
     planned = len(planned_by(rows[0]))
     if len(rows) == planned:
-        return f"all its {planned} runs are made"
-    return f"{len(rows)} of its {planned} runs are made, continue with --resume"
+        return f"all its {planned} runs are finished"
+    return f"{len(rows)} of its {planned} runs are finished, continue with --resume"
 
 
 def save_report(report: str, folder: Path, out: Path) -> str:

@@ -27,15 +27,15 @@ from .campaign import (
     diverged,
     reached_goal,
     started,
+    write_atomically,
     write_timing_log,
-    written_whole,
 )
 from .data.shards import Step
 from .distributed import DistContext, warn
 from .environment import code_digest, commit, device_name, driver_and_clocks, peak_memory, software
 from .metrics import Score
 from .options import SYNTHETIC, RunConfig, as_pairs
-from .recipe import Recipe, work, work_of_epoch
+from .recipe import Recipe, epoch_flop, run_flop
 
 
 class Clock:
@@ -47,7 +47,8 @@ class Clock:
         self.last: dict[str, float] = {}  # the latest duration of each part
 
     @contextlib.contextmanager
-    def counting(self, part: str) -> Iterator[None]:
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the seconds of the body to a part."""
         self._synchronize()
         start = time.perf_counter()
         yield
@@ -83,7 +84,7 @@ class RunLog:
         """
         self.config, self.recipe, self.ctx = config, recipe, ctx
         first, self.teams = map(int, team.split("/"))
-        self.speaks = ctx.is_main and first == 0
+        self.prints_log = ctx.is_main and first == 0
         planned = config.planned[first :: self.teams]
         self.rows = {int(row["run"]): row for row in finished if int(row["run"]) in planned}
         self.runs_to_make = [run for run in planned if run not in self.rows]
@@ -103,45 +104,47 @@ class RunLog:
             self.common |= {"version": __version__, "commit": commit(), "code": code_digest()}
             self.common["torch"] = version("torch")
             append(self._runs_tsv, self.rows.values())  # fails before training if the table cannot be written
-        if self.speaks:
+        if self.prints_log:
             self._print_head()
 
     def _print_head(self) -> None:
         processes = f"{self.ctx.world_size} process{'es' * (self.ctx.world_size > 1)}"
-        say(version_line(self.common["started"]))
-        say("# Python {python}, torch {torch}, CUDA {cuda}, cuDNN {cudnn}{nccl}".format(**software()))
-        say(f"# {self.recipe.workers} workers on {processes}, {self.common['device']}")
-        say(data_line(self.common))
-        say(recipe_line(self.recipe))
-        say(f"# settings {as_pairs(asdict(self.config))}")
-        say(f"# campaign {self.common['campaign']}, {len(self.rows)} of {len(self.config.planned)} runs made before")
+        print_line(version_line(self.common["started"]))
+        print_line("# Python {python}, torch {torch}, CUDA {cuda}, cuDNN {cudnn}{nccl}".format(**software()))
+        print_line(f"# {self.recipe.workers} workers on {processes}, {self.common['device']}")
+        print_line(data_line(self.common))
+        print_line(recipe_line(self.recipe))
+        print_line(f"# settings {as_pairs(asdict(self.config))}")
+        print_line(
+            f"# campaign {self.common['campaign']}, {len(self.rows)} of {len(self.config.planned)} runs finished before"
+        )
 
     def set_up(self, clock: Clock, train_images: int, compiled: bool, graphs: bool) -> None:
-        """Print the published lines about the set-up and the runs made before, and start the progress bar.
+        """Print the published lines about the set-up and the runs finished before, and start the progress bar.
 
-        Raise ConfigError if the runs made before were compiled and now that failed.
+        Raise ConfigError if the runs finished before were compiled and now that failed.
         """
         for row in [*self.rows.values()][:1]:
             check_unchanged(row, compile=compiled)
         # The bar counts work, since the steps of different stages take different times.
-        self._train_images, a_run = train_images, work(self.recipe, train_images)
+        self._train_images, a_run = train_images, run_flop(self.recipe, train_images)
         how = {"unit": "FLOP", "unit_scale": True, "smoothing": 0, "miniters": 1, "initial": a_run * len(self.rows)}
-        how |= {"file": sys.stderr, "disable": None if self.speaks else True}  # None: disabled without a terminal
+        how |= {"file": sys.stderr, "disable": None if self.prints_log else True}  # None: disabled without a terminal
         self._bar = tqdm(total=a_run * (len(self.rows) + len(self.runs_to_make)), **how)
         self.common["compile"] = compiled
         if self.ctx.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.ctx.device)
         if self.ctx.is_main:
             self.common |= driver_and_clocks(self.ctx)  # after the warm-up: an idle GPU lowers its clocks
-        if self.speaks:
+        if self.prints_log:
             if compiled != self.config.compile:
-                say(f"# settings {as_pairs(asdict(replace(self.config, compile=False, no_compile=True)))}")
+                print_line(f"# settings {as_pairs(asdict(replace(self.config, compile=False, no_compile=True)))}")
             if graphs:
-                say("# a training step is one CUDA graph")
+                print_line("# a training step is one CUDA graph")
             if self.common["driver"]:
-                say(f"# driver {self.common['driver']}, clocks {self.common['clocks']}")
-            say(f"Uploaded data to GPUs {clock.seconds['upload']:.3f}s")
-            say(f"Compute patch whitening statistics:     {clock.seconds['whitening']:.3f}s")
+                print_line(f"# driver {self.common['driver']}, clocks {self.common['clocks']}")
+            print_line(f"Uploaded data to GPUs {clock.seconds['upload']:.3f}s")
+            print_line(f"Compute patch whitening statistics:     {clock.seconds['whitening']:.3f}s")
         if self.ctx.is_main:
             for run in sorted(self.rows):
                 self._print_run(self.rows[run])
@@ -150,7 +153,7 @@ class RunLog:
         """Yield the steps and show them on the progress bar."""
         reached = f"{sum(map(reached_goal, self.rows.values()))} of {len(self.rows)} runs over 94%"
         self._bar.set_description(f"run {run + 1} epoch {epoch}, {reached}", refresh=False)
-        flop = work_of_epoch(self.recipe, self._train_images, epoch) // len(steps)
+        flop = epoch_flop(self.recipe, self._train_images, epoch) // len(steps)
         for step in steps:
             yield step
             self._bar.update(flop)
@@ -174,10 +177,10 @@ class RunLog:
         at_goal = ((e["epoch"], e["seconds"]) for e in epochs if e["validation_accuracy"] >= GOAL)
         row["goal_epoch"], row["goal_seconds"] = ("", "") if diverged(row) else next(at_goal, ("", ""))
         row["peak_memory"] = peak_memory(self.ctx.device)
-        # The row comes last: after a kill, a run without a row is made again.
+        # The row comes last: after a kill, a run without a row is repeated.
         if self.config.save and run == self.config.planned[-1]:
             weights = {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}
-            with written_whole(Path(self.config.save)) as unfinished:
+            with write_atomically(Path(self.config.save)) as unfinished:
                 torch.save(weights, unfinished)
         if run == self.config.planned[0]:
             curve = ((epoch["seconds"], epoch["validation_accuracy"]) for epoch in epochs)
@@ -194,7 +197,7 @@ class RunLog:
     def summary(self) -> None:
         """Print the closing lines of the published log; for several teams the launcher does."""
         self._bar.close()
-        if self.speaks and self.teams == 1:
+        if self.prints_log and self.teams == 1:
             print_summary(self.rows.values())
 
     def _print_run(self, row: Row) -> None:
@@ -207,15 +210,17 @@ class RunLog:
             for part in ("train", "validation")
         )
         seconds = float(row["seconds"])
-        say(f"Train {train}, validation {validation} wall time {seconds:.3f}s")
+        print_line(f"Train {train}, validation {validation} wall time {seconds:.3f}s")
         if int(row["run"]) == self.config.planned[0]:
-            say("# wall time of the first run: " + ", ".join(f"{part} {float(row[part]):.3f}s" for part in PARTS))
+            print_line(
+                "# wall time of the first run: " + ", ".join(f"{part} {float(row[part]):.3f}s" for part in PARTS)
+            )
             last, memory = float(row["last_validation"]), float(row["peak_memory"]) / 2**30
             with_it = f"the last validation {last:.3f}s (with it {seconds + last:.3f}s)"
-            say(f"# not in it: {with_it}; peak memory {memory:.2f} GiB")
+            print_line(f"# not in it: {with_it}; peak memory {memory:.2f} GiB")
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line of the log, clear of the progress bar."""
     with tqdm.external_write_mode():
         print(line, flush=True)
@@ -238,6 +243,6 @@ def print_summary(rows: Iterable[Row]) -> None:
     """Print the three closing lines of the published log."""
     rows = list(rows)
     seconds, accuracies = ([float(row[name]) for row in rows] for name in ("seconds", "validation_accuracy"))
-    say(f"Maximum training time {max(seconds)!r} median {statistics.median(seconds)!r}")
-    say(f"Lowest accuracy {min(accuracies)!r} median {round(statistics.median(accuracies), 6)!r}")
-    say(f"{sum(map(reached_goal, rows))} runs reached 0.94 out of {len(rows)}")
+    print_line(f"Maximum training time {max(seconds)!r} median {statistics.median(seconds)!r}")
+    print_line(f"Lowest accuracy {min(accuracies)!r} median {round(statistics.median(accuracies), 6)!r}")
+    print_line(f"{sum(map(reached_goal, rows))} runs reached 0.94 out of {len(rows)}")

@@ -145,7 +145,7 @@ class Launch:
     nproc: int = option(0, "processes on this machine (of a team); 0: as many as fit its GPUs or cores")
     nnodes: int = option(1, "machines; start the script on each")
     node_rank: int = option(0, "number of this machine, from 0")
-    rdzv_endpoint: str = option("", "host:port of the first machine, where the machines meet")
+    rdzv_endpoint: str = option("", "host:port of the first machine, for the rendezvous")
     teams: int = option(1, "launches on this machine that share the runs, each with its own GPUs or cores")
     restarts: int = option(0, "how often a launch that failed is started again, for the missing runs")
     timeout: int = option(3600, "seconds that processes wait for each other")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .campaign import GOAL, written_whole
+from .campaign import GOAL, write_atomically
 from .options import CIFAR_10, ConfigError, exit_on_config_error
 from .read_logs import PUBLISHED, Log, read_log
 
@@ -35,7 +35,7 @@ STYLE = {"font.size": 7, "axes.linewidth": 0.5, "axes.spines.right": False, "axe
 GOAL_LINE = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
 
 
-def spread(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
+def separate_labels(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
     """Move places apart, in order, until neighbours are `gap` away from each other, within [low, high] if they fit."""
     order = np.argsort(places, kind="stable")
     moved = places[order].astype(float)
@@ -71,7 +71,7 @@ def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
     axes.axhline(100 * GOAL, zorder=3, **GOAL_LINE)
     axes.text(10**low, 100 * GOAL + 0.4, " 94%", va="bottom", ha="left", fontsize=6)
     gap = (high - low) * 0.042  # a label's height as a share of the axis
-    places = spread(np.log10([x for x, _ in ends]), gap, low + gap / 2, high - gap / 2)
+    places = separate_labels(np.log10([x for x, _ in ends]), gap, low + gap / 2, high - gap / 2)
     for (label, _, own), (x, y), place in zip(lines, ends, places, strict=True):
         color, weight = (INK, "bold") if own else ("0.35", "normal")
         text = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6, "color": color, "weight": weight}
@@ -109,7 +109,7 @@ def draw_picture(logs: list[Log], labels: list[str], reference: Log, out: Path) 
         draw_runs(axes[1], sides, names, "accuracy", 100, "final test accuracy, %")
         axes[1].axvline(100 * GOAL, zorder=0, **GOAL_LINE)
         draw_runs(axes[2], sides, names, "seconds", 1, "seconds")
-    with written_whole(out.resolve()) as unfinished:  # the target of a link, not the link
+    with write_atomically(out.resolve()) as unfinished:  # the target of a link, not the link
         figure.savefig(unfinished, dpi=200, format=out.suffix[1:].lower())
 
 

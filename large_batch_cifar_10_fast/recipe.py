@@ -213,12 +213,12 @@ def training_flop(recipe: Recipe, stage: Stage) -> int:
     return counter.get_total_flops()
 
 
-def work_of_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
+def epoch_flop(recipe: Recipe, total_images: int, epoch: int) -> int:
     """Return the floating-point operations of an epoch's training steps, without evaluation."""
     images = recipe.workers * images_of_an_epoch(recipe, total_images, epoch)
     return images * training_flop(recipe, stage_of(recipe, epoch).kind)
 
 
-def work(recipe: Recipe, total_images: int) -> int:
+def run_flop(recipe: Recipe, total_images: int) -> int:
     """Return the floating-point operations of a run's training steps."""
-    return sum(work_of_epoch(recipe, total_images, epoch) for epoch in range(1, recipe.epochs + 1))
+    return sum(epoch_flop(recipe, total_images, epoch) for epoch in range(1, recipe.epochs + 1))

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .campaign import Row, rows_from_main
-from .checks import check_agreement, check_request, explaining_memory, resolve_defaults
+from .checks import check_agreement, check_request, out_of_memory_hint, resolve_defaults
 from .command_line import read_launch, read_request
 from .compiling import Forward, compiled
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Shards, Step, normalize, upload_shards, upload_test
 from .devices import allow_tf32
-from .distributed import DistContext, init_distributed, leaving
+from .distributed import DistContext, exit_process, init_distributed
 from .evaluate import evaluate
 from .graphs import StepGraphs, TakeStep, graphed
 from .layers import prepare_norms, update_statistics
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
         config, recipe = read_request(arguments, finished)
         check_request(config, recipe, ctx.world_size, ctx.is_main, finished)
         ctx = replace(ctx, total_workers=recipe.workers)
-        with explaining_memory(config.micro_batches, recipe.batch_size, ctx):
+        with out_of_memory_hint(config.micro_batches, recipe.batch_size, ctx):
             train_campaign(config, recipe, ctx, finished, launch.team)
 
 
@@ -121,13 +121,13 @@ def prepare(images: Images, model: Model, clock: Clock) -> Data:
     """Upload and normalize the images, compute the whitening filters. All of it counts as training (section 6)."""
     recipe, network, ctx = model.recipe, model.network, model.ctx
     dtype = weight_dtype(recipe, model.precision)
-    with clock.counting("upload"):
+    with clock.timed("upload"):
         train = upload_shards(*images.train, recipe, ctx, model.micro_batches, compile=model.compiled and ctx.on_gpu)
         test_images, test_labels = upload_test(*images.test, ctx)
-    with clock.counting("preprocessing"):
+    with clock.timed("preprocessing"):
         train = replace(train, images=normalize(train.images, dtype))
         test_images = normalize(test_images, dtype)
-    with clock.counting("whitening"):
+    with clock.timed("whitening"):
         if ctx.is_main:
             recipe.whiten(network, train.images[:: len(ctx.workers)])  # worker 0's
         ctx.broadcast(*frozen_weights(network).values())
@@ -153,14 +153,14 @@ def train_once(run: int, seed: int, model: Model, data: Data, take: TakeStep, cl
     restart(model.optimizers)
     data.losses.fill_(math.inf)
     for epoch in range(1, recipe.epochs + 1):
-        with clock.counting("training"):
+        with clock.timed("training"):
             apply_stage(network, stage_of(recipe, epoch))
             data.metrics.sums.zero_()
             steps = data.train.epoch(seed, epoch, data.losses)
             for number, step in enumerate(log.progress(steps, run, epoch), 1):
                 follow_schedules(model.optimizers, epoch - 1 + number / len(steps))
                 take(step)
-        with clock.counting("validation"):  # shown, but not part of the training time (section 6)
+        with clock.timed("validation"):  # shown, but not part of the training time (section 6)
             predict = recipe.tta if epoch == recipe.epochs else recipe.tta_early
             validation = evaluate(network, recipe, predict, model.precision, data.test, ctx)
         train = data.metrics.read()
@@ -209,5 +209,5 @@ def steps_of_every_kind(model: Model, shards: Shards) -> Iterator[Step]:
 
 
 if __name__ == "__main__":
-    with leaving():
+    with exit_process():
         main(sys.argv[1:])

@@ -7,7 +7,7 @@ import torch
 
 from large_batch_cifar_10_fast.layers import norms_of, prepare_norms
 from large_batch_cifar_10_fast.options import ConfigError
-from large_batch_cifar_10_fast.recipe import cast, frozen_weights, make_network, reset, work
+from large_batch_cifar_10_fast.recipe import cast, frozen_weights, make_network, reset, run_flop
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
 SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
@@ -44,7 +44,7 @@ def test_groups_that_do_not_fit_are_refused(options, message):
 def test_parameters_work_and_shapes_are_the_methods():
     network = Apple2019().network()
     assert sum(p.numel() for p in network.parameters() if p.requires_grad) == 6_570_880
-    assert work(Apple2019(), 50_000) == pytest.approx(2.01e15, rel=0.002)
+    assert run_flop(Apple2019(), 50_000) == pytest.approx(2.01e15, rel=0.002)
     shapes = {}
     for name in ("whitening", "prep", "layer1", "layer2", "layer3", "head"):
         getattr(network, name).register_forward_hook(

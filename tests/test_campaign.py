@@ -95,7 +95,7 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(a
         with started(tmp_path, *(["--resume"] if made else arguments)) as process:
             wait_for_rows(table, made + 1, process)
             children = children_of(process.pid)
-            assert set() < listening(children) <= LOOPBACK, "the processes meet on this machine"
+            assert set() < listening(children) <= LOOPBACK, "the rendezvous is on this machine"
             end(process)
             assert process.wait(timeout=10) == status
             errors = process.stderr.read()
@@ -104,7 +104,7 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(a
         assert table.read_text().startswith(kept), "finished rows are not touched"
         kept = table.read_text()
         made = kept.count("\n") - 1
-        line = f"{reason}.*; {made} of its {RUNS} runs are made, continue with --resume.*\n$" if reason else "^$"
+        line = f"{reason}.*; {made} of its {RUNS} runs are finished, continue with --resume.*\n$" if reason else "^$"
         assert re.search(line, errors)
         assert ("(details: last_failure.txt)" in errors) == report.exists() == (status == 1)
         report.unlink(missing_ok=True)

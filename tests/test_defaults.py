@@ -14,7 +14,7 @@ def defaults(monkeypatch):
     """Return a function of a machine and options: cores, seconds of a run on one of them, whether bf16 is faster."""
 
     def resolve(cores: int, seconds: float, bf16: bool, **options: object) -> RunConfig:
-        monkeypatch.setattr(checks, "work", lambda recipe, images: seconds * checks.CORE)
+        monkeypatch.setattr(checks, "run_flop", lambda recipe, images: seconds * checks.CORE)
         monkeypatch.setattr(checks, "count_cores", lambda: cores)
         monkeypatch.setattr(checks, "gains_by_bf16", lambda: bf16)
         return checks.resolve_defaults(

@@ -92,7 +92,7 @@ def precision_on(monkeypatch, capability, recipe, precision="", others=None):
     """Return the precision on a GPU of this compute capability, where another process has bf16 or not."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(DistContext, "all_gather_words", lambda ctx, subject, word: [word, others or word])
+    monkeypatch.setattr(DistContext, "all_gather_strings", lambda ctx, key, text: [text, others or text])
     return checks.precision_on(DistContext(0, 1, torch.device("cuda:0"), 8), precision, recipe, 50_000)
 
 

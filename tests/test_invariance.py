@@ -106,7 +106,7 @@ def test_two_machines_equal_one_and_go_on_with_what_the_first_has_finished(few_n
     pd.read_csv(table, sep="\t", dtype=str, keep_default_na=False).assign(runs="2").to_csv(table, sep="\t", index=False)
     first, second = _on_two_machines(tmp_path, {"first": ["--resume"], "second": ["--resume"]}, OMP_NUM_THREADS=1)
     assert first[0] == 0, first
-    assert ", 1 of 2 runs made before\n" in first[1]
+    assert ", 1 of 2 runs finished before\n" in first[1]
     assert second[:2] == (0, "")
     assert pd.read_csv(table, sep="\t")["seed"].tolist() == [0, 1]
     assert not list((tmp_path / "second").iterdir()), "only the first machine writes"

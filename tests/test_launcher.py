@@ -35,7 +35,7 @@ from pathlib import Path
 from large_batch_cifar_10_fast import distributed, launch
 from large_batch_cifar_10_fast.options import ConfigError, Launch, exit_on_config_error
 if "RANK" in os.environ:
-    with distributed.leaving():
+    with distributed.exit_process():
         if os.environ["RANK"] == "1":
             raise ConfigError("only process 1 sees it")
         time.sleep(60)

@@ -15,7 +15,7 @@ from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import norms_of
 from large_batch_cifar_10_fast.optim import NesterovSGD
 from large_batch_cifar_10_fast.options import ConfigError
-from large_batch_cifar_10_fast.recipe import autocast, weight_dtype, work
+from large_batch_cifar_10_fast.recipe import autocast, run_flop, weight_dtype
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.page import Page
@@ -117,7 +117,7 @@ def test_the_table_in_the_documents_is_counted_on_the_recipes():
             recipe.network().eval()(torch.empty(1, 3, 32, 32))
         assert f"{counter.get_total_flops() / 2e9:.3f}" == multiply_adds
         assert (f"{recipe.workers} x {recipe.batch_size}", str(recipe.epochs)) == (batches, epochs)
-        assert f"{work(recipe, 50_000) / 1e15:.2f}" == pflop
+        assert f"{run_flop(recipe, 50_000) / 1e15:.2f}" == pflop
         optimizer = recipe.optimizers(network, DistContext(0, 1, CPU, recipe.workers))[0]
         schedule = optimizer.param_groups[0]["schedules"]["lr"]
         for_the_mean = recipe.batch_size if isinstance(optimizer, NesterovSGD) else 1  # it takes the loss's sum

@@ -16,7 +16,7 @@ from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.metrics import Score
 from large_batch_cifar_10_fast.options import ConfigError
-from large_batch_cifar_10_fast.recipe import Stage, apply_stage, frozen_weights, make_network, reset, stage_of, work
+from large_batch_cifar_10_fast.recipe import Stage, apply_stage, frozen_weights, make_network, reset, run_flop, stage_of
 from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe
 from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once, warm_up
 
@@ -53,10 +53,10 @@ def test_parameters_and_work_are_the_published_ones():
         Muon2024().network().eval()(torch.empty(1, 3, 32, 32))
     dropped = 2 * 9 * (24 * 64 * (31**2 - 30**2) + 64 * 256 * (15**2 - 14**2) + 256 * 256 * (7**2 - 6**2))
     assert counter.get_total_flops() + dropped == pytest.approx(0.236e9, rel=2e-3)
-    assert work(Muon2024(), 50_000) + 3 * dropped * 50_000 * 8 == pytest.approx(0.278e15, rel=0.01)
-    assert work(MuonRecipe(), 50_000) == pytest.approx(0.1737e15, rel=1e-3)
+    assert run_flop(Muon2024(), 50_000) + 3 * dropped * 50_000 * 8 == pytest.approx(0.278e15, rel=0.01)
+    assert run_flop(MuonRecipe(), 50_000) == pytest.approx(0.1737e15, rel=1e-3)
     whole, halved = (MuonRecipe(epochs=2, pixels="32", whitening_epochs=0, kept=kept) for kept in ("1", "1,0.5"))
-    assert work(halved, 50_000) / work(whole, 50_000) == (25 + 12) / 50, "full batches alone"
+    assert run_flop(halved, 50_000) / run_flop(whole, 50_000) == (25 + 12) / 50, "full batches alone"
 
 
 def test_work_is_what_torch_counts_over_a_run_that_is_made(monkeypatch):
@@ -68,7 +68,7 @@ def test_work_is_what_torch_counts_over_a_run_that_is_made(monkeypatch):
         train_once(0, 0, model, data, make_step(model, data), Clock(ALONE.synchronize), Recorder())
     counted = {str(name): flop for name, flop in counter.get_flop_counts()["Global"].items()}
     assert counted.pop("aten.bmm") > 0, "Muon's products are no images'"
-    assert sum(counted.values()) == work(recipe, 643)
+    assert sum(counted.values()) == run_flop(recipe, 643)
 
 
 def test_stages_begin_where_the_resolution_changes_or_the_bias_comes_to_rest():

@@ -8,7 +8,7 @@ import pytest
 from conftest import REPO
 from matplotlib.figure import Figure
 
-from large_batch_cifar_10_fast.plot import ENTRIES, main, spread
+from large_batch_cifar_10_fast.plot import ENTRIES, main, separate_labels
 from large_batch_cifar_10_fast.read_logs import PUBLISHED
 
 CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"
@@ -46,7 +46,7 @@ def test_every_line_and_distribution_is_labelled(tmp_path):
 
 def test_labels_are_spread_in_order_with_a_gap():
     places = np.array([1.0, 1.02, 3.0, 0.0, 1.01])
-    moved = spread(places, 0.2, -0.5, 3.5)
+    moved = separate_labels(places, 0.2, -0.5, 3.5)
     assert np.argsort(moved).tolist() == np.argsort(places).tolist()
     assert np.diff(np.sort(moved)).min() > 0.2 - 1e-6
     assert (moved[3], moved[2]) == (0.0, 3.0)

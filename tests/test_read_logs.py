@@ -32,7 +32,7 @@ def published_form(rows: pd.DataFrame = PUBLISHED, shift: float = 0.0, summary: 
 
 
 def our_form(accuracies, campaign: str = "") -> str:
-    lines = [f"# campaign {campaign}, 0 of 4 runs made before\n"] if campaign else []
+    lines = [f"# campaign {campaign}, 0 of 4 runs finished before\n"] if campaign else []
     form = "Train acc 0.9880 loss 0.920, validation acc {:.4f} loss 0.991 wall time 4.{:03d}s\n"
     return OUR_HEAD + "".join([*lines, *(form.format(accuracy, i) for i, accuracy in enumerate(accuracies))])
 

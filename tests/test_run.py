@@ -14,8 +14,8 @@ from conftest import REPO, TINY, environment, train_here, train_together
 
 from large_batch_cifar_10_fast import log as run_log
 from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.campaign import COLUMNS, write_timing_log, written_whole
-from large_batch_cifar_10_fast.checks import explaining_memory
+from large_batch_cifar_10_fast.campaign import COLUMNS, write_atomically, write_timing_log
+from large_batch_cifar_10_fast.checks import out_of_memory_hint
 from large_batch_cifar_10_fast.data.cifar10 import load_images
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.log import Clock
@@ -201,7 +201,7 @@ def test_memory_running_out_is_explained(error, capsys):
     with (
         pytest.raises(SystemExit) as end,
         exit_on_config_error("train"),
-        explaining_memory(1, 256, ctx),
+        out_of_memory_hint(1, 256, ctx),
     ):
         raise error
     assert end.value.code == 2
@@ -214,7 +214,7 @@ def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "timing_log.tsv"
     write_timing_log(path, [(3.6, 0.5), (7.2, 0.9412)])
     assert path.read_text() == "epoch\thours\ttop1Accuracy\n1\t0.001\t50\n2\t0.002\t94.12\n"
-    with contextlib.suppress(KeyboardInterrupt), written_whole(path) as unfinished:
+    with contextlib.suppress(KeyboardInterrupt), write_atomically(path) as unfinished:
         unfinished.write_text("half")
         raise KeyboardInterrupt
     assert "94.12" in path.read_text()
@@ -225,12 +225,12 @@ def test_the_clock_counts_parts_and_waits_at_both_ends(monkeypatch):
     now, waits = [100.0], []
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     clock = Clock(lambda: waits.append(now[0]))
-    with clock.counting("upload"):
+    with clock.timed("upload"):
         now[0] += 2
     now[0] += 50  # validation, say
     fork = clock.fork()
     for _ in range(2):
-        with fork.counting("training"):
+        with fork.timed("training"):
             now[0] += 3
     assert fork.seconds == {"upload": 2, "training": 6}
     assert (fork.total, clock.total) == (8, 2)

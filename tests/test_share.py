@@ -44,7 +44,7 @@ def test_merged_shares_equal_the_tables_of_one_launch(tables, tmp_path, capsys):
 
 def test_missing_runs_are_named_and_made_by_resume(tables, tmp_path, capsys):
     campaign.main([str(tables["even"]), "--out", str(tmp_path)])
-    assert f"; not made yet: 1, 3 (train_cifar_parallel.sh --resume --out {tmp_path} " in capsys.readouterr().out
+    assert f"; missing: 1, 3 (train_cifar_parallel.sh --resume --out {tmp_path} " in capsys.readouterr().out
     train_here("--resume", "--out", tmp_path)
     pd.testing.assert_frame_equal(_rows(tmp_path / "runs.tsv"), _rows(tables["whole"]))
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..cpu import HalvingPool
+from ..cpu import MaxPool2x2
 from ..data.augment import CropAndFlip, assign_balanced
 from ..distributed import DistContext
 from ..layers import GhostBatchNorm, Norm, convolution, whitening_filters
@@ -111,10 +111,10 @@ class Network(nn.Module):
 
     def __init__(self, width: int, norm: Norm) -> None:
         super().__init__()
-        self.prep = nn.Sequential(convolution(27, width, size=1), *normed(width, norm))
-        self.layer1 = nn.Sequential(halving(width, 2 * width, norm), Residual(2 * width, norm))
-        self.layer2 = halving(2 * width, 4 * width, norm)
-        self.layer3 = nn.Sequential(halving(4 * width, 8 * width, norm), Residual(8 * width, norm))
+        self.prep = nn.Sequential(convolution(27, width, size=1), *norm_celu(width, norm))
+        self.layer1 = nn.Sequential(conv_pool_norm(width, 2 * width, norm), Residual(2 * width, norm))
+        self.layer2 = conv_pool_norm(2 * width, 4 * width, norm)
+        self.layer3 = nn.Sequential(conv_pool_norm(4 * width, 8 * width, norm), Residual(8 * width, norm))
         self.head = nn.Sequential(nn.MaxPool2d(4), nn.Flatten(), nn.Linear(8 * width, 10, bias=False))
         self.whitening = convolution(3, 27).requires_grad_(False)  # last, so that no other initial weight depends on it
 
@@ -128,17 +128,17 @@ class Residual(nn.Module):
 
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
-        blocks = [(convolution(channels, channels), *normed(channels, norm)) for _ in range(2)]
+        blocks = [(convolution(channels, channels), *norm_celu(channels, norm)) for _ in range(2)]
         self.branch = nn.Sequential(*blocks[0], *blocks[1])
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.branch(x)
 
 
-def halving(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
+def conv_pool_norm(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
     """Return convolution, pooling, norm, CELU; pooling first leaves a quarter of the work to the norm."""
-    return nn.Sequential(convolution(channels_in, channels_out), HalvingPool(), *normed(channels_out, norm))
+    return nn.Sequential(convolution(channels_in, channels_out), MaxPool2x2(), *norm_celu(channels_out, norm))
 
 
-def normed(channels: int, norm: Norm) -> tuple[nn.Module, nn.Module]:
+def norm_celu(channels: int, norm: Norm) -> tuple[nn.Module, nn.Module]:
     return norm(channels), nn.CELU(CELU_ALPHA)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ..cpu import Convolution, ConvolutionToPool, HalvingPool
+from ..cpu import Convolution, ConvolutionToPool, MaxPool2x2
 from ..data.augment import CropAndAlternateFlip, assign_independent
 from ..distributed import DistContext
-from ..layers import GhostBatchNorm, whitening_filters
+from ..layers import GhostBatchNorm, Norm, whitening_filters
 from ..metrics import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
 from ..optim import Muon, PiecewiseLinear
 from ..options import ConfigError, check_not_negative, check_positive, check_within, option, same_option, spelled
@@ -155,7 +155,7 @@ class Muon2024(MuonRecipe):
 class Network(nn.Module):
     """Images [B, 3, H, W] to logits [B, 10]; 1,971,352 trained parameters at width 64, 0.211 GFLOP forward."""
 
-    def __init__(self, width: int, norm: partial) -> None:
+    def __init__(self, width: int, norm: Norm) -> None:
         super().__init__()
         self.whitening = nn.Conv2d(3, 24, 2)
         self.whitening.weight.requires_grad_(False)
@@ -172,11 +172,11 @@ class Network(nn.Module):
         return self.linear(self.pool(x)) * LOGIT_SCALE
 
 
-def group(channels_in: int, channels_out: int, norm: partial) -> nn.Sequential:
+def group(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
     """Return two convolutions with norms; pooling comes before the first norm."""
     return nn.Sequential(
         dirac_init(ConvolutionToPool, channels_in, channels_out),
-        HalvingPool(),
+        MaxPool2x2(),
         *(norm(channels_out), nn.GELU()),
         dirac_init(Convolution, channels_out, channels_out),
         *(norm(channels_out), nn.GELU()),
