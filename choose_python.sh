@@ -40,27 +40,15 @@ is_made_of() {
     [ -z "${PYTHON:-}" ] || [ "$ours" = "$("$1" -I -c "$which" 2>/dev/null)" ]
 }
 
-# Run a command that ends when this script is killed, where bash alone would leave it behind; after SIGKILL the kernel
-# sees to it, where util-linux has setpriv.
-attended() {
-    local tied=""
-    ! command -v setpriv >/dev/null || tied="setpriv --pdeathsig TERM"
-    $tied "$@" &
-    local child=$!
-    trap 'kill "$child" 2>/dev/null; exit 143' TERM INT HUP
-    wait "$child" || { local status=$?; trap - TERM INT HUP; return "$status"; }
-    trap - TERM INT HUP
-}
-
 make_venv() { # INTERPRETER WHY
     if ! is_made_of "$1" || ! "$top/.venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
         echo "Making $top/.venv: $2" >&2
-        attended "$1" -I -m venv --clear "$top/.venv" >&2 || { echo "$1 cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 2; }
+        "$1" -I -m venv --clear "$top/.venv" >&2 || { echo "$1 cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 2; }
     else
         echo "Finishing $top/.venv" >&2
     fi
-    attended "$top/.venv/bin/python" -I -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
-        || { echo "Installing requirements.txt into $top/.venv failed; start again to go on" >&2; exit 2; }
+    "$top/.venv/bin/python" -I -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
+        || { echo "Installing requirements.txt into $top/.venv failed; start again to continue" >&2; exit 2; }
     cp "$top/requirements.txt" "$top/.venv/complete"
 }
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .distributed import DistContext, warn
-from .environment import code_digest, utc_now
+from .environment import code_digest
 from .options import WHOLE, ConfigError, exit_on_config_error, runs_of
 
 Row = dict[str, str]
@@ -25,13 +25,12 @@ GOAL = 0.94  # accuracy
 PARTS = ("upload", "preprocessing", "whitening", "training")  # of the training time (method, section 6)
 CONDITIONS = ("precision", "micro_batches", "compile", "no_warmup")  # of RunConfig, may show in a result
 COLUMNS = [
-    *("campaign", "started", "run", "runs", "share", "seed", "recipe", "options", "workers", "processes"),
+    *("campaign", "run", "runs", "share", "seed", "recipe", "options", "workers", "processes"),
     *CONDITIONS,
     *("device", "driver", "clocks", "data", "images", "digest", "version", "commit", "code", "torch"),
     *("train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images"),
     *("validation_loss", *PARTS, "seconds", "last_validation", "goal_epoch", "goal_seconds", "peak_memory"),
 ]
-OLDER = [name for name in COLUMNS if name != "share"]  # the columns before there were shares
 EPOCHS = ["campaign", "run", "epoch", "seconds", "train_loss", "train_accuracy", "validation_loss"]
 EPOCHS += ["validation_accuracy"]
 CURVE = ("epoch", "hours", "top1Accuracy")  # DAWNBench's
@@ -54,44 +53,45 @@ def planned_by(row: Row) -> range:
     return runs_of(row["share"], int(row["runs"]))
 
 
+def first_seed(row: Row) -> int:
+    """Return the seed of the campaign's run 0."""
+    return int(row["seed"]) - int(row["run"])
+
+
 # Reading
 
 
-def read_rows(path: Path, content: bytes | None = None, to_append: bool = False) -> list[Row]:
+def read_rows(path: Path, content: bytes | None = None) -> list[Row]:
     """Return the rows of a runs.tsv (or of its `content`) without a half-written last one.
 
     Raise ConfigError, naming the line, if the table has other columns or is damaged.
     """
     lines = split_rows(path.read_bytes() if content is None else content)[0].decode(errors="replace").splitlines()
-    head = lines[0].split("\t") if lines else COLUMNS
-    if head != COLUMNS and (to_append or head != OLDER):
+    if lines and lines[0].split("\t") != COLUMNS:
         raise ConfigError(f"{path} has other columns than this version writes: move it or choose another --out")
-    rows, seen, first_seed = [], set(), {}
+    rows, seen, seeds = [], set(), {}
     try:
         for fields in csv.reader(lines[1:], delimiter="\t"):
-            row = {"share": WHOLE, **dict(zip(head, fields, strict=True))}
-            _check_row(row, seen, first_seed)
+            row = dict(zip(COLUMNS, fields, strict=True))
+            _check_row(row, seen, seeds)
             rows.append(row)
     except (ValueError, csv.Error, ConfigError) as error:
         raise ConfigError(f"{path}, line {len(rows) + 2}: {error}; correct it or choose another --out") from None
     return rows
 
 
-def _check_row(row: Row, seen: set, first_seed: dict[str, int]) -> None:
+def _check_row(row: Row, seen: set, seeds: dict[str, int]) -> None:
     """Raise an error for a wrong number, a run that occurs twice or is not of its share, and a wrong seed."""
-    for name in (*INTEGERS, *FLOATS):
-        try:
-            (int if name in INTEGERS else float)(row[name])
-        except ValueError:
-            raise ValueError(f"{name} is {row[name][:40]!r}, not a number") from None
-    campaign, run, seed = row["campaign"], int(row["run"]), int(row["seed"])
+    for kind, names in ((int, INTEGERS), (float, FLOATS)):
+        [kind(row[name]) for name in names]
+    campaign, run = row["campaign"], int(row["run"])
     if run not in planned_by(row):
         raise ValueError(f"run {run} is none of share {row['share']} of {row['runs']} runs")
     if (campaign, run) in seen:
         raise ValueError(f"run {run} of campaign {campaign} occurs a second time")
     seen.add((campaign, run))
-    if seed != (expected := first_seed.setdefault(campaign, seed - run) + run):
-        raise ValueError(f"seed is {seed}, but {expected} by the first row of campaign {campaign}")
+    if first_seed(row) != (expected := seeds.setdefault(campaign, first_seed(row))):
+        raise ValueError(f"seed is {row['seed']}, but {expected + run} by the first row of campaign {campaign}")
 
 
 def split_rows(content: bytes) -> tuple[bytes, bytes]:
@@ -130,7 +130,7 @@ def append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """
     with table_to_append(path) as (file, complete):
         try:
-            existing = {(row["campaign"], row["run"]) for row in read_rows(path, complete, to_append=True)}
+            existing = {(row["campaign"], row["run"]) for row in read_rows(path, complete)}
         except ConfigError as problem:
             set_aside(path, as_lines(COLUMNS, rows))
             raise ConfigError(f"{problem}; this campaign's rows are in {path}.broken") from None
@@ -210,18 +210,12 @@ def write_atomically(path: Path) -> Iterator[Path]:
 # Resuming
 
 CAMPAIGN = "LARGE_BATCH_CAMPAIGN"  # environment variables from the launcher to its processes: the campaign's name,
-STARTED = "LARGE_BATCH_STARTED"  # the time at which it started,
 SUPERVISED = "LARGE_BATCH_SUPERVISED"  # and whether a launcher of teams, or with --restarts, started this launcher
 
 
 def campaign_of_this_launch() -> str:
     """Return the campaign's name, which the launcher chose; without a launcher a new one."""
     return os.environ.get(CAMPAIGN) or f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
-
-
-def started() -> str:
-    """Return when this launch's campaign started."""
-    return os.environ.get(STARTED) or utc_now()
 
 
 def is_restart() -> bool:
@@ -275,8 +269,8 @@ def merged(tables: Mapping[str, list[Row]]) -> list[Row]:
     first_file, first = next((file, rows[0]) for file, rows in tables.items())
     for file, row in ((file, row) for file, rows in tables.items() for row in rows):
         differing = [f"{name} ({row[name]}, not {first[name]})" for name in ALIKE if row[name] != first[name]]
-        if _first_seed(row) != _first_seed(first):
-            differing.append(f"seed of the first run ({_first_seed(row)}, not {_first_seed(first)})")
+        if first_seed(row) != first_seed(first):
+            differing.append(f"seed of the first run ({first_seed(row)}, not {first_seed(first)})")
         if differing:
             raise ConfigError(f"{file} has other {', '.join(differing)} than {first_file}: they are not one campaign")
         if (run := int(row["run"])) in origin:
@@ -284,10 +278,6 @@ def merged(tables: Mapping[str, list[Row]]) -> list[Row]:
         origin[run] = file
     rows = sorted((row for rows in tables.values() for row in rows), key=lambda row: int(row["run"]))
     return [row | {"campaign": rows[0]["campaign"], "share": WHOLE} for row in rows]
-
-
-def _first_seed(row: Row) -> int:
-    return int(row["seed"]) - int(row["run"])
 
 
 def epochs_beside(path: Path, campaign: str) -> list[Row]:

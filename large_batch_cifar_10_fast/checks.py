@@ -15,7 +15,7 @@ from .data.cifar10 import count_training_images, load_images
 from .devices import BF16_FROM, check_precision, count_cores, gains_by_bf16
 from .distributed import DistContext
 from .environment import code_digest
-from .options import SYNTHETIC, ConfigError, RunConfig, as_pairs, from_pairs, has_option, spelled
+from .options import SYNTHETIC, ConfigError, RunConfig, as_pairs, from_pairs
 from .recipe import Recipe, images_of_an_epoch, run_flop
 
 TABLES = ("runs.tsv", "epochs.tsv", "timing_log.tsv")
@@ -39,17 +39,12 @@ def check_request(config: RunConfig, recipe: Recipe, world_size: int, writes: bo
 def check_processes(micro_batches: int, recipe: Recipe, world_size: int) -> None:
     """Raise ConfigError for numbers of processes or micro-batches that do not divide the workers."""
     if recipe.workers % world_size:
-        fitting = " or ".join(str(p) for p in range(1, recipe.workers + 1) if recipe.workers % p == 0)
-        raise ConfigError(f"{_workers_of(recipe)} cannot be split over {world_size} processes: use {fitting}")
+        *most, all_workers = (str(p) for p in range(1, recipe.workers + 1) if recipe.workers % p == 0)
+        fitting = f"{', '.join(most)} or {all_workers}"
+        raise ConfigError(f"{recipe.workers} workers cannot be split over {world_size} processes: use {fitting}")
     here = recipe.workers // world_size
     if here % micro_batches:
         raise ConfigError(f"--micro_batches {micro_batches} does not divide the {here} workers of a process")
-
-
-def _workers_of(recipe: Recipe) -> str:
-    if has_option(recipe, "workers"):
-        return spelled(recipe, "workers")
-    return f"the workers of recipe {recipe.name} ({recipe.workers})"
 
 
 def check_images(recipe: Recipe, train_count: int) -> None:
@@ -57,7 +52,7 @@ def check_images(recipe: Recipe, train_count: int) -> None:
     needed = recipe.workers * recipe.batch_size
     if needed > train_count:
         raise ConfigError(
-            f"{_workers_of(recipe)} x --batch_size {recipe.batch_size} = {needed} images a step, more than "
+            f"{recipe.workers} workers x --batch_size {recipe.batch_size} = {needed} images a step, more than "
             f"the training set's {train_count}: use a smaller batch, fewer workers or more images"
         )
     for stage in recipe.stages:
@@ -83,7 +78,7 @@ def check_out(out: Path, save: str) -> None:
     except OSError as error:  # a name that is too long, say
         raise ConfigError(f"--out or --save cannot be written: {error}") from error
     if (out / "runs.tsv").exists():
-        read_rows(out / "runs.tsv", to_append=True)
+        read_rows(out / "runs.tsv")
 
 
 def _check_writable(option: str, path: Path, folder: Path) -> None:

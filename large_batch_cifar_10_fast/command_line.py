@@ -1,7 +1,6 @@
 """From a command line to a RunConfig and a recipe; with --resume, to those of a campaign."""
 
 import argparse
-import contextlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from typing import get_type_hints
 
 from . import __version__
-from .campaign import CONDITIONS, Row, check_unchanged, finished_rows, is_restart, planned_by
+from .campaign import CONDITIONS, Row, check_unchanged, finished_rows, first_seed, is_restart, planned_by
 from .environment import commit
 from .options import ConfigError, Launch, RunConfig, as_pairs, from_pairs
 from .recipe import Recipe
@@ -69,13 +68,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise ConfigError(f"{message}; --help lists the options")
 
-    def parse_known_args(self, *arguments, **more) -> tuple[argparse.Namespace, list[str]]:
-        known, unknown = super().parse_known_args(*arguments, **more)
-        for name, value in vars(known).items():
-            if value == []:  # what argparse makes of `--name=--`
-                self.error(f"argument --{name}: expected one argument")
-        return known, unknown
-
 
 def _parser(kind: type) -> Parser:
     """Return the parser of all options with this recipe. Options that are not given are absent from its result."""
@@ -123,37 +115,29 @@ def _resumed(
             raise ConfigError(
                 f"--resume: --save keeps the weights of run {planned[-1]}, which is finished: leave out --save"
             )
-    if row["recipe"] not in RECIPES:
-        raise ConfigError(f"--resume: this version has no recipe {row['recipe']}: start without --resume")
-    kind = RECIPES[row["recipe"]]
-    recipe = _made_of(kind, _typed(kind, row, from_pairs(row["options"])))
-    if as_pairs(asdict(recipe)) != row["options"]:
-        raise ConfigError(f"--resume: campaign {row['campaign']} lacks options of {kind.name}: {CHANGED}")
-    kept = _typed(RunConfig, row, {name: row[name] for name in ("runs", "share", *CONDITIONS)})
-    kept |= {"seed": int(row["seed"]) - int(row["run"]), "no_compile": not kept["compile"]}
+    try:
+        kind, values = RECIPES[row["recipe"]], _parse(_arguments_of(row))[1]
+        first, recipe = _made_of(RunConfig, values), _made_of(kind, values)
+        if as_pairs(asdict(recipe)) != row["options"]:
+            raise ConfigError(f"options are {as_pairs(asdict(recipe))} now")
+    except (ConfigError, KeyError) as error:
+        changed = "its table or this version was changed; restore it, or start without --resume"
+        raise ConfigError(f"--resume: campaign {row['campaign']} cannot be repeated ({error}): {changed}") from error
+    kept = {name: getattr(first, name) for name in ("runs", "share", "seed", "no_compile", *CONDITIONS)}
     campaign = kept | asdict(recipe)
     now = {key: value for key, value in asked.items() if key in campaign}
     check_unchanged(row | campaign, recipe=name or kind.name, **now)
     return replace(config, **kept, data=asked.get("data", _images_here(row, config))), recipe
 
 
-CHANGED = "its table was changed; restore it, or start without --resume"
+def _arguments_of(row: Row) -> list[str]:
+    """Return the command line that makes the runs of a row's campaign."""
+    values = {name: row[name] for name in ("recipe", "runs", "share", *CONDITIONS)} | from_pairs(row["options"])
+    values |= {"seed": str(first_seed(row)), "no_compile": str(row["compile"] == "False")}
+    return [f"--{name}" if text == "True" else f"--{name}={text}" for name, text in values.items() if text != "False"]
 
 
 def _images_here(row: Row, config: RunConfig) -> str:
     """Return the campaign's --data; on other machines than the first the default, if that path does not exist there."""
     elsewhere = os.path.isabs(row["data"]) and not os.path.exists(row["data"]) and os.environ.get("RANK", "0") != "0"
     return config.data if elsewhere else row["data"]
-
-
-def _typed(kind: type, row: Row, texts: Mapping[str, str]) -> dict[str, object]:
-    """Return the values of a row's texts. Raise ConfigError for a text that this version would not have written."""
-    kinds, values = get_type_hints(kind), {}
-    choices = {entry.name: entry.metadata.get("choices") for entry in fields(kind)}
-    for name, text in texts.items():
-        with contextlib.suppress(ValueError):
-            if name in choices:
-                values[name] = text == "True" if kinds[name] is bool else kinds[name](text)
-        if name not in values or str(values[name]) != text or text not in (choices[name] or [text]):
-            raise ConfigError(f"--resume: campaign {row['campaign']} has {name}={text[:40]}: {CHANGED}")
-    return values

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .distributed import DistContext
 from .layers import prepare_norms
+from .options import first_line
 from .recipe import Recipe, TrainingPass, apply_stage, reset
 
 # How far off a compiled gradient may be, as a share of its length. Rounding in another order reached 0.44 in a bias in
@@ -54,7 +55,7 @@ def compiled(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler raises nearly anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         broken = " (an earlier compilation was interrupted: delete this file)" * reason.endswith("file too short")
         ctx.warn(f"not compiled ({reason}){broken}: training continues uncompiled; --no_compile skips the attempt")
         forward = eager

@@ -14,14 +14,13 @@ from functools import cache
 import torch
 
 from .cpu import keep_freed_memory
-from .options import ConfigError
+from .options import ConfigError, first_line
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 DTYPES |= {"fp64": torch.float64}
 TESTED = "torch 2.10.0 and torchvision 0.25.0"
 DEFAULT_BUILD = f"{TESTED} from PyPI (CUDA 12.8, compute capability 7.0 to 12.0, drivers from 525 on)"
 OLDER_BUILD = f"{TESTED} from https://download.pytorch.org/whl/cu126 (compute capability 5.0 to 9.0)"
-MINIMUM_DRIVER = {12: 525, 13: 580}  # by CUDA's major version (NVIDIA's table of minor version compatibility)
 HIDDEN = ("", "-1", "NoDevFiles")  # first entries of CUDA_VISIBLE_DEVICES that hide all GPUs; the last is Slurm's
 ON_CPU = "--device cpu trains on the CPU"
 BF16_FROM = (8, 0)  # the least compute capability with bfloat16 and TF32
@@ -37,8 +36,10 @@ def count_gpus(device: str = "") -> int:
     except (RuntimeError, AssertionError) as error:  # no driver, no GPU, a driver too old, a build for the CPU
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in HIDDEN
         if has_nvidia_devices() and not hidden:
-            reason = str(error).strip().splitlines()[0].partition(". ")[0]
-            raise ConfigError(f"{unusable(torch.version.cuda, driver_version(), reason)}; {ON_CPU}") from error
+            build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
+            reason = f"driver {driver_version()}, {first_line(error).partition('. ')[0]}"
+            advice = f"check CUDA_VISIBLE_DEVICES and nvidia-smi, install a newer driver, or {DEFAULT_BUILD}; {ON_CPU}"
+            raise ConfigError(f"{build} cannot use the NVIDIA GPUs here ({reason}): {advice}") from error
         if device == "cuda":
             raise ConfigError(f"--device cuda: no GPU here, or CUDA_VISIBLE_DEVICES hides it; {ON_CPU}") from error
         return 0
@@ -50,23 +51,6 @@ def count_gpus(device: str = "") -> int:
 def has_nvidia_devices() -> bool:
     """Return whether the system shows NVIDIA GPUs, even if torch cannot use them."""
     return bool(glob.glob("/dev/nvidia[0-9]*")) or "GPU" in output_of("nvidia-smi", "--list-gpus")
-
-
-def unusable(cuda: str | None, driver: str, reason: str) -> str:
-    """Return why torch, built for this CUDA, cannot use the GPUs, and what to install or set."""
-    build = f"CUDA {cuda}" if cuda else "a build for the CPU"
-    needed = MINIMUM_DRIVER.get(int((cuda or "0").split(".")[0]), 0)
-    installed = int(re.match(r"\d*", driver)[0] or needed)
-    if not cuda:
-        advice = f"install {DEFAULT_BUILD}"
-    elif installed < needed:
-        other = f", or {DEFAULT_BUILD}" if installed >= MINIMUM_DRIVER[12] else ""
-        advice = f"install a driver from {needed} on{other}"
-    elif visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        advice = f"correct CUDA_VISIBLE_DEVICES={visible}"
-    else:
-        advice = "check that nvidia-smi works, and that this user may open /dev/nvidia*"
-    return f"torch {torch.__version__} ({build}) cannot use the NVIDIA GPUs here, driver {driver} ({reason}): {advice}"
 
 
 def check_kernels(name: str, capability: tuple[int, int]) -> None:
@@ -103,13 +87,17 @@ def output_of(*command: str) -> str:
     return ""
 
 
-def take_device(device: str = "") -> torch.device:
-    """Return this process's GPU, or the CPU where there is none or with `--device cpu`. Raise ConfigError."""
+def take_device(device: str = "", team: int = 0) -> torch.device:
+    """Return this process's GPU, or the CPU where there is none or with `--device cpu`. Raise ConfigError.
+
+    Each team has GPUs of its own; processes share GPUs where there are too few.
+    """
     gpus = count_gpus(device)
     if not gpus:
         keep_freed_memory()
         return torch.device("cpu")
-    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
+    first = team * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpu = torch.device("cuda", (first + int(os.environ.get("LOCAL_RANK", 0))) % gpus)
     torch.cuda.set_device(gpu)
     torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
     return gpu

@@ -118,9 +118,11 @@ def silent_stdout() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def init_distributed(total_workers: int = 1, device: str = "", timeout: int = Launch.timeout) -> Iterator[DistContext]:
+def init_distributed(
+    total_workers: int = 1, device: str = "", timeout: int = Launch.timeout, team: int = 0
+) -> Iterator[DistContext]:
     """Join the process group, and leave it at the end. Waits of more than `timeout` seconds raise torch's errors."""
-    rank, world_size, taken = int(os.environ.get("RANK", 0)), launched_world_size(), take_device(device)
+    rank, world_size, taken = int(os.environ.get("RANK", 0)), launched_world_size(), take_device(device, team)
     if world_size == 1:
         yield DistContext(rank, world_size, taken, total_workers)
         return

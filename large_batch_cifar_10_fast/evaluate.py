@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .checks import check_processes, is_checkpoint, precision_on
+from .checks import check_processes, precision_on
 from .command_line import read_request
 from .data.cifar10 import load_images
 from .data.shards import normalize, upload_test
 from .devices import allow_tf32
 from .distributed import DistContext, init_distributed, launched_world_size
-from .environment import utc_now
 from .layers import norms_of
 from .log import Clock, data_line, recipe_line, version_line
 from .metrics import Metrics, Score
@@ -53,8 +52,6 @@ def load_weights(network: nn.Module, path: Path) -> None:
     If the file has statistics of all ghost groups (--eval_stats average), a network with one group takes the first.
     """
     try:
-        if not is_checkpoint(path):
-            raise ValueError("--save did not write it")
         weights = torch.load(path, map_location="cpu", weights_only=True)
         for name, expected in network.state_dict().items():
             if name.endswith(("running_mean", "running_var")):
@@ -80,7 +77,7 @@ def evaluate_weights(path: Path, config: RunConfig, recipe: Recipe) -> None:
         with clock.timed("validation"):
             score = evaluate(network, recipe, recipe.tta, precision, (normalize(test_images, dtype), labels), ctx)
         if ctx.is_main:
-            print(version_line(utc_now()), data_line(images.metadata()), recipe_line(recipe), sep="\n")
+            print(version_line(), data_line(images.metadata()), recipe_line(recipe), sep="\n")
             result = f"validation acc {score.accuracy:.4f} loss {score.loss:.5f} of {path}"
             print(f"{result}, {precision}, in {clock.last['validation']:.3f}s")
 

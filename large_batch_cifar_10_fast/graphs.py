@@ -7,6 +7,7 @@ import torch
 
 from .data.shards import Step
 from .distributed import DistContext
+from .options import first_line
 
 TakeStep = Callable[[Step], None]
 
@@ -53,7 +54,7 @@ def graphed(take: TakeStep, steps: Iterable[Step], ctx: DistContext) -> TakeStep
             graphs.capture(take, step)
     except RuntimeError as reason:
         torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
-        error = str(reason).strip().splitlines()[0]
+        error = first_line(reason)
     if any(ctx.all_gather_strings("graphs", error)):
         reason = error or "on another process"
         ctx.warn(f"no CUDA graphs ({reason}): training continues without; --no_graph skips the attempt")

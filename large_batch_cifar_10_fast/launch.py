@@ -21,20 +21,18 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from . import LAUNCH
 from .campaign import (
     CAMPAIGN,
-    STARTED,
     SUPERVISED,
     campaign_of_this_launch,
     finished_rows,
     is_restart,
     planned_by,
     rows_of,
-    started,
 )
 from .checks import check_request
 from .command_line import read_launch, read_request
 from .devices import count_cores, count_gpus
 from .log import print_summary
-from .options import INVALID, WHOLE, ConfigError, Launch, RunConfig, exit_on_config_error
+from .options import INVALID, WHOLE, ConfigError, Launch, RunConfig, exit_on_config_error, first_line
 from .recipe import Recipe
 
 COMMAND = "train_cifar_parallel.sh"
@@ -50,8 +48,8 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Make a campaign's runs; return the exit status. Raise ConfigError."""
-    launch, config, processes, gpus = check_launch(arguments)
-    os.environ |= {LAUNCH: str(os.getpid()), CAMPAIGN: campaign_of_this_launch(), STARTED: started()}
+    launch, config, processes = check_launch(arguments)
+    os.environ |= {LAUNCH: str(os.getpid()), CAMPAIGN: campaign_of_this_launch()}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // (processes * launch.teams))))
     if launch.nnodes == 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would listen on all interfaces
@@ -63,31 +61,30 @@ def run(arguments: Sequence[str]) -> int:
     with only_campaign_in(Path(config.out)) if alone else contextlib.nullcontext():
         if launch.teams == 1 and not launch.restarts:
             return start_processes(arguments, launch, processes, Path(config.out), progress)
-        status = supervise(arguments, launch, processes, visible_gpus(gpus), progress)
+        status = supervise(arguments, launch, processes, progress)
         if not status and launch.teams > 1:
             print_summary(rows_of(config.out, campaign))
         return status
 
 
-def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int, int]:
-    """Return how to launch, the config, the processes of a team and the GPUs. Raise ConfigError."""
+def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int]:
+    """Return how to launch, the config, and the processes of a team. Raise ConfigError."""
     launch, config = read_launch(arguments)
-    gpus = count_gpus(config.device)
     if config.resume and not launch.is_first_machine:
         if not launch.nproc:
             raise ConfigError(
                 "--resume: give this machine its --nproc; only the first knows the campaign before the rendezvous"
             )
-        return launch, config, launch.nproc, gpus
+        return launch, config, launch.nproc
     finished = finished_rows(config.out, True) if config.resume else []
     if finished and not launch.nproc:
         launch = replace(launch, nproc=max(1, int(finished[-1]["processes"]) // launch.nnodes))
     config, recipe = read_request(arguments, finished)
-    processes = plan_processes(recipe, launch, gpus, count_cores())
+    processes = plan_processes(recipe, launch, count_gpus(config.device), count_cores())
     if launch.teams > len(config.planned):
         raise ConfigError(f"--teams {launch.teams} is more than the runs to make ({len(config.planned)}): use fewer")
     check_request(config, recipe, processes * launch.nnodes, launch.is_first_machine, finished)
-    return launch, config, processes, gpus
+    return launch, config, processes
 
 
 def plan_processes(recipe: Recipe, launch: Launch, gpus: int, cores: int) -> int:
@@ -121,9 +118,7 @@ def only_campaign_in(out: Path) -> Iterator[None]:
 # Teams and restarts
 
 
-def supervise(
-    arguments: Sequence[str], launch: Launch, processes: int, gpus: Sequence[str], progress: Callable[[], str]
-) -> int:
+def supervise(arguments: Sequence[str], launch: Launch, processes: int, progress: Callable[[], str]) -> int:
     """Run a launch for each team; start one that fails again, up to --restarts times. Return the exit status.
 
     A launch that starts again finds the campaign's rows in the table, and makes the runs that are missing.
@@ -136,10 +131,7 @@ def supervise(
     command += ["--teams", "1", "--restarts", "0"]
 
     def start(team: int) -> subprocess.Popen:
-        mine = {SUPERVISED: "1"}
-        if gpus:
-            mine["CUDA_VISIBLE_DEVICES"] = gpus_of_team(team, processes, gpus)
-        return subprocess.Popen([*command, "--team", f"{team}/{launch.teams}"], env={**os.environ, **mine})
+        return subprocess.Popen([*command, "--team", f"{team}/{launch.teams}"], env={**os.environ, SUPERVISED: "1"})
 
     running, left, status = {team: start(team) for team in range(launch.teams)}, launch.restarts, 0
     while running:
@@ -164,17 +156,6 @@ def supervise(
         print(f"{COMMAND}: ended by {signal.Signals(interrupted[0]).name}; {progress()}", file=sys.stderr)
         return 128 + interrupted[0]
     return status
-
-
-def visible_gpus(gpus: int) -> list[str]:
-    """Return what CUDA_VISIBLE_DEVICES calls the GPUs that torch can use."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (named.split(",") if named else [str(index) for index in range(gpus)])[:gpus]
-
-
-def gpus_of_team(team: int, processes: int, gpus: Sequence[str]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a team: a GPU for each process. Teams share GPUs where there are too few."""
-    return ",".join(gpus[(team * processes + i) % len(gpus)] for i in range(processes))
 
 
 # The processes of a team
@@ -253,10 +234,6 @@ def what_failed(rank: int, failure: ProcessFailure) -> str:
         return f"process {rank} ended with status {failure.exitcode}"
     memory = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
     return f"process {rank} was ended by {signal.Signals(-failure.exitcode).name}{memory}"
-
-
-def first_line(text: object) -> str:
-    return (str(text).strip().splitlines() or [type(text).__name__])[0]
 
 
 def progress_of(out: str, campaign: str) -> str:

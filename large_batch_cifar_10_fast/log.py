@@ -26,13 +26,12 @@ from .campaign import (
     check_unchanged,
     diverged,
     reached_goal,
-    started,
     write_atomically,
     write_timing_log,
 )
 from .data.shards import Step
 from .distributed import DistContext, warn
-from .environment import code_digest, commit, device_name, driver_and_clocks, peak_memory, software
+from .environment import code_digest, commit, device_name, driver_and_clocks, peak_memory, software, utc_now
 from .metrics import Score
 from .options import SYNTHETIC, RunConfig, as_pairs
 from .recipe import Recipe, epoch_flop, run_flop
@@ -74,11 +73,11 @@ class RunLog:
         config: RunConfig,
         recipe: Recipe,
         ctx: DistContext,
-        images: Callable[[], dict],
+        images: Mapping[str, object],
         finished: list[Row],
         team: str,
     ) -> None:
-        """`images` returns metadata of the data set; `finished` are the rows of a resumed campaign.
+        """`images` are metadata of the data set, `finished` the rows of a resumed campaign.
 
         Raise ConfigError if the table cannot be written or the campaign ran on another device.
         """
@@ -90,13 +89,14 @@ class RunLog:
         self.runs_to_make = [run for run in planned if run not in self.rows]
         self.epochs: list[dict[str, float]] = []  # of this run, for epochs.tsv
         self.common: dict[str, object] = {}  # what all rows have in common, on rank 0
+        self._train_images = images["train"]
         self._runs_tsv = Path(config.out) / "runs.tsv"
         device = device_name(ctx, self.teams)
         if finished:
             check_unchanged(finished[0], device=device)
         if ctx.is_main:
-            known = finished[0] if finished else {"campaign": campaign_of_this_launch(), "started": started()}
-            self.common = {name: known[name] for name in ("campaign", "started")} | images()
+            campaign = finished[0]["campaign"] if finished else campaign_of_this_launch()
+            self.common = {"campaign": campaign, **images}
             self.common |= {"recipe": recipe.name, "options": as_pairs(asdict(recipe)), "workers": recipe.workers}
             self.common |= {"runs": config.runs, "share": config.share, "processes": ctx.world_size, "device": device}
             self.common |= {name: getattr(config, name) for name in CONDITIONS}
@@ -109,7 +109,7 @@ class RunLog:
 
     def _print_head(self) -> None:
         processes = f"{self.ctx.world_size} process{'es' * (self.ctx.world_size > 1)}"
-        print_line(version_line(self.common["started"]))
+        print_line(version_line())
         print_line("# Python {python}, torch {torch}, CUDA {cuda}, cuDNN {cudnn}{nccl}".format(**software()))
         print_line(f"# {self.recipe.workers} workers on {processes}, {self.common['device']}")
         print_line(data_line(self.common))
@@ -119,7 +119,7 @@ class RunLog:
             f"# campaign {self.common['campaign']}, {len(self.rows)} of {len(self.config.planned)} runs finished before"
         )
 
-    def set_up(self, clock: Clock, train_images: int, compiled: bool, graphs: bool) -> None:
+    def set_up(self, clock: Clock, compiled: bool, graphs: bool) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
 
         Raise ConfigError if the runs finished before were compiled and now that failed.
@@ -127,7 +127,7 @@ class RunLog:
         for row in [*self.rows.values()][:1]:
             check_unchanged(row, compile=compiled)
         # The bar counts work, since the steps of different stages take different times.
-        self._train_images, a_run = train_images, run_flop(self.recipe, train_images)
+        a_run = run_flop(self.recipe, self._train_images)
         how = {"unit": "FLOP", "unit_scale": True, "smoothing": 0, "miniters": 1, "initial": a_run * len(self.rows)}
         how |= {"file": sys.stderr, "disable": None if self.prints_log else True}  # None: disabled without a terminal
         self._bar = tqdm(total=a_run * (len(self.rows) + len(self.runs_to_make)), **how)
@@ -226,8 +226,8 @@ def print_line(line: str) -> None:
         print(line, flush=True)
 
 
-def version_line(started: str) -> str:
-    return f"# large_batch_cifar_10_fast {__version__}, commit {commit()}, code {code_digest()}, {started}"
+def version_line() -> str:
+    return f"# large_batch_cifar_10_fast {__version__}, commit {commit()}, code {code_digest()}, {utc_now()}"
 
 
 def data_line(images: Mapping[str, object]) -> str:

@@ -26,6 +26,11 @@ class ConfigError(Exception):
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
 
+def first_line(text: object) -> str:
+    """Return the first line of a text or an exception; of an empty one its type."""
+    return (str(text).strip().splitlines() or [type(text).__name__])[0]
+
+
 @contextlib.contextmanager
 def exit_on_config_error(command: str) -> Iterator[None]:
     """Print a ConfigError as one line on STDERR, from one process of a machine, and exit with status 2."""
@@ -129,8 +134,7 @@ class RunConfig:
         for name in ("data", "out", "save"):
             if not getattr(self, name).isprintable():
                 raise ConfigError(f"--{name} {getattr(self, name)!a} cannot stand in a table: use printable characters")
-        if not 0 <= self.seed < 2**62:
-            raise ConfigError(f"{spelled(self, 'seed')} must lie in 0 to 2**62 - 1")
+        check_within(self, "seed", 0, 2**62 - 1, "seeds of runs are 64-bit integers")
 
     @property
     def planned(self) -> range:
@@ -165,6 +169,10 @@ class Launch:
             )
         if not re.fullmatch(".+:[0-9]{1,5}", self.rdzv_endpoint):
             raise ConfigError(f"--rdzv_endpoint {self.rdzv_endpoint} must be host:port of the first machine")
+
+    @property
+    def team_number(self) -> int:
+        return int(self.team.split("/")[0])
 
     @property
     def is_first_machine(self) -> bool:

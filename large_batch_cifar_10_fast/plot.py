@@ -125,20 +125,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
     parser.add_argument("--reference", default="published", help="campaign drawn in grey (published)")
     options = parser.parse_args(arguments)
-    out = options.out
     with exit_on_config_error("plot"):
-        if out.suffix.lower() not in (".png", ".svg", ".pdf"):
-            raise ConfigError(f"--out {out} must end in .png, .svg or .pdf")
-        if not out.absolute().parent.is_dir() or (out.exists() and not out.is_file()):
-            raise ConfigError(f"--out {out} has no folder, or exists and is not a file: choose another name")
         logs, reference = [read_log(name) for name in options.files], read_log(options.reference)
         alone = len(logs) == 1 and logs[0].name != reference.name
         names = ["mine"] if alone else [Path(log.name).name for log in logs]
         labels = [with_other_images(name, log) for name, log in zip(names, logs, strict=True)]
         try:
-            draw_picture(logs, labels, reference, out)
-        except OSError as error:
-            raise ConfigError(f"{out} cannot be written ({error.strerror or error}): choose another --out") from error
+            if options.out.exists() and not options.out.is_file():
+                raise OSError("it exists and is not a file")
+            draw_picture(logs, labels, reference, options.out)
+        except (OSError, ValueError) as error:  # of the disk, or a format that Matplotlib lacks
+            raise ConfigError(f"--out {options.out} cannot be written ({error}): choose another") from error
 
 
 if __name__ == "__main__":

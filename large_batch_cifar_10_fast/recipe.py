@@ -3,7 +3,7 @@
 A recipe is everything that decides the weights. Where and how it runs is a RunConfig (options.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple, Protocol
@@ -30,10 +30,7 @@ class Augmentation(Protocol):
     def __call__(self, images: Tensor, rows: Tensor, *parameters: Tensor) -> Tensor: ...
 
 
-class Prediction(Protocol):
-    """Return logits [n, 10] for test images [n, 32, 32, 3], from one view of each image or several."""
-
-    def __call__(self, network: nn.Module, images: Tensor) -> Tensor: ...
+Prediction = Callable[[nn.Module, Tensor], Tensor]  # logits [n, 10] of a network for test images [n, 32, 32, 3]
 
 
 @dataclass(frozen=True)

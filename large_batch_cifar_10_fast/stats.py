@@ -9,8 +9,6 @@ import numpy as np
 from scipy import stats
 
 FEW = 5  # fewer runs are not resampled
-RESAMPLES = 1000, 5000  # least, for very many runs, and most
-DRAWS, AT_ONCE = 100_000_000, 10_000_000  # values drawn beyond the least resamples (a minute), and at a time
 SIGNIFICANCE = 0.01
 
 
@@ -40,10 +38,8 @@ def resampled_interval(a: np.ndarray, b: np.ndarray, statistic: Callable[..., fl
     """Return the 95% percentile bootstrap interval of a statistic of two samples; its draws are always the same."""
     if min(len(a), len(b)) < FEW:
         return None
-    resamples = int(np.clip(DRAWS // (len(a) + len(b)), *RESAMPLES))
-    how = {"n_resamples": resamples, "batch": int(np.clip(AT_ONCE // (len(a) + len(b)), 1, resamples))}
-    how |= {"method": "percentile", "vectorized": False, "rng": np.random.default_rng(0)}
-    return stats.bootstrap((a, b), statistic, **how).confidence_interval
+    how = {"n_resamples": 5000, "method": "percentile", "rng": np.random.default_rng(0)}
+    return stats.bootstrap((a, b), statistic, vectorized=False, **how).confidence_interval
 
 
 def wilson(count: int, total: int) -> tuple[float, float]:

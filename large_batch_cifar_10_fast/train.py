@@ -46,7 +46,7 @@ from .recipe import (
 
 def main(arguments: Sequence[str]) -> None:
     launch, config = read_launch(arguments)
-    with init_distributed(device=config.device, timeout=launch.timeout) as ctx:
+    with init_distributed(device=config.device, timeout=launch.timeout, team=launch.team_number) as ctx:
         finished = rows_from_main(config.out, config.resume, ctx)
         config, recipe = read_request(arguments, finished)
         check_request(config, recipe, ctx.world_size, ctx.is_main, finished)
@@ -60,7 +60,7 @@ def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished
     images = load_images(config.data)
     config = resolve_defaults(config, recipe, ctx, len(images.train_images))
     check_agreement(config, recipe, images.digest, finished, ctx)
-    log = RunLog(config, recipe, ctx, images.metadata, finished, team)
+    log = RunLog(config, recipe, ctx, images.metadata(), finished, team)
     short = images_of_an_epoch(recipe, len(images.train_images), epoch=1) % recipe.batch_size
     model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches, short)
     if not config.no_warmup:
@@ -70,7 +70,7 @@ def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished
     data = prepare(images, model, clock)
     alone = ctx.on_gpu and ctx.world_size == 1  # collectives inside a graph have not been tried
     step = make_step(model, data, use_graphs=alone and not config.no_graph)
-    log.set_up(clock, len(images.train_images), compiled=model.compiled, graphs=isinstance(step, StepGraphs))
+    log.set_up(clock, compiled=model.compiled, graphs=isinstance(step, StepGraphs))
     for run in log.runs_to_make:
         train_once(run, config.seed + run, model, data, step, clock.fork(), log)
     log.summary()

@@ -25,7 +25,7 @@ CAMPAIGN += " --ema_ep 0.4 --data ../images.npz"
 KINDS = ("--nproc 2 --teams 1", "--nproc 1 --teams 2")
 EQUAL = ("run", "seed", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "validation_count")
 NUMBERS = ("epochs", "batch_size", "lr_scaler", "runs", "seed", "micro_batches", "nproc", "teams", "timeout")
-BAD_NUMBERS = ["", "--", "-", "-1", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb", "%s", "1,,2"]
+BAD_NUMBERS = ["", "-", "-1", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb", "%s", "1,,2"]
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen:

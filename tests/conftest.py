@@ -21,7 +21,7 @@ from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER = REPO / "train_cifar_parallel.sh"
-DIFFERENT = ("campaign", "started", "commit", *PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory")
+DIFFERENT = ("campaign", "commit", *PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory")
 RESULT = [name for name in COLUMNS if name not in DIFFERENT]  # the columns that are equal if a run is made again
 
 # The tests run on the CPU. Only test_gpu.py starts programs with GPU among their environment variables.

@@ -169,8 +169,8 @@ def unfinished(uninterrupted, tmp_path) -> Path:
         (["--nproc", "1"], {}, "other processes (2 then, 1 now)"),
         ([], {"code": "7", "options": "gone=1"}, "other code (7 then, "),
         ([], {"torch": "7"}, "other torch (7 then, "),
-        ([], {"options": "epochs=two"}, "has epochs=two: its table was changed"),
-        ([], {"seed": "x"}, "runs.tsv, line 2: seed is 'x', not a number"),
+        ([], {"options": "epochs=two"}, "cannot be repeated (argument --epochs: invalid int value: 'two'; "),
+        ([], {"seed": "x"}, "runs.tsv, line 2: invalid literal for int() with base 10: 'x'; correct it"),
     ],
 )
 def test_resume_refuses_other_options_images_code_and_a_damaged_table(unfinished, options, edits, message):

@@ -38,7 +38,7 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(GPUS > 0, reason="torch can use the GPUs here")
 def test_gpus_that_torch_cannot_use_are_an_error_unless_hidden_or_the_cpu_is_chosen(nvidia_smi, monkeypatch):
-    message = f"torch {re.escape(torch.__version__)} .* driver 535.183.06 .*; --device cpu trains on the CPU$"
+    message = f"torch {re.escape(torch.__version__)} .*driver 535.183.06, .*: check .*; --device cpu trains on the CPU$"
     with pytest.raises(ConfigError, match=message):
         devices.count_gpus()
     assert devices.count_gpus("cpu") == 0
@@ -47,23 +47,6 @@ def test_gpus_that_torch_cannot_use_are_an_error_unless_hidden_or_the_cpu_is_cho
         assert devices.count_gpus() == 0
         with pytest.raises(ConfigError, match="--device cuda: no GPU here, or CUDA_VISIBLE_DEVICES hides it"):
             devices.count_gpus("cuda")
-
-
-@pytest.mark.parametrize(
-    ("cuda", "driver", "visible", "advice"),
-    [
-        (None, "535.183.06", "", "install torch 2.10.0 and torchvision 0.25.0 from PyPI"),
-        ("13.0", "535.183.06", "", "install a driver from 580 on, or torch 2.10.0 and torchvision 0.25.0 from PyPI"),
-        ("12.8", "470.57.02", "", "install a driver from 525 on"),
-        ("12.8", "535.183.06", "9", "correct CUDA_VISIBLE_DEVICES=9"),
-        ("12.8", "unknown", "", "check that nvidia-smi works"),
-    ],
-)
-def test_the_advice_depends_on_driver_and_build(cuda, driver, visible, advice, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    line = devices.unusable(cuda, driver, "reason")
-    assert f"driver {driver} (reason): {advice}" in line
-    assert ("PyPI" in line) == ("PyPI" in advice)
 
 
 def test_kernels_run_on_their_own_major_version_and_ptx_on_all_later_ones():

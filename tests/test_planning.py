@@ -2,7 +2,8 @@
 
 import pytest
 
-from large_batch_cifar_10_fast.launch import gpus_of_team, plan_processes, visible_gpus
+from large_batch_cifar_10_fast.devices import take_device
+from large_batch_cifar_10_fast.launch import plan_processes
 from large_batch_cifar_10_fast.options import ConfigError, Launch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
@@ -33,12 +34,14 @@ def test_more_processes_than_gpus_are_refused(nproc, teams, most):
         plan_processes(Apple2019(), Launch(nproc=nproc, teams=teams), gpus=2, cores=64)
 
 
-@pytest.mark.parametrize(("visible", "names"), [("", ["0", "1"]), ("3,GPU-7a", ["3", "GPU-7a"]), ("5,6,9", ["5", "6"])])
-def test_gpus_have_the_names_of_cuda_visible_devices(visible, names, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert visible_gpus(2) == names, "as many as torch can use"
+@pytest.mark.parametrize(("gpus", "processes", "taken"), [(4, 2, [0, 1, 2, 3]), (2, 1, [0, 1]), (1, 1, [0, 0])])
+def test_each_team_has_its_own_gpus_and_teams_share_where_there_are_too_few(gpus, processes, taken, monkeypatch):
+    monkeypatch.setattr("large_batch_cifar_10_fast.devices.count_gpus", lambda device: gpus)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
 
+    def gpu(team: int, rank: int) -> int:
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        return take_device(team=team).index
 
-def test_each_team_has_its_own_gpus_and_teams_share_where_there_are_too_few():
-    assert [gpus_of_team(team, 2, ["0", "1", "4", "5"]) for team in (0, 1)] == ["0,1", "4,5"]
-    assert [gpus_of_team(team, 1, ["0", "1"]) for team in range(4)] == ["0", "1", "0", "1"]
+    assert [gpu(team, rank) for team in (0, 1) for rank in range(processes)] == taken

@@ -18,7 +18,7 @@ from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
 DEMO = ("--demo",)
 CASES = {
-    "P does not divide W": (DEMO, {"nproc": 3}, "--workers 8 cannot be split over 3 processes: use 1 or 2 or"),
+    "P does not divide W": (DEMO, {"nproc": 3}, "8 workers cannot be split over 3 processes: use 1, 2, 4 or 8"),
     "no number of processes": (DEMO, {"nproc": "two"}, "argument --nproc: invalid int value"),
     "step larger than the set": ((*DEMO, "--batch_size", "2048"), {}, "16384 images a step, more than the"),
     "a share that is no step": (
@@ -32,8 +32,6 @@ CASES = {
         "--batch_size 40 is not divisible into 16 ghost groups: use 32",
     ),
     "groups that do not fit": ((*DEMO, "--ghost_batch", "12"), {}, "--ghost_batch 12 does not divide --batch_size 32"),
-    "a value that argparse takes for none": ((*DEMO, "--lr_scaler=--"), {}, "argument --lr_scaler: expected one"),
-    "a recipe that argparse takes for none": (("--recipe=--",), {}, "argument --recipe: expected one argument"),
     "negative runs": ((*DEMO, "--runs", "-2"), {}, "--runs -2 must be greater than 0"),
     "zero rate": ((*DEMO, "--lr_scaler", "0"), {}, "--lr_scaler 0.0 must be greater than 0"),
     "no room to come down": ((*DEMO, "--epochs", "1", "--ema_ep", "2"), {}, "--ema_ep 2.0 leaves no time"),
@@ -87,7 +85,7 @@ def test_a_campaign_that_cannot_be_read_is_not_gone_on_with(out, tmp_path, monke
 @pytest.mark.slow
 def test_the_launcher_answers_a_refusal_with_one_line_and_status_2(tmp_path):
     result = launch("--demo", cwd=tmp_path, nproc=3)
-    line = "train_cifar_parallel.sh: --workers 8 cannot be split over 3 processes: use 1 or 2 or 4 or 8\n"
+    line = "train_cifar_parallel.sh: 8 workers cannot be split over 3 processes: use 1, 2, 4 or 8\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
     assert not list(tmp_path.iterdir())
 
