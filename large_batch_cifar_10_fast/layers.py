@@ -12,7 +12,7 @@ class GhostBatchNorm(nn.Module):
 
     Small groups add noise that helps large batches generalize. A group never crosses the boundary of a worker's batch,
     so several workers can be computed as one larger batch. With `ghost_batch` = a worker's batch it is plain batch norm
-    per worker. A short last batch is one group per worker.
+    per worker. In a shorter last batch each worker's images are one group.
 
     Input and output are [B, C, H, W]. The bias is trained, the scale only with `affine`; both and the statistics are
     float32 (float64 if the input is). While `tracking`, the statistics of the first `groups` groups are kept for

@@ -1,4 +1,4 @@
-"""What training asks of a recipe, and what follows from one: stages, precision, fresh weights, the work of a run.
+"""The interface of a recipe, and what is derived from it: stages, precision, fresh weights, FLOP of a run.
 
 A recipe is everything that decides the weights. Where and how it runs is a RunConfig (options.py).
 """
@@ -35,7 +35,7 @@ Prediction = Callable[[nn.Module, Tensor], Tensor]  # logits [n, 10] of a networ
 
 @dataclass(frozen=True)
 class Stage:
-    """What changes within a run; a stage lasts from its first epoch until the next stage begins."""
+    """Settings that change within a run. A stage holds from its first epoch until the next stage's."""
 
     first_epoch: int = 1
     resolution: int = 32  # pixels a side, to which images are scaled down
@@ -44,7 +44,7 @@ class Stage:
 
     @property
     def kind(self) -> "Stage":
-        """What a step's graph depends on: stages of one kind share it, and it is compiled before the clock starts."""
+        """The settings that a step's graph depends on. Stages of one kind share a graph, compiled before the clock."""
         return replace(self, first_epoch=1, keep_fraction=1.0)
 
 
@@ -59,7 +59,7 @@ class Recipe(Protocol):
     whole_epochs: bool  # whether the images that fill no batch make a short last one
     reduction: Literal["sum", "mean"]  # of the loss over a worker's batch; over workers it is always the mean
     half: Literal["fp16", "bf16"]  # default precision on a GPU; fp16 where the GPU has no bf16
-    half_weights: bool  # whether weights are fp16, too; otherwise float32 weights are computed with in fp16
+    half_weights: bool  # with fp16: whether weights are fp16, too, or float32 weights are cast for each operation
     loss_scale: int  # multiplies the loss and divides gradients: half precision loses small gradients
     stages: Sequence[Stage]  # ordered; the first begins with epoch 1
     tta: Prediction  # test-time augmentation after the last epoch, and for saved weights

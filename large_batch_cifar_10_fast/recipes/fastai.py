@@ -27,7 +27,7 @@ class Entry:
 
     workers: int
     batch_size: int
-    knots: tuple[float, ...]  # epochs at which the rate begins, peaks, is back and ends
+    knots: tuple[float, ...]  # epochs at which the rate starts, peaks, is back at its first value, and ends
     rates: tuple[float, ...]
     weight_decay: float
 
