@@ -103,6 +103,11 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def on_one_machine() -> bool:
+    """Return whether all processes run on this machine."""
+    return os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+
+
 @contextlib.contextmanager
 def silent_stdout() -> Iterator[None]:
     """Discard output to file descriptor 1. STDOUT is the log, and Gloo (torch 2.10) prints a line per rank."""
@@ -126,12 +131,11 @@ def init_distributed(
     if world_size == 1:
         yield DistContext(rank, world_size, taken, total_workers)
         return
-    one_machine = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
-    if one_machine:
+    if on_one_machine():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     wait = timedelta(seconds=timeout)
-    store = rendezvous_store(rank, world_size, wait, one_machine)
+    store = rendezvous_store(rank, world_size, wait)
     group = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world_size, "timeout": wait}
     nccl = taken.type == "cuda"
     with silent_stdout():
@@ -140,9 +144,9 @@ def init_distributed(
     dist.destroy_process_group()
 
 
-def rendezvous_store(rank: int, world_size: int, timeout: timedelta, one_machine: bool) -> dist.Store:
+def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Return torchrun's store. Under our launcher return one on loopback: PyTorch's listens on all interfaces."""
-    if not one_machine or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
+    if not on_one_machine() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
         return next(dist.rendezvous("env://", timeout=timeout))[0]
     address = "127.0.0.1", int(os.environ["MASTER_PORT"])
     server = socket.create_server(address, backlog=world_size).detach() if rank == 0 else None

@@ -48,15 +48,16 @@ def _key(step: Step) -> tuple:
 
 def graphed(take: TakeStep, steps: Iterable[Step], ctx: DistContext) -> TakeStep:
     """Return the steps' graphs; warn and return `take` if any process cannot capture them."""
-    graphs, error = StepGraphs(), ""
-    try:
-        for step in steps:
+    graphs = StepGraphs()
+    for number, step in enumerate(steps):
+        error = ""
+        try:
             graphs.capture(take, step)
-    except RuntimeError as reason:
-        torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
-        error = first_line(reason)
-    if any(ctx.all_gather_strings("graphs", error)):
-        reason = error or "on another process"
-        ctx.warn(f"no CUDA graphs ({reason}): training continues without; --no_graph skips the attempt")
-        return take
+        except RuntimeError as reason:
+            torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
+            error = first_line(reason)
+        if any(ctx.all_gather_strings(f"graph {number}", error)):
+            reason = error or "on another process"
+            ctx.warn(f"no CUDA graphs ({reason}): training continues without; --no_graph skips the attempt")
+            return take
     return graphs

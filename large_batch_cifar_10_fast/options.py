@@ -118,7 +118,7 @@ class RunConfig:
     compile: bool = option(False, "compile the network (default with CUDA, and on a CPU from ten minutes up)")
     no_compile: bool = option(False, "do not compile")
     no_graph: bool = option(
-        False, "launch every kernel of a step instead of one CUDA graph (default on one GPU: a graph)"
+        False, "launch every kernel of a step instead of one CUDA graph (default on the GPUs of one machine)"
     )
     no_warmup: bool = option(False, "skip the untimed warm-up; the first run is then slower")
     save: str = option("", "file for the weights and running statistics of the last run (of the share)")

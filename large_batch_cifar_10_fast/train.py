@@ -21,7 +21,7 @@ from .compiling import Forward, compiled
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Shards, Step, normalize, upload_shards, upload_test
 from .devices import allow_tf32
-from .distributed import DistContext, exit_process, init_distributed
+from .distributed import DistContext, exit_process, init_distributed, on_one_machine
 from .evaluate import evaluate
 from .graphs import StepGraphs, TakeStep, graphed
 from .layers import prepare_norms, update_statistics
@@ -68,8 +68,8 @@ def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished
 
     clock = Clock(ctx.synchronize)
     data = prepare(images, model, clock)
-    alone = ctx.on_gpu and ctx.world_size == 1  # collectives inside a graph have not been tried
-    step = make_step(model, data, use_graphs=alone and not config.no_graph)
+    # NCCL has no timeout inside a graph: on several machines a lost process would leave the others waiting for ever.
+    step = make_step(model, data, use_graphs=ctx.on_gpu and on_one_machine() and not config.no_graph)
     log.set_up(clock, compiled=model.compiled, graphs=isinstance(step, StepGraphs))
     for run in log.runs_to_make:
         train_once(run, config.seed + run, model, data, step, clock.fork(), log)
