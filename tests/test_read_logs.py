@@ -79,11 +79,11 @@ def test_rounded_accuracies_are_known_within_bounds_and_a_summary_is_exact(log):
 
 
 def test_every_log_in_the_repository_is_read():
-    for path in (tables := sorted(REPO.glob("logs/**/runs*.tsv"))):
+    for path in (tables := sorted([*REPO.glob("logs/**/runs*.tsv"), *REPO.glob("notebook/logs/**/runs*.tsv")])):
         table, found = pd.read_csv(path, sep="\t"), read_log(str(path))
         np.testing.assert_allclose(found.accuracy, table["validation_accuracy"], rtol=0, atol=1e-12)
         np.testing.assert_array_equal(found.seconds, table["seconds"])
-    logs = [read_log(str(path)) for path in REPO.glob("logs/**/run_log*.txt")]
+    logs = [read_log(str(path)) for part in ("logs", "notebook/logs") for path in (REPO / part).glob("**/run_log*.txt")]
     assert min(len(tables), len(logs)) > 50
     assert all("digest" in found.conditions for found in logs)
     table, lines = (read_log(str(REPO / "logs" / "demo" / name)) for name in ("runs.tsv", "run_log.txt"))
