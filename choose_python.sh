@@ -41,6 +41,8 @@ is_made_of() {
 }
 
 make_venv() { # INTERPRETER WHY
+    [ -w "$top" ] || { echo "$2, and $top is read-only: name an interpreter in PYTHON" >&2; exit 2; }
+    unset PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV # would install elsewhere, or not at all
     if ! is_made_of "$1" || ! "$top/.venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
         echo "Making $top/.venv: $2" >&2
         "$1" -I -m venv --clear "$top/.venv" >&2 || { echo "$1 cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 2; }
@@ -53,6 +55,9 @@ make_venv() { # INTERPRETER WHY
 }
 
 choose_python() {
+    case $top in *:*) echo "$top has a colon in its name, which PYTHONPATH cannot name: move it" >&2; exit 2 ;; esac
+    unset PYTHONOPTIMIZE # would remove checks
+    export USER=${USER:-${LOGNAME:-uid$(id -u)}} # torch and Matplotlib ask for a name, and a container may have none
     python=${PYTHON:-python3}
     local why="$python lacks some of: $needed (torch from 2.10 on)"
     if has_what_is_needed "$python"; then

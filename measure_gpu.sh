@@ -9,6 +9,7 @@
 # A part of a part has a dot: first.bf16, lineage.fastai. A campaign that was broken off is gone on with.
 # DATA as for train_cifar_parallel.sh. Each part has a time limit and a log in DIR (gpu_measured) of its own, so that one
 # that fails costs the others nothing; DIR/summary.txt says what they found.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 set -u
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"

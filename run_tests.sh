@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Run all tests (about four minutes on two idle cores with pytest-xdist), or with --quick one minute's worth. Other arguments go to pytest.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 set -eu
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"

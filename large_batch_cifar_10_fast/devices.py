@@ -144,5 +144,8 @@ def check_precision(precision: str, name: str, capability: tuple[int, int]) -> N
 
 
 def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    v1 = (f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us" for name in ("quota", "period"))
+    quota, period, *_ = (output_of("cat", "/sys/fs/cgroup/cpu.max") or output_of("cat", *v1) or "max 1").split()
+    return cores if quota in ("max", "-1") else max(1, min(cores, int(quota) // int(period)))

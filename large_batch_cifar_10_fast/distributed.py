@@ -131,9 +131,14 @@ def init_distributed(
     if world_size == 1:
         yield DistContext(rank, world_size, taken, total_workers)
         return
+    if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:  # torchrun sets it
+        check_variables(world_size)
     if on_one_machine():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")  # lo0: macOS
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    else:
+        check_host_name(os.environ["MASTER_ADDR"])
     wait = timedelta(seconds=timeout)
     store = rendezvous_store(rank, world_size, wait)
     group = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world_size, "timeout": wait}
@@ -142,6 +147,24 @@ def init_distributed(
         dist.init_process_group("nccl" if nccl else "gloo", **group, device_id=taken if nccl else None)
     yield DistContext(rank, world_size, taken, total_workers, dist.PrefixStore("messages", store))
     dist.destroy_process_group()
+
+
+def check_variables(world_size: int) -> None:
+    """Say that this process waits for others, which may be news. Raise ConfigError if it could not find them."""
+    names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        raise ConfigError(f"WORLD_SIZE={world_size} is set, but not {', '.join(missing)}: unset it to run one process")
+    found = ", ".join(f"{name}={os.environ[name]}" for name in ("WORLD_SIZE", *names))
+    warn(f"waiting for {world_size} processes, since {found}: unset them to run one process")
+
+
+def check_host_name(main: str) -> None:
+    """Raise ConfigError if Gloo would offer a loopback address to other machines (Debian has one in /etc/hosts)."""
+    with contextlib.suppress(OSError):
+        loopback = [socket.gethostbyname(name).startswith("127.") for name in (socket.gethostname(), main)]
+        if loopback == [True, False] and "GLOO_SOCKET_IFNAME" not in os.environ:
+            name = f"this machine's name, {socket.gethostname()}, is a loopback address here"
+            raise ConfigError(f"{name}: set GLOO_SOCKET_IFNAME to the interface that leads to {main}")
 
 
 def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:

@@ -15,7 +15,7 @@ from .distributed import DistContext
 from .options import PACKAGE, REPO
 
 DECIDING = ("train.py", "recipe.py", "recipes/*.py", "data/*.py", "layers.py", "optim.py", "cpu.py", "compiling.py")
-DECIDING += ("devices.py", "distributed.py", "metrics.py", "evaluate.py")
+DECIDING += ("graphs.py", "devices.py", "distributed.py", "metrics.py", "evaluate.py")
 
 
 def utc_now() -> str:
@@ -35,7 +35,8 @@ def code_digest() -> str:
 @cache
 def commit() -> str:
     """Return the commit of this code, with -dirty if it was changed since; "unknown" outside a git checkout."""
-    return output_of("git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
+    here = (f"--git-dir={REPO / '.git'}", f"--work-tree={REPO}")  # not a repository around this folder, nor GIT_DIR
+    return output_of("git", *here, "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
 def software() -> dict[str, object]:

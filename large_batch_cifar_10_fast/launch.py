@@ -37,7 +37,14 @@ from .recipe import Recipe
 
 COMMAND = "train_cifar_parallel.sh"
 REPORT = "last_failure.txt"  # in --out: the output of torchrun and of the processes after a failure
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # they end a launch in order
+SIGNALS = (
+    "SIGTERM",
+    "SIGINT",
+    "SIGHUP",
+    "SIGQUIT",
+    "SIGUSR1",
+    "SIGUSR2",
+)  # they end a launch in order; Slurm sends USR1
 RENDEZVOUS = 900  # seconds that machines wait for each other at most
 
 
@@ -77,6 +84,9 @@ def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int]:
             )
         return launch, config, launch.nproc
     finished = finished_rows(config.out, True) if config.resume else []
+    if finished and len(finished) == len(planned_by(finished[0])) and not is_restart():
+        print_summary(finished)
+        sys.exit(0)
     if finished and not launch.nproc:
         launch = replace(launch, nproc=max(1, int(finished[-1]["processes"]) // launch.nnodes))
     config, recipe = read_request(arguments, finished)

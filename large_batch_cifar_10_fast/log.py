@@ -221,9 +221,13 @@ class RunLog:
 
 
 def print_line(line: str) -> None:
-    """Print a line of the log, clear of the progress bar."""
+    """Print a line of the log, clear of the progress bar. If it cannot be written, continue without a log."""
     with tqdm.external_write_mode():
-        print(line, flush=True)
+        try:
+            print(line, flush=True)
+        except OSError as error:  # a full disk, or a pipe whose reader has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            warn(f"the log ends here, the tables do not: STDOUT cannot be written ({error.strerror})")
 
 
 def version_line() -> str:

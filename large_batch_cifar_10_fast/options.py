@@ -132,6 +132,7 @@ class RunConfig:
         if self.compile and self.no_compile:
             raise ConfigError("--compile and --no_compile were both given: choose one")
         for name in ("data", "out", "save"):
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))  # a shell leaves `--out=~/x` alone
             if not getattr(self, name).isprintable():
                 raise ConfigError(f"--{name} {getattr(self, name)!a} cannot stand in a table: use printable characters")
         check_within(self, "seed", 0, 2**62 - 1, "seeds of runs are 64-bit integers")

@@ -8,8 +8,6 @@ FILE is what `compare` reads, shares of one campaign included (`share0/runs.tsv,
 """
 
 import argparse
-import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -93,10 +91,10 @@ def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: floa
 
 def draw_picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> None:
     """Draw and save; the runs of the first log with several are drawn over the reference's. Raise OSError."""
-    os.environ.setdefault("MPLCONFIGDIR", os.path.join(tempfile.gettempdir(), "matplotlib-cache"))  # writable
-    from matplotlib import rcParams
+    from matplotlib import rcdefaults, rcParams
     from matplotlib.figure import Figure
 
+    rcdefaults()  # whatever a matplotlibrc says
     rcParams.update(STYLE | {"svg.fonttype": "none"})
     campaign = next((i for i, log in enumerate(logs) if len(log.accuracy) > 1), None)
     rows, height = (1, 3.0) if campaign is None else (3, 4.9)

@@ -77,7 +77,7 @@ def read_log(source: str, campaign: str | None = None) -> Log:
     paths = [source] if os.path.exists(source) else [*dict.fromkeys(found)]
     several, name = len(paths) > 1, source if len(paths) > 1 else paths[0]
     try:
-        texts = [Path(path).read_text("utf-8-sig", errors="replace") for path in paths]
+        texts = [_text(Path(path).read_bytes()) for path in paths]
         if "\nTrain acc " in f"\n{texts[0]}" and not several and not campaign:
             return _from_lines(name, texts[0])
         tables = {path: _table(path, text) for path, text in zip(paths, texts, strict=True)}
@@ -91,6 +91,13 @@ def read_log(source: str, campaign: str | None = None) -> Log:
     except (OSError, ValueError, KeyError) as error:  # a folder, a picture; errors of pandas name the line
         raise ConfigError(f"{source}: cannot be read ({error})") from error
     raise ConfigError(f"{name}, line 1: neither run log, nor runs.tsv, nor DAWNBench table")
+
+
+def _text(content: bytes) -> str:
+    """Decode UTF-8, or a spreadsheet's UTF-16; drop the `0: ` that `srun -l` puts before each line."""
+    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    lines = content.decode(encoding, errors="replace").replace("\r\n", "\n")
+    return re.sub(r"(?m)^ *\d+: (?=#|Train acc|[A-Z])", "", lines)
 
 
 def _table(path: str, text: str) -> pd.DataFrame:

@@ -1,5 +1,6 @@
 """Load the images that `--data` names: CIFAR-10 (downloaded if missing), a .npz file, or synthetic shapes."""
 
+import contextlib
 import fcntl
 import hashlib
 import io
@@ -68,7 +69,7 @@ def count_training_images(data: str) -> int:
     """Return the number of training images in `--data`; download CIFAR-10 if it is missing. Raise ConfigError."""
     if data == SYNTHETIC:
         return TRAIN_COUNT
-    if not data.endswith(".npz") and (Path(data) / BATCHES).is_dir():
+    if not data.endswith(".npz") and (folder_of(data) / BATCHES).is_dir():
         return 50_000
     return len(load_images(data).train_images)
 
@@ -81,8 +82,14 @@ def load_images(data: str) -> Images:
         return Images(Path(data).name, *read_npz(Path(data)))
     if "://" in data:
         raise ConfigError(f"--data {data} is an address, not a folder: name a mirror of CIFAR-10 in CIFAR10_URL")
-    unpacked = Path(data) / BATCHES
-    return Images(CIFAR_10, *decode(read_unpacked(unpacked) if unpacked.is_dir() else unpack(load_archive(Path(data)))))
+    unpacked = folder_of(data) / BATCHES
+    contents = read_unpacked(unpacked) if unpacked.is_dir() else unpack(load_archive(folder_of(data)))
+    return Images(CIFAR_10, *decode(contents))
+
+
+def folder_of(data: str) -> Path:
+    """Return the folder that `--data` names, if only by the archive or the unpacked folder in it."""
+    return Path(data).parent if Path(data).name in (ARCHIVE, BATCHES) else Path(data)
 
 
 def random_images(train: int, test: int) -> Images:
@@ -145,12 +152,15 @@ def decode(contents: dict[str, bytes]) -> list[np.ndarray]:
 def load_archive(folder: Path) -> bytes:
     """Return CIFAR-10's archive from `folder`; one process downloads it if it is missing. Raise ConfigError."""
     try:
+        if folder.is_symlink() and not folder.exists():
+            raise OSError(f"it is a link to {os.readlink(folder)}, which does not exist")
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         descriptor = os.open(existing, os.O_RDONLY)
         try:
             for locked in (False, True):
                 if locked:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                    with contextlib.suppress(OSError):  # a file system without locks: several may download it
+                        fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if (path := folder / ARCHIVE).exists() and md5_of(content := path.read_bytes()) == ARCHIVE_MD5:
                     return content
             if not os.access(existing, os.W_OK):
@@ -185,8 +195,9 @@ def download_archive(folder: Path) -> bytes:
                 return content
             failures.append(f"{url} (its MD5 is not {ARCHIVE_MD5})")
         except Exception as error:  # urllib raises nearly anything for a broken reply
-            failures.append(textwrap.shorten(f"{url} ({str(error) or type(error).__name__})", 300))
+            failures.append(f"{url} ({textwrap.shorten(str(error) or type(error).__name__, 80)})")
+    certificate = "set SSL_CERT_FILE to a file of your certificates, " * ("CERTIFICATE_VERIFY" in str(failures))
     raise ConfigError(
         f"CIFAR-10 cannot be downloaded; tried {', '.join(failures)}. Put {ARCHIVE} (MD5 {ARCHIVE_MD5}) into "
-        f"{folder} by hand, name a mirror in CIFAR10_URL, or try the small version: --demo"
+        f"{folder} by hand, {certificate}name a mirror in CIFAR10_URL, or try the small version: --demo"
     )
