@@ -3,7 +3,7 @@
 A recipe is everything that decides the weights. Where and how it runs is a RunConfig (options.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple, Protocol
@@ -30,10 +30,13 @@ class Augmentation(Protocol):
     def __call__(self, images: Tensor, rows: Tensor, *parameters: Tensor) -> Tensor: ...
 
 
+Logits = Callable[[Tensor], Tensor]  # images [B, 3, H, W] to logits [B, 10]: a network, compiled or not
+
+
 class Prediction(Protocol):
     """Return logits [n, 10] for test images [n, 32, 32, 3], from one view of each image or several."""
 
-    def __call__(self, network: nn.Module, images: Tensor) -> Tensor: ...
+    def __call__(self, network: Logits, images: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
