@@ -20,12 +20,15 @@ from .layers import norms_of
 
 
 class Augmentation(Protocol):
-    """Sample the parameters of an epoch for a whole shard, then make each batch from its images and their parameters.
+    """Sample the parameters of an epoch for whole shards, then make each batch from its images and their parameters.
 
-    `generator` belongs to the epoch; `run_generator` starts alike in every epoch of a run.
+    Each worker has a generator of its own. Those of `generators` belong to the epoch; those of `run_generators` start
+    alike in every epoch of a run. Parameters are [workers, count], for the `count` images of a shard.
     """
 
-    def sample(self, count: int, generator: Generator, run_generator: Generator, epoch: int) -> Sequence[Tensor]: ...
+    def sample(
+        self, count: int, generators: Sequence[Generator], run_generators: Sequence[Generator], epoch: int
+    ) -> Sequence[Tensor]: ...
 
     def __call__(self, images: Tensor, rows: Tensor, *parameters: Tensor) -> Tensor: ...
 
