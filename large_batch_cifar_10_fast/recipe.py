@@ -3,6 +3,7 @@
 A recipe is everything that decides the weights. Where and how it runs is a RunConfig (options.py).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -120,6 +121,13 @@ def images_of_an_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
     """Return how many images of each worker's shard an epoch trains on; shards count as long as the shortest."""
     kept = round(total_images // recipe.workers * stage_of(recipe, epoch).keep_fraction)
     return kept if recipe.whole_epochs else kept - kept % recipe.batch_size
+
+
+def images_for_every_step(recipe: Recipe, total_images: int) -> int:
+    """Return how many training images suffice for a step of every kind and batch size that `total_images` make."""
+    short = images_of_an_epoch(recipe, total_images, epoch=1) % recipe.batch_size
+    of_a_worker = math.ceil(recipe.batch_size / min(stage.keep_fraction for stage in recipe.stages)) + short
+    return min(total_images, recipe.workers * of_a_worker)
 
 
 def apply_stage(network: nn.Module, stage: Stage) -> None:

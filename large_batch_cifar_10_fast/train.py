@@ -36,6 +36,7 @@ from .recipe import (
     autocast,
     cast,
     frozen_weights,
+    images_for_every_step,
     images_of_an_epoch,
     make_network,
     reset,
@@ -66,7 +67,10 @@ def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished
     test_images = len(images.test_images)
     model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches, short, test_images)
     if not config.no_warmup:
-        warm_up(model, len(images.train_images), test_images if ctx.on_gpu else ctx.world_size)
+        if ctx.on_gpu:  # which has kernels for certain sizes
+            warm_up(model, len(images.train_images), test_images)
+        else:
+            warm_up(model, images_for_every_step(recipe, len(images.train_images)), ctx.world_size)
 
     clock = Clock(ctx.synchronize)
     data = prepare(images, model, clock)

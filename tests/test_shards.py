@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from large_batch_cifar_10_fast.data.augment import assign_balanced
 from large_batch_cifar_10_fast.data.shards import make_generator, normalize, shuffle_shards, upload_shards, upload_test
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.recipe import images_of_an_epoch
+from large_batch_cifar_10_fast.recipe import images_for_every_step, images_of_an_epoch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
@@ -125,6 +125,23 @@ def test_a_batch_has_images_of_each_workers_shard_and_an_epoch_no_image_twice(re
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert isinstance(recipe, FastAI) or torch.equal(_number(images), numbers), "FastAI changes colors"
     assert len(_rows(epoch).unique()) == len(_rows(epoch))
+
+
+@pytest.mark.parametrize("recipe", [APPLE, Basenet(batch_size=100), FastAI(batch_size=24), FastAI(batch_size=20)])
+def test_some_of_the_images_make_steps_of_all_batch_sizes(recipe):
+    few = images_for_every_step(recipe, 1643)
+    assert few < 1643
+    whole, part = (
+        {len(step.rows) for step in _shards(recipe=recipe, images=_numbered(n)).epoch(0, 1)} for n in (1643, few)
+    )
+    assert whole == part
+
+
+def test_some_of_the_images_make_steps_of_all_stages():
+    recipe = MuonRecipe(batch_size=30, workers=2, kept="1,0.7")
+    images = _numbered(images_for_every_step(recipe, 643))
+    assert len(images[0]) == 2 * 43, "0.7 x 43 are 30.1"
+    assert all(_shards(recipe=recipe, images=images).epoch(0, stage.first_epoch) for stage in recipe.stages)
 
 
 def test_a_step_depends_on_its_seed_epoch_and_workers():
