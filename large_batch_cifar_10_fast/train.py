@@ -60,6 +60,8 @@ def main(arguments: Sequence[str]) -> None:
 def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished: list[Row], team: str) -> None:
     """Make all runs of a launch. They share images and network; nothing before `clock` is timed."""
     images = load_images(config.data)
+    if ctx.on_gpu and ctx.world_size == 1:  # with several each copies its share
+        images = images.pinned()
     config = resolve_defaults(config, recipe, ctx, len(images.train_images))
     check_agreement(config, recipe, images.digest, finished, ctx)
     log = RunLog(config, recipe, ctx, images.metadata, finished, team)
