@@ -3,7 +3,7 @@
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from .distributed import DistContext
 from .layers import prepare_norms
 from .options import first_line
-from .recipe import Recipe, TrainingPass, apply_stage, reset
+from .recipe import Logits, Recipe, TrainingPass, apply_stage, autocast, reset, weight_dtype
 
 # How far off a compiled gradient may be, as a share of its length. Rounding in another order reached 0.44 in a bias in
 # bf16, 0.09 in fp16 and 0.003 in fp32; a gradient that is lost, doubled or of the wrong sign is off by 1 or more.
 TOLERANCE = 0.7
+LOGITS_TOLERANCE = 0.1  # of logits, which rounding moved by up to 0.007 in bf16, by less in fp16
 
 Forward = Callable[[Tensor, Tensor, int], TrainingPass]  # of images, labels and the number of workers
 
@@ -34,17 +35,14 @@ def compiled(
     All graphs of training are compiled here, for images of `dtype` and batches of all `sizes`. The gradients of each
     are compared with the eager ones, because a compiler can be wrong without an error (docs/performance.md, "A trap").
     """
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on a missing GPU
-    if "TORCH_LOGS" not in os.environ:  # with which a user asks for more than our one line
-        logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
     workers = len(ctx.workers) // micro_batches
     images, _ = noise(recipe.batch_size * workers, 32, dtype, ctx)
     recipe.whiten(network, images.permute(0, 2, 3, 1))
     reset(network, recipe, seed=0)
     torch._dynamo.config.recompile_limit = 64  # four graphs a kind of step; beyond the default 8 it would not compile
-    forward = torch.compile(eager, dynamic=False)
     trackings = [True] * ctx.is_main + [False] * (micro_batches > 1 or not ctx.is_main)
-    try:
+
+    def check(forward: Forward) -> None:
         kinds = dict.fromkeys(stage.kind for stage in recipe.stages)
         for kind, tracking, size in itertools.product(kinds, trackings, sizes):
             apply_stage(network, kind)
@@ -52,20 +50,53 @@ def compiled(
             batch = noise(size * workers, kind.resolution, dtype, ctx)
             expected = gradients(network, eager, batch, workers)
             check_gradients(gradients(network, forward, batch, workers), expected)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a compiler raises nearly anything
-        reason = first_line(error)
-        broken = " (an earlier compilation was interrupted: delete this file)" * reason.endswith("file too short")
-        ctx.warn(f"not compiled ({reason}){broken}: training continues uncompiled; --no_compile skips the attempt")
-        forward = eager
-    everywhere = ctx.all_gather_strings("compiled", str(forward is not eager))
-    if "False" in everywhere and forward is not eager:
-        ctx.warn("not compiled on every process: training continues uncompiled")
-        forward = eager
+
+    forward = compiled_or_eager("training", eager, check, ctx)
     network.zero_grad()
     reset(network, recipe, seed=0)  # undoes the last stage
     return forward
+
+
+def compiled_evaluation(
+    network: nn.Module, recipe: Recipe, precision: str, sizes: Iterable[int], ctx: DistContext
+) -> Logits:
+    """Return the network compiled to evaluate so many images at once; warn and return it as it is if that fails.
+
+    A size has one graph, for all views and epochs. Its logits of noise are compared with the eager ones.
+    """
+
+    @torch.no_grad()
+    def check(forward: Logits) -> None:
+        for size in set(sizes):
+            images, _ = noise(size, 32, weight_dtype(recipe, precision), ctx)
+            with autocast(recipe, precision, ctx.device):
+                check_close("evaluation", forward(images), network(images), LOGITS_TOLERANCE)
+
+    network.eval()
+    forward = compiled_or_eager("evaluation", network, check, ctx)
+    network.train()
+    # Shifted views are slices, whose strides would need graphs of their own.
+    return lambda images: forward(images.contiguous(memory_format=torch.channels_last))
+
+
+def compiled_or_eager(what: str, eager: Callable, check: Callable[[Callable], None], ctx: DistContext) -> Callable:
+    """Return `eager` compiled, after `check` has called it; warn and return `eager` if that fails on any process."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on a missing GPU
+    if "TORCH_LOGS" not in os.environ:  # with which a user asks for more than our one line
+        logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
+    forward, failure = torch.compile(eager, dynamic=False), ""
+    try:
+        check(forward)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler raises nearly anything
+        failure = first_line(error)
+        failure += " (an earlier compilation was interrupted: delete this file)" * failure.endswith("file too short")
+    if not any(ctx.all_gather_strings(f"compiled {what}", failure)):
+        return forward
+    reason = failure or "on another process"
+    ctx.warn(f"not compiled ({reason}): {what} continues uncompiled; --no_compile skips the attempt")
+    return eager
 
 
 def noise(count: int, resolution: int, dtype: torch.dtype, ctx: DistContext) -> tuple[Tensor, Tensor]:
@@ -85,8 +116,13 @@ def gradients(network: nn.Module, forward: Forward, batch: tuple[Tensor, Tensor]
 def check_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Raise ArithmeticError if a gradient differs from the expected one by more than TOLERANCE of its length."""
     for name, gradient in expected.items():
-        if not gradient.isfinite().all():
-            raise ArithmeticError(f"the gradient of {name} is not finite uncompiled either")
-        off = torch.dist(found[name].double(), gradient.double()) / gradient.double().norm()
-        if not off <= TOLERANCE:
-            raise ArithmeticError(f"the compiled gradient of {name} is {off:.0%} off")
+        check_close(f"gradient of {name}", found[name], gradient, TOLERANCE)
+
+
+def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Raise ArithmeticError if a tensor differs from the expected one by more than this share of its length."""
+    if not expected.isfinite().all():
+        raise ArithmeticError(f"the {what} is not finite uncompiled either")
+    off = torch.dist(found.double(), expected.double()) / expected.double().norm()
+    if not off <= tolerance:
+        raise ArithmeticError(f"the compiled {what} is {off:.0%} off")

@@ -23,7 +23,7 @@ from .layers import norms_of
 from .log import Clock, data_line, recipe_line, version_line
 from .metrics import Metrics, Score
 from .options import ConfigError, RunConfig, exit_on_config_error
-from .recipe import Prediction, Recipe, autocast, cast, make_network, sums_of, weight_dtype
+from .recipe import Logits, Prediction, Recipe, autocast, cast, make_network, sums_of, weight_dtype
 
 
 @torch.no_grad()
@@ -34,13 +34,17 @@ def evaluate(
     precision: str,
     test: tuple[Tensor, Tensor],
     ctx: DistContext,
+    compiled: Logits | None = None,
 ) -> Score:
-    """Return the score on all test images, of which each process evaluates its part `test`."""
+    """Return the score on all test images, of which each process evaluates its part `test`.
+
+    `compiled` is the network, compiled for evaluation.
+    """
     network.eval()
     ctx.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
     (images, labels), metrics = test, Metrics(ctx)
     with autocast(recipe, precision, ctx.device):
-        logits = predict(network, images)
+        logits = predict(compiled or network, images)
     metrics.sums += sums_of(logits, labels, recipe.loss(logits, labels))
     network.train()
     return metrics.read()

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .distributed import DistContext
-from .recipe import at_least_float32
+from .recipe import Logits, at_least_float32
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,22 @@ View = Callable[[Tensor], Tensor]  # of images [B, 3, H, W]
 AT_ONCE = 1000  # images evaluated at once on a CPU; on a GPU as many for each GiB of its memory
 
 
+def chunk_sizes(count: int, device: torch.device) -> list[int]:
+    """Return the numbers of images that a device evaluates at once, one chunk after the other."""
+    gib = torch.cuda.get_device_properties(device).total_memory >> 30 if device.type == "cuda" else 1
+    full, rest = divmod(count, most := AT_ONCE * max(1, gib))
+    return [most] * full + [rest] * (rest > 0)
+
+
 @dataclass(frozen=True)
 class TestTimeAugmentation:
     """Average logits over views of each image; the weights of the views add up to 1."""
 
     views: Mapping[View, float]
 
-    def __call__(self, network: nn.Module, images: Tensor) -> Tensor:
+    def __call__(self, network: Logits, images: Tensor) -> Tensor:
         """Return logits [n, 10] for images [n, 32, 32, 3]."""
-        at_once = AT_ONCE
-        if images.is_cuda:
-            at_once *= max(1, torch.cuda.get_device_properties(images.device).total_memory >> 30)
-        chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(at_once))
+        chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(chunk_sizes(len(images), images.device)))
         return torch.cat(
             [sum(weight * at_least_float32(network(v(chunk))) for v, weight in self.views.items()) for chunk in chunks]
         )

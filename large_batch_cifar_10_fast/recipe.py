@@ -3,6 +3,7 @@
 A recipe is everything that decides the weights. Where and how it runs is a RunConfig (options.py).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,17 +21,21 @@ from .layers import norms_of
 
 
 class Augmentation(Protocol):
-    """Sample the parameters of an epoch for a whole shard, then make each batch from its images and their parameters.
+    """Sample the parameters of an epoch for whole shards, then make each batch from its images and their parameters.
 
-    `generator` belongs to the epoch; `run_generator` starts alike in every epoch of a run.
+    Each worker has a generator of its own. Those of `generators` belong to the epoch; those of `run_generators` start
+    alike in every epoch of a run. Parameters are [workers, count], for the `count` images of a shard.
     """
 
-    def sample(self, count: int, generator: Generator, run_generator: Generator, epoch: int) -> Sequence[Tensor]: ...
+    def sample(
+        self, count: int, generators: Sequence[Generator], run_generators: Sequence[Generator], epoch: int
+    ) -> Sequence[Tensor]: ...
 
     def __call__(self, images: Tensor, rows: Tensor, *parameters: Tensor) -> Tensor: ...
 
 
-Prediction = Callable[[nn.Module, Tensor], Tensor]  # logits [n, 10] of a network for test images [n, 32, 32, 3]
+Logits = Callable[[Tensor], Tensor]  # images [B, 3, H, W] to logits [B, 10]: a network, compiled or not
+Prediction = Callable[[Logits, Tensor], Tensor]  # logits [n, 10] of a network for test images [n, 32, 32, 3]
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,13 @@ def images_of_an_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
     """Return how many images of each worker's shard an epoch trains on; shards count as long as the shortest."""
     kept = round(total_images // recipe.workers * stage_of(recipe, epoch).keep_fraction)
     return kept if recipe.whole_epochs else kept - kept % recipe.batch_size
+
+
+def images_for_every_step(recipe: Recipe, total_images: int) -> int:
+    """Return how many training images suffice for a step of every kind and batch size that `total_images` make."""
+    short = images_of_an_epoch(recipe, total_images, epoch=1) % recipe.batch_size
+    of_a_worker = math.ceil(recipe.batch_size / min(stage.keep_fraction for stage in recipe.stages)) + short
+    return min(total_images, recipe.workers * of_a_worker)
 
 
 def apply_stage(network: nn.Module, stage: Stage) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .campaign import Row, rows_from_main
 from .checks import check_agreement, check_request, out_of_memory_hint, resolve_defaults
 from .command_line import read_launch, read_request
-from .compiling import Forward, compiled
+from .compiling import Forward, compiled, compiled_evaluation
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Shards, Step, normalize, upload_shards, upload_test
 from .devices import allow_tf32
@@ -26,15 +26,17 @@ from .evaluate import evaluate
 from .graphs import StepGraphs, TakeStep, graphed
 from .layers import prepare_norms, update_statistics
 from .log import Clock, RunLog
-from .metrics import Metrics
+from .metrics import Metrics, chunk_sizes
 from .optim import follow_schedules, prepare_for_gpu, restart, step_all
 from .options import RunConfig
 from .recipe import (
+    Logits,
     Recipe,
     apply_stage,
     autocast,
     cast,
     frozen_weights,
+    images_for_every_step,
     images_of_an_epoch,
     make_network,
     reset,
@@ -58,13 +60,19 @@ def main(arguments: Sequence[str]) -> None:
 def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished: list[Row], team: str) -> None:
     """Make all runs of a launch. They share images and network; nothing before `clock` is timed."""
     images = load_images(config.data)
+    if ctx.on_gpu and ctx.world_size == 1:  # with several each copies its share
+        images = images.pinned()
     config = resolve_defaults(config, recipe, ctx, len(images.train_images))
     check_agreement(config, recipe, images.digest, finished, ctx)
     log = RunLog(config, recipe, ctx, images.metadata(), finished, team)
     short = images_of_an_epoch(recipe, len(images.train_images), epoch=1) % recipe.batch_size
-    model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches, short)
+    test_images = len(images.test_images)
+    model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches, short, test_images)
     if not config.no_warmup:
-        warm_up(model, len(images.train_images), len(images.test_images) if ctx.on_gpu else ctx.world_size)
+        if ctx.on_gpu:  # which has kernels for certain sizes
+            warm_up(model, len(images.train_images), test_images)
+        else:
+            warm_up(model, images_for_every_step(recipe, len(images.train_images)), ctx.world_size)
 
     clock = Clock(ctx.synchronize)
     data = prepare(images, model, clock)
@@ -88,23 +96,36 @@ class Model:
     precision: str
     micro_batches: int  # forward and backward passes of a step
     ctx: DistContext
+    evaluation: Logits | None = None  # the network compiled for evaluation
 
 
 def make_model(
-    recipe: Recipe, ctx: DistContext, precision: str, compile: bool = False, micro_batches: int = 1, short: int = 0
+    recipe: Recipe,
+    ctx: DistContext,
+    precision: str,
+    compile: bool = False,
+    micro_batches: int = 1,
+    short: int = 0,
+    test_images: int = 0,
 ) -> Model:
-    """Make the network, and compile its training pass if asked to; `short` is the size of a worker's short last batch,
-    if there is one."""
+    """Make the network, and compile its training pass if asked to; on a GPU also the evaluation of `test_images`.
+
+    `short` is the size of a worker's short last batch, if there is one. On a CPU evaluations gain less than compiling
+    them takes.
+    """
     allow_tf32(precision == "tf32")
     network = cast(make_network(recipe, seed=0), weight_dtype(recipe, precision), ctx.device)
     forward = eager = partial(training_pass, network, recipe, precision)
     if compile:
         sizes = [size for size in (recipe.batch_size, short) if size]
         forward = compiled(eager, network, recipe, weight_dtype(recipe, precision), sizes, micro_batches, ctx)
-    optimizers = recipe.optimizers(network, ctx)
+    optimizers, evaluation = recipe.optimizers(network, ctx), None
     if ctx.on_gpu:
         prepare_for_gpu(optimizers, compile=forward is not eager)
-    return Model(recipe, network, optimizers, forward, forward is not eager, precision, micro_batches, ctx)
+        if forward is not eager and test_images:
+            sizes = chunk_sizes(len(range(ctx.rank, test_images, ctx.world_size)), ctx.device)
+            evaluation = compiled_evaluation(network, recipe, precision, sizes, ctx)
+    return Model(recipe, network, optimizers, forward, forward is not eager, precision, micro_batches, ctx, evaluation)
 
 
 @dataclass(frozen=True)
@@ -162,7 +183,7 @@ def train_once(run: int, seed: int, model: Model, data: Data, take: TakeStep, cl
                 take(step)
         with clock.timed("validation"):  # shown, but not part of the training time (section 6)
             predict = recipe.tta if epoch == recipe.epochs else recipe.tta_early
-            validation = evaluate(network, recipe, predict, model.precision, data.test, ctx)
+            validation = evaluate(network, recipe, predict, model.precision, data.test, ctx, model.evaluation)
         train = data.metrics.read()
         log.epoch(clock, train, validation)
         if not math.isfinite(train.loss + validation.loss):  # such weights never recover
@@ -197,7 +218,8 @@ def warm_up(model: Model, train_images: int, test_images: int) -> None:
     data = prepare(random_images(train_images, test_images), model, Clock(ctx.synchronize))
     for step in steps_of_every_kind(model, data.train):
         take_step(model, step, data.metrics)
-    evaluate(model.network, recipe, recipe.tta, model.precision, data.test, ctx)
+    for predict in (recipe.tta_early, recipe.tta):
+        evaluate(model.network, recipe, predict, model.precision, data.test, ctx, model.evaluation)
 
 
 def steps_of_every_kind(model: Model, shards: Shards) -> Iterator[Step]:

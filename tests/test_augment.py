@@ -45,7 +45,7 @@ def test_rotation_and_then_flip_are_torchvisions(degrees, flip):
 def test_an_augmented_batch_is_normalised_again_and_nothing_is_drawn_twice():
     bytes_ = (255 * _pixels(50)).round().to(torch.uint8).permute(0, 2, 3, 1)
     images, rows = normalize(bytes_, torch.float64), torch.arange(50)
-    choices = AUGMENTATION.sample(50, torch.Generator().manual_seed(3), torch.Generator(), 1)
+    choices = [column[0] for column in AUGMENTATION.sample(50, [torch.Generator().manual_seed(3)])]
     batch = AUGMENTATION(images, rows, *choices)
     assert batch.is_contiguous(memory_format=torch.channels_last)
     pixels = batch * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]

@@ -13,11 +13,13 @@ from conftest import REPO, TINY, environment
 from test_story import Stock
 from torch._inductor import config as inductor
 
+from large_batch_cifar_10_fast import metrics
 from large_batch_cifar_10_fast.campaign import read_rows
 from large_batch_cifar_10_fast.checks import resolve_defaults
-from large_batch_cifar_10_fast.compiling import check_gradients
+from large_batch_cifar_10_fast.compiling import check_gradients, compiled_evaluation
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
+from large_batch_cifar_10_fast.evaluate import evaluate
 from large_batch_cifar_10_fast.layers import prepare_norms, update_statistics
 from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.metrics import Metrics
@@ -26,7 +28,7 @@ from large_batch_cifar_10_fast.options import RunConfig
 from large_batch_cifar_10_fast.recipe import apply_stage, cast, make_network, reset, stage_of, training_pass
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.train import make_model, prepare, take_step
+from large_batch_cifar_10_fast.train import make_model, prepare, take_step, warm_up
 
 pytestmark = pytest.mark.slow
 
@@ -132,6 +134,39 @@ def test_compiled_for_a_cpu_nothing_is_stored_but_channels_last(monkeypatch):
             assert sides[steps.index(1)] in (9, 24, 36), f"channels are not the innermost of {sides}, {steps}"
     assert larger > 15
     assert "constant_pad_nd" not in "".join(codes), "what is padded would be computed under a mask"
+
+
+def test_one_graph_evaluates_all_views_of_all_stages(without_kernels, monkeypatch):
+    monkeypatch.setattr(metrics, "AT_ONCE", 3)
+    recipe, generator = MuonRecipe(width=4, epochs=2), torch.Generator().manual_seed(0)
+    network, sizes = fresh_network(recipe), metrics.chunk_sizes(7, ALONE.device)
+    assert sizes == [3, 3, 1]
+    compiled = compiled_evaluation(network, recipe, "fp64", sizes, ALONE)
+    test = torch.randn(7, 32, 32, 3, generator=generator, dtype=torch.float64), torch.arange(7)
+    for stage in recipe.stages:
+        apply_stage(network, stage)
+        for predict in (recipe.tta_early, recipe.tta):
+            expected = evaluate(network, recipe, predict, "fp64", test, ALONE)
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                found = evaluate(network, recipe, predict, "fp64", test, ALONE, compiled)
+            assert (found.correct, found.loss) == (expected.correct, pytest.approx(expected.loss, rel=1e-9))
+
+
+def test_a_wrong_compiled_evaluation_is_not_used(monkeypatch, capsys):
+    network, images = fresh_network(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    monkeypatch.setattr(torch, "compile", lambda eager, **_: lambda images: 1.2 * eager(images))
+    forward = compiled_evaluation(network, SMALL, "fp64", [2], ALONE)
+    warning = "Warning: not compiled (the compiled evaluation is 20% off): evaluation continues uncompiled; "
+    assert capsys.readouterr().err.startswith(warning)
+    torch.testing.assert_close(forward(images), network(images))
+
+
+def test_the_warm_up_evaluates_early_and_last_views_compiled():
+    recipe, calls = MuonRecipe(width=4, batch_size=20, epochs=1, kept="1"), []
+    model = make_model(recipe, replace(ALONE, total_workers=1), "fp32", test_images=1)
+    assert model.evaluation is None, "on a CPU"
+    warm_up(replace(model, evaluation=lambda images: calls.append(1) or model.network(images)), 20, 1)
+    assert len(calls) == 1 + 6
 
 
 def test_a_compiled_network_takes_a_short_last_batch_too(without_kernels):

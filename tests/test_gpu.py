@@ -26,7 +26,7 @@ for recipe in (Apple2019(width=16, batch_size=64), MuonRecipe(width=16, batch_si
         model = make_model(recipe, ctx, "fp16", compile=True)
         assert model.compiled
         warm_up(model, 5000, 100)
-        data = prepare(random_images(5000, 100), model, Clock(ctx.synchronize))
+        data = prepare(random_images(5000, 100).pinned(), model, Clock(ctx.synchronize))
         take = make_step(model, data, use_graphs=False)
         torch.cuda.set_sync_debug_mode("error")
         steps = data.train.epoch(seed=0, epoch=1, losses=data.losses)

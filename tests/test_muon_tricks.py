@@ -5,16 +5,16 @@ import torch
 from conftest import train_here
 
 from large_batch_cifar_10_fast.data.augment import CropAndAlternateFlip, assign_independent, downscale
-from large_batch_cifar_10_fast.data.shards import shuffle_shard
+from large_batch_cifar_10_fast.data.shards import shuffle_shards
 from large_batch_cifar_10_fast.metrics import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 
 
 def test_flips_alternate_from_epoch_to_epoch_and_differ_from_run_to_run():
-    rows, augmentation = torch.arange(200), CropAndAlternateFlip(padding=2, assign=assign_independent)
+    rows, augmentation = torch.arange(200)[None], CropAndAlternateFlip(padding=2, assign=assign_independent)
 
     def flips(seed, worker, epoch):
-        order, crops, mirrored = shuffle_shard(rows, augmentation, seed, worker, epoch)
+        [order], crops, [mirrored] = shuffle_shards(rows, augmentation, seed, [worker], epoch)
         assert crops.min() == 0
         assert crops.max() == 24
         return mirrored[order.argsort()]

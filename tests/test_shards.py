@@ -1,15 +1,18 @@
 """Shards and augmentation: balanced, within the shard, the same on any number of processes."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import random_pictures
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from large_batch_cifar_10_fast.data.augment import assign_balanced
-from large_batch_cifar_10_fast.data.shards import normalize, shuffle_shard, upload_shards, upload_test
+from large_batch_cifar_10_fast.data.shards import make_generator, normalize, shuffle_shards, upload_shards, upload_test
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.recipe import images_of_an_epoch
+from large_batch_cifar_10_fast.recipe import images_for_every_step, images_of_an_epoch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
@@ -44,8 +47,9 @@ def _shards(rank=0, processes=1, micro_batches=1, recipe=APPLE, images=None):
 def test_shards_are_strided_disjoint_and_complete(processes):
     seen = {}
     for shards in (_shards(rank, processes) for rank in range(processes)):
-        for worker in shards.workers:
-            seen[worker] = _number(shards.images[shards.rows_of(worker)].permute(0, 3, 1, 2)).tolist()
+        for workers, rows in shards.by_size():
+            for worker, mine in zip(workers, rows, strict=True):
+                seen[worker] = _number(shards.images[mine].permute(0, 3, 1, 2)).tolist()
     assert seen == {worker: list(range(worker, 643, 8)) for worker in range(8)}
 
 
@@ -74,7 +78,8 @@ def test_hard_examples_have_the_highest_losses_and_keep_their_order(processes, m
         for place, worker in enumerate(shards.workers):
             mine = [torch.cat(step).split(10)[place] for step in steps]
             kept[worker] = torch.cat(mine).tolist()
-            shuffled = there[shuffle_shard(shards.rows_of(worker), recipe.augmentation, 3, worker, 2)[0]]
+            rows = torch.arange(place, len(there), len(shards.workers))[None]
+            shuffled = there[shuffle_shards(rows, recipe.augmentation, 3, [worker], 2)[0][0]]
             least = losses[shuffled].sort(descending=True).values[79]
             assert kept[worker] == [int(image) for image in shuffled if losses[image] >= least]
         assert [shards.steps_of(number) for number in (1, 2, 3)] == [16, 8, 16]
@@ -122,6 +127,23 @@ def test_a_batch_has_images_of_each_workers_shard_and_an_epoch_no_image_twice(re
     assert len(_rows(epoch).unique()) == len(_rows(epoch))
 
 
+@pytest.mark.parametrize("recipe", [APPLE, Basenet(batch_size=100), FastAI(batch_size=24), FastAI(batch_size=20)])
+def test_some_of_the_images_make_steps_of_all_batch_sizes(recipe):
+    few = images_for_every_step(recipe, 1643)
+    assert few < 1643
+    whole, part = (
+        {len(step.rows) for step in _shards(recipe=recipe, images=_numbered(n)).epoch(0, 1)} for n in (1643, few)
+    )
+    assert whole == part
+
+
+def test_some_of_the_images_make_steps_of_all_stages():
+    recipe = MuonRecipe(batch_size=30, workers=2, kept="1,0.7")
+    images = _numbered(images_for_every_step(recipe, 643))
+    assert len(images[0]) == 2 * 43, "0.7 x 43 are 30.1"
+    assert all(_shards(recipe=recipe, images=images).epoch(0, stage.first_epoch) for stage in recipe.stages)
+
+
 def test_a_step_depends_on_its_seed_epoch_and_workers():
     def places(seed, epoch):
         """Return the places in their shards of the images that workers 0 and 1 take first."""
@@ -142,21 +164,56 @@ def test_batches_do_not_depend_on_processes_or_micro_batches(processes, micro_ba
         assert torch.equal(torch.cat([piece[1] for piece in pieces]), labels)
 
 
+def test_each_worker_draws_from_a_stream_of_its_own():
+    sample = shuffle_shards(torch.arange(3 * 100).view(3, 100), CROP_AND_FLIP, seed=5, workers=[2, 6, 7], epoch=3)
+    for worker, *found in zip([2, 6, 7], *sample, strict=True):
+        randperm = partial(torch.randperm, generator=make_generator(CPU, 5, worker, 3))
+        crops, flips = (randperm(options)[randperm(100).argsort() * options // 100] for options in (81, 2))
+        order = randperm(100)
+        rows = torch.arange(100) + 100 * [2, 6, 7].index(worker)
+        for column, expected in zip(found, (rows, crops, flips), strict=True):
+            assert torch.equal(column, expected[order])
+
+
+class OperationCount(TorchDispatchMode):
+    """Count operations, but for draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "rand" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kept", ["1", "0.5"])
+def test_all_but_the_draws_of_an_epoch_is_done_for_all_workers_at_once(kept):
+    counts = []
+    for workers in (2, 8):
+        recipe = MuonRecipe(epochs=1, batch_size=10, workers=workers, kept=kept)
+        shards = _shards(recipe=recipe, images=_numbered(40 * workers))
+        with OperationCount() as operations:
+            shards.epoch(0, 1)
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
+
+
 def test_crops_and_flips_are_balanced_exactly():
-    _, offsets, flips = shuffle_shard(torch.arange(6250), CROP_AND_FLIP, seed=0, worker=0, epoch=1)
+    _, [offsets], [flips] = shuffle_shards(torch.arange(6250)[None], CROP_AND_FLIP, seed=0, workers=[0], epoch=1)
     counts = torch.bincount(offsets, minlength=81)
     assert sorted(counts.tolist()) == [77] * 68 + [78] * 13  # 6250 = 81 x 77 + 13
     assert flips.sum() == 3125
 
 
 def test_crops_and_flips_are_independent_of_the_order():
-    rows, offsets, flips = shuffle_shard(torch.arange(81 * 200), CROP_AND_FLIP, seed=1, worker=0, epoch=1)
+    [rows], [offsets], [flips] = shuffle_shards(torch.arange(81 * 200)[None], CROP_AND_FLIP, 1, [0], epoch=1)
     for a, b in ((rows, offsets), (rows, flips), (offsets, flips)):
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
 
 
 def test_of_more_than_200_options_200_are_assigned_equally_often():
-    options, counts = assign_balanced(1000, 300, torch.Generator().manual_seed(0)).unique(return_counts=True)
+    options, counts = assign_balanced(1000, 300, [torch.Generator().manual_seed(0)]).unique(return_counts=True)
     assert counts.tolist() == [5] * 200
     assert options.max() > 250, "not the first 200"
 

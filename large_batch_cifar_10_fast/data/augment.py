@@ -1,6 +1,6 @@
 """Augmentation of a whole batch on the device: crop, flip, color jitter, rotation, resolution (method, section 2)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import pi
 
@@ -14,17 +14,22 @@ MEAN, STD = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)  # of CIFAR-10's cha
 LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in gray (ITU-R 601, like PIL)
 
 
-def assign_balanced(count: int, options: int, generator: Generator) -> Tensor:
-    """Assign one of `options` to each of `count` images, each equally often up to one (int64 [count])."""
-    device = generator.device
-    used = torch.randperm(options, generator=generator, device=device)[:MAX_OPTIONS]
-    places = torch.randperm(count, generator=generator, device=device).argsort()  # of the images in random order
-    return used[places * len(used) // count]
+def draw(generators: Sequence[Generator], function: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """Return what a random function gives with each worker's generator, stacked; all else is done for all at once."""
+    return torch.stack([function(*arguments, generator=each, device=each.device) for each in generators])
 
 
-def assign_independent(count: int, options: int, generator: Generator) -> Tensor:
-    """Draw one of `options` for each of `count` images independently (int64 [count])."""
-    return torch.randint(options, (count,), generator=generator, device=generator.device)
+def assign_balanced(count: int, options: int, generators: Sequence[Generator]) -> Tensor:
+    """Assign one of `options` to each of a worker's `count` images, each equally often up to one (int64 [W, count])."""
+    used = draw(generators, torch.randperm, options)[:, :MAX_OPTIONS]
+    images = draw(generators, torch.randperm, count)  # in random order, in which options take turns
+    in_order = torch.arange(count, device=used.device) * used.shape[1] // count
+    return torch.empty_like(images).scatter_(1, images, used[:, in_order])
+
+
+def assign_independent(count: int, options: int, generators: Sequence[Generator]) -> Tensor:
+    """Draw one of `options` for each of a worker's `count` images independently (int64 [W, count])."""
+    return draw(generators, torch.randint, options, (count,))
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,11 @@ class CropAndFlip:
     """Reflect-pad by `padding`, crop 32x32 and mirror. `assign` chooses crop and mirroring once an epoch."""
 
     padding: int
-    assign: Callable[[int, int, Generator], Tensor]
+    assign: Callable[[int, int, Sequence[Generator]], Tensor]
 
-    def sample(self, count: int, generator: Generator, *_: object) -> tuple[Tensor, Tensor]:
-        """Return each image's crop offset, counted row by row, and whether it is mirrored (1); both int64 [count]."""
-        return self.assign(count, (2 * self.padding + 1) ** 2, generator), self.assign(count, 2, generator)
+    def sample(self, count: int, generators: Sequence[Generator], *_: object) -> tuple[Tensor, Tensor]:
+        """Return each image's crop offset, counted row by row, and whether it is mirrored (1), int64 [W, count]."""
+        return self.assign(count, (2 * self.padding + 1) ** 2, generators), self.assign(count, 2, generators)
 
     def __call__(self, images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor) -> Tensor:
         """Gather `rows` of `images` [n, 32, 32, 3] as a batch [B, 3, 32, 32], channels-last."""
@@ -53,9 +58,11 @@ class CropAndFlip:
 class CropAndAlternateFlip(CropAndFlip):
     """Crop like CropAndFlip. Mirror at random in the first epoch, then alternately, so that two show both sides."""
 
-    def sample(self, count: int, generator: Generator, run_generator: Generator, epoch: int) -> tuple[Tensor, Tensor]:
-        crops, _ = super().sample(count, generator)
-        return crops, (assign_independent(count, 2, run_generator) + epoch) % 2
+    def sample(
+        self, count: int, generators: Sequence[Generator], run_generators: Sequence[Generator], epoch: int
+    ) -> tuple[Tensor, Tensor]:
+        crops, _ = super().sample(count, generators)
+        return crops, (assign_independent(count, 2, run_generators) + epoch) % 2
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,10 @@ class CropJitterRotateFlip:
     strength: float
     degrees: float
 
-    def sample(self, count: int, generator: Generator, *_: object) -> tuple[Tensor, ...]:
-        """Return crops and flips like CropAndFlip, then float32 [count]: three factors, and angles in radians."""
-        crops, flips = self.crop_and_flip.sample(count, generator)
-        *changes, turn = (2 * torch.rand(count, generator=generator, device=generator.device) - 1 for _ in range(4))
+    def sample(self, count: int, generators: Sequence[Generator], *_: object) -> tuple[Tensor, ...]:
+        """Return crops and flips like CropAndFlip, then float32 [W, count]: three factors, and angles in radians."""
+        crops, flips = self.crop_and_flip.sample(count, generators)
+        *changes, turn = (2 * draw(generators, torch.rand, count) - 1 for _ in range(4))
         return crops, flips, *(1 + self.strength * change for change in changes), self.degrees * pi / 180 * turn
 
     def __call__(self, images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor, *changes: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ import sys
 import tarfile
 import textwrap
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from ..options import CIFAR_10, SYNTHETIC, ConfigError
@@ -50,6 +51,11 @@ class Images:
     @property
     def test(self) -> tuple[np.ndarray, np.ndarray]:
         return self.test_images, self.test_labels
+
+    def pinned(self) -> "Images":
+        """Return a copy in page-locked memory, from which uploads are faster; making it takes longer than it saves."""
+        arrays = {name: torch.from_numpy(getattr(self, name)).pin_memory().numpy() for name in ARRAYS}
+        return replace(self, **arrays)
 
     def metadata(self) -> dict[str, object]:
         """Return what a log records about the data set."""

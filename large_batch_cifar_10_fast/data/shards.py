@@ -1,6 +1,6 @@
 """Fixed shards of the workers, and the batches of an epoch, on the device (method, section 2)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..distributed import DistContext
 from ..recipe import Augmentation, Recipe, Stage, images_of_an_epoch, stage_of
-from .augment import MEAN, STD, downscale
+from .augment import MEAN, STD, downscale, draw
 
 Batch = tuple[Tensor, Tensor]
 
@@ -37,18 +37,27 @@ class Shards:
         """Return the losses of images not yet used (float32 [n]): infinite, so that none counts as easy."""
         return torch.full((len(self.images),), torch.inf, device=self.images.device)
 
-    def rows_of(self, worker: int) -> Tensor:
-        """Return the rows of `images` that are a worker's shard (int64 [shard size])."""
-        return torch.arange(self.workers.index(worker), len(self.images), len(self.workers), device=self.images.device)
+    def by_size(self) -> Iterator[tuple[range, Tensor]]:
+        """Yield workers with shards of one size, and the rows of `images` that these are (int64 [workers, size]).
+
+        There are one or two such groups: the shards of the first workers may be an image longer.
+        """
+        size, longer = divmod(len(self.images), count := len(self.workers))
+        for group, length in ((slice(longer), size + 1), (slice(longer, count), size)):
+            if self.workers[group]:
+                rows = torch.arange(length * count, device=self.images.device).view(length, count)
+                yield self.workers[group], rows.T[group]
 
     def epoch(self, seed: int, epoch: int, losses: Tensor | None = None) -> "list[Step]":
         """Return the steps of one epoch. Hard-example selection uses `losses` [n], each image's latest loss."""
         stage, count = stage_of(self.recipe, epoch), images_of_an_epoch(self.recipe, self.total_images, epoch)
-        samples = [shuffle_shard(self.rows_of(w), self.recipe.augmentation, seed, w, epoch) for w in self.workers]
-        if stage.keep_fraction < 1:
-            losses = self.initial_losses() if losses is None else losses
-            samples = [select_hard_examples(sample, losses, count) for sample in samples]
-        columns = [torch.stack([column[:count] for column in columns]) for columns in zip(*samples, strict=True)]
+        losses, samples = self.initial_losses() if losses is None else losses, []
+        for workers, rows in self.by_size():
+            sample = shuffle_shards(rows, self.recipe.augmentation, seed, workers, epoch)
+            if stage.keep_fraction < 1:
+                sample = select_hard_examples(sample, losses, count)
+            samples.append([column[:, :count] for column in sample])
+        columns = [torch.cat(columns) for columns in zip(*samples, strict=True)]
         steps = [self._split_steps(column) for column in columns]
         return [Step(self, stage.kind, list(columns)) for columns in zip(*steps, strict=True)]
 
@@ -95,20 +104,25 @@ def make_batch(
 
 
 def select_hard_examples(sample: tuple[Tensor, ...], losses: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Keep the `count` images with the highest losses, in their order: easy images teach little (docs/modern.md)."""
-    selected = losses[sample[0]].topk(count).indices.sort().values
-    return tuple(column[selected] for column in sample)
+    """Keep each worker's `count` images with the highest losses, in their order: easy images teach little
+    (docs/modern.md)."""
+    selected = losses[sample[0]].topk(count, sorted=False).indices.sort().values
+    return tuple(column.gather(1, selected) for column in sample)
 
 
-def shuffle_shard(rows: Tensor, augmentation: Augmentation, seed: int, worker: int, epoch: int) -> tuple[Tensor, ...]:
-    """Return a worker's `rows` shuffled, and each image's augmentation parameters, the same in any process.
+def shuffle_shards(
+    rows: Tensor, augmentation: Augmentation, seed: int, workers: Sequence[int], epoch: int
+) -> tuple[Tensor, ...]:
+    """Return each worker's `rows` shuffled, and each image's augmentation parameters, the same in any process.
 
-    All are [len(rows)]. Epochs count from 1; 0 is for the generator that starts alike in all epochs of a run.
+    All are [workers, shard size]. Epochs count from 1; 0 is for generators that start alike in all epochs of a run.
     """
-    generator = make_generator(rows.device, seed, worker, epoch)
-    parameters = augmentation.sample(len(rows), generator, make_generator(rows.device, seed, worker, 0), epoch)
-    order = torch.randperm(len(rows), generator=generator, device=rows.device)
-    return rows[order], *(column[order] for column in parameters)
+    generators, run_generators = (
+        [make_generator(rows.device, seed, worker, number) for worker in workers] for number in (epoch, 0)
+    )
+    parameters = augmentation.sample(rows.shape[1], generators, run_generators, epoch)
+    order = draw(generators, torch.randperm, rows.shape[1])
+    return tuple(column.gather(1, order) for column in (rows, *parameters))
 
 
 def make_generator(device: torch.device, *key: int) -> torch.Generator:
