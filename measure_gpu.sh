@@ -89,7 +89,7 @@ part nccl 240 '^Train acc' "$python" -m torch.distributed.run --standalone --loc
 going_on='status=2; [ ! -s "$0" ] || { "$@" --resume; status=$?; }; [ $status != 2 ] || exec "$@"; exit $status'
 part campaign 580 'runs reached' bash -c "$going_on" "$out/campaign/runs.tsv" "${train[@]}" --runs 50 --out "$out/campaign"
 part modern.bench 240 '^training of a run' "$python" -m large_batch_cifar_10_fast.bench --recipe muon ${MEASURE_MODERN:-}
-part modern.against 240 'times as long' "$python" -m large_batch_cifar_10_fast.bench --recipe muon --against apple2019 --rounds 20 \
+part modern.against 240 'times as long' "$python" -m large_batch_cifar_10_fast.bench --recipe muon --against apple2019 --repeats 20 \
     ${MEASURE_AGAINST:-}
 part modern.profile 150 '(CPU|CUDA) time total' "$python" -c "$profiled" --recipe muon --data "$data" \
     --out "$out/modern_profile" ${MEASURE_MODERN:-}

@@ -5,7 +5,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -40,19 +41,21 @@ from .recipe import Recipe, epoch_flop, run_flop
 class Clock:
     """Add up seconds by part. Every reading waits until the devices of all processes have finished."""
 
-    def __init__(self, synchronize: Callable[[], None], seconds: dict[str, float] | None = None) -> None:
+    def __init__(self, synchronize: Callable[[], None], seconds: dict[Hashable, float] | None = None) -> None:
         self._synchronize = synchronize
         self.seconds = dict(seconds or {})
-        self.last: dict[str, float] = {}  # the latest duration of each part
+        self.last: dict[Hashable, float] = {}  # the latest duration of each part
+        self.laps: dict[Hashable, list[float]] = defaultdict(list)  # all durations since this clock was made
 
     @contextlib.contextmanager
-    def timed(self, part: str) -> Iterator[None]:
+    def timed(self, part: Hashable) -> Iterator[None]:
         """Add the seconds of the body to a part."""
         self._synchronize()
         start = time.perf_counter()
         yield
         self._synchronize()
         self.last[part] = time.perf_counter() - start
+        self.laps[part].append(self.last[part])
         self.seconds[part] = self.seconds.get(part, 0.0) + self.last[part]
 
     def fork(self) -> "Clock":

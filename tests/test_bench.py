@@ -1,4 +1,4 @@
-"""The bench compares with the same mathematics, in pairs, each side in the precision it names."""
+"""The bench compares with the same mathematics, in pairs, each model in the precision it names."""
 
 import json
 import sys
@@ -10,13 +10,13 @@ import torch
 from test_compiling import ALONE, SMALL, fresh_network, gradients_of_a_step, whitened
 
 from large_batch_cifar_10_fast import bench
-from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.data.shards import MEAN, STD, Shards, make_batch, normalize
 from large_batch_cifar_10_fast.optim import follow_schedules
 from large_batch_cifar_10_fast.recipe import training_pass
 from large_batch_cifar_10_fast.recipes.page import Page
 from large_batch_cifar_10_fast.train import make_model
 
+BATCH = torch.zeros(32, 3, 32, 32), torch.zeros(32, dtype=torch.int64)
 pytestmark = pytest.mark.slow
 
 MUON = ["--recipe", "muon", "--width", "4", "--batch_size", "250", "--epochs", "4", "--no_compile"]
@@ -38,7 +38,8 @@ def measure(monkeypatch, capsys):
 
 
 def test_the_baseline_computes_the_same_gradients_and_weights():
-    model, _ = bench.make_baseline(SMALL, "fp64", random_images(32, 1), ALONE)
+    model, steps = bench.make_baseline(make_model(SMALL, ALONE, "fp32"), {None: 2 * [BATCH]}, "fp64")
+    assert [(images.dtype, len(labels)) for images, labels in steps[None]] == [(torch.float64, 64)], "one batch"
     baseline, ours, optimizers = whitened(model.network), fresh_network(), model.optimizers
     got, expected = (gradients_of_a_step(n, partial(training_pass, n, SMALL, "fp64")) for n in (baseline, ours))
     trained = {name: weight for name, weight in ours.named_parameters() if weight.requires_grad}
@@ -54,12 +55,18 @@ def test_the_baseline_computes_the_same_gradients_and_weights():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-def test_a_run_has_the_steps_of_each_stage_and_a_step_its_parts(measure):
-    result = measure("--repeats", "3", *MUON)
+def test_a_run_has_the_steps_of_each_stage_and_a_step_its_parts(measure, monkeypatch):
+    made = []
+    monkeypatch.setattr("large_batch_cifar_10_fast.data.shards.make_batch", lambda *a: made.append(a) or make_batch(*a))
+    result = measure("--repeats", "1", *MUON)
+    assert len(made) == 2 + 4, "a step of each kind, and an epoch's augmentation"
     seconds = {name: part["median"] for name, part in result["seconds"].items()}
     of_a_step = {"forward", "backward", "averaging", "update"}
     assert sum(seconds[part] for part in of_a_step) == pytest.approx(seconds["step"], rel=0.8)
     assert all({"baseline", "speedup"} <= result["seconds"][part].keys() for part in ("step", *of_a_step))
+    assert all(
+        row["speedup"] == row["baseline"] / row["median"] for row in result["seconds"].values() if "speedup" in row
+    )
     assert {"upload", "preprocessing", "whitening", "validation", "compilation"} <= seconds.keys()
     small, large = seconds["step from epoch 1 on"], seconds["step"]
     assert result["training of a run, s"] == pytest.approx((4 + 2) * small + (4 + 2) * large)
@@ -82,13 +89,13 @@ def test_recipes_are_measured_in_turn_and_the_ratio_is_of_pairs(measure, monkeyp
     monkeypatch.setattr(bench, "take_step", take_step)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     options = ["--width", "2", "--batch_size", "32", "--epochs", "3", "--precision", "fp32", "--no_compile"]
-    result = measure("--recipe", "muon", "--against", "apple2019", "--rounds", "6", *options)
+    result = measure("--recipe", "muon", "--against", "apple2019", *options)
     # One worker without a GPU. Muon's whitening bias is frozen from its second stage on.
-    assert taken == 7 * [("muon", 24, 32, True), ("muon", 32, 32, False), ("apple2019", 32, 32, True)]
+    assert taken == 8 * [("muon", 24, 32, True), ("muon", 32, 32, False), ("apple2019", 32, 32, True)]
     ours, theirs = 2000 // 32 + 2 * (1360 // 32), 3 * 8 * (250 // 32)
-    muon, apple2019 = (facts["training of a run, s"] for facts in result["recipes"])
-    assert (muon, apple2019) == (pytest.approx([n * ours for n in range(2, 8)]), pytest.approx(6 * [6 * theirs]))
-    assert result["ratios"] == pytest.approx([6 * theirs / (n * ours) for n in range(2, 8)])
+    muon, apple2019 = (row["training of a run, s"] for row in result["recipes"])
+    assert (muon, apple2019) == (pytest.approx([n * ours for n in range(2, 9)]), pytest.approx(7 * [6 * theirs]))
+    assert result["ratios"] == pytest.approx([6 * theirs / (n * ours) for n in range(2, 9)])
     assert result["interval"] == pytest.approx([min(result["ratios"]), max(result["ratios"])])
 
 
@@ -98,15 +105,14 @@ def test_the_interval_of_the_median_is_that_of_the_sign_test():
         assert bench.interval([float(index * 7 % count + 1) for index in range(count)]) == ranks
 
 
-def test_each_side_of_a_comparison_computes_in_the_float32_it_names():
-    allowed, batch = [], (torch.zeros(32, 3, 32, 32), torch.zeros(32, dtype=torch.int64))
-    sides = []
+def test_each_model_of_a_comparison_computes_in_the_float32_it_names():
+    allowed, models = [], []
     for precision in ("tf32", "fp32"):
         model = make_model(SMALL, ALONE, precision)
         model.network.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cuda.matmul.allow_tf32))
-        sides.append((model, {SMALL.stages[0].kind: [batch]}))
-    bench.time_in_turn(sides, rounds=1, in_parts=True)
-    assert allowed == 4 * [True, False], "whole and in parts, in the warm-up and in the round"
+        models.append((model, {SMALL.stages[0].kind: [BATCH]}))
+    bench.time_in_turn(models, repeats=1, in_parts=True)
+    assert allowed == 2 * [True, True, False, False], "whole and in parts, in the warm-up and in the round"
 
 
 def test_every_input_pipeline_loads_every_image_once_cropped_and_mirrored_like_ours():
@@ -115,7 +121,7 @@ def test_every_input_pipeline_loads_every_image_once_cropped_and_mirrored_like_o
     images[:, :, :16] += 3
     device_images = normalize(torch.from_numpy(images), torch.float32)
     shards = Shards(device_images, torch.arange(40) % 10, range(1), 40, Page(batch_size=16), 1, make_batch)
-    for name, load in bench.input_pipelines(images, np.arange(40) % 10, shards, 1).items():
+    for name, load in bench.input_pipelines(images, np.arange(40) % 10, shards).items():
         batches = list(load())
         assert [batch.shape for batch, _ in batches] == [(n, 3, 32, 32) for n in (16, 16, 8)], name
         pixels = torch.cat([batch for batch, _ in batches]) * torch.tensor(STD).view(3, 1, 1)
@@ -146,15 +152,17 @@ def test_a_short_measurement_of_an_epoch_is_extrapolated(monkeypatch):
 
 def test_input_pipelines_are_repeated(measure):
     options = ["--width", "16", "--batch_size", "500", "--steps", "2", "--repeats", "2", "--no_compile"]
-    rows = measure("--input_pipelines", *options)["pipelines"].values()
-    assert [len(row[part]) for row in rows for part in row] == [2] * 10
+    result = measure("--input_pipelines", *options)
+    assert [len(row[part]) for row in result["pipelines"].values() for part in row] == [2] * 10
+    assert result["conditions"]["training steps"] == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--against", "muon", "--steps", "3"], "--steps does not apply"),
+        (["--against", "muon", "--steps", "3"], "--steps is for --input_pipelines"),
         (["--against", "muon", "--input_pipelines"], "not allowed with"),
+        (["--against", "muon", "--baseline_precision", "bf16"], "not allowed with"),
         (["--repeats", "0"], "--repeats 0 must be greater than 0"),
         (["--input_pipelines", "--recipe", "fastai"], "use --recipe page"),
     ],
