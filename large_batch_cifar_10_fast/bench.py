@@ -7,7 +7,7 @@
 By default: the parts of a run, and a training step in turn with the baseline's. The baseline computes the same
 uncompiled, in contiguous NCHW memory, with norm and update written as their formulas. torchrun can start it, too.
 --against: steps of --recipe and of another recipe in turn, scaled to whole runs, and the ratio of their times.
---input_pipelines: an epoch of images loaded in each way of Page's first article of 2018 (docs/lineage.md).
+--input_pipelines: an epoch of images loaded in each way of Page's first article of 2018 (docs/recipes.md).
 Without CUDA a step has one worker per process, unless --workers is given: eight would take half a minute.
 """
 
@@ -34,7 +34,7 @@ from .command_line import RECIPES, Parser, read_request
 from .data.cifar10 import random_images
 from .data.shards import MEAN, STD, Batch, Shards
 from .devices import DTYPES, allow_tf32, count_cores, count_gpus, matrix_rate
-from .distributed import DistContext, init_distributed, launched_world_size
+from .distributed import DistContext, init_distributed, launched_world_size, on_one_machine
 from .environment import code_digest, commit, device_name, peak_memory, utc_now
 from .evaluate import evaluate
 from .graphs import graphed
@@ -151,8 +151,10 @@ def measure_run(config: RunConfig, recipe: Recipe, repeats: int, baseline_precis
     """Return conditions, seconds of every part and figures derived from them; {} on all processes but the main one."""
     config, clock = resolve_defaults(config, recipe, ctx, TRAIN), Clock(ctx.synchronize)
     noise = random_images(TRAIN, TEST)
+    if ctx.on_gpu and ctx.world_size == 1:  # as in training
+        noise = noise.pinned()
     with clock.timed("compilation"):
-        model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches)
+        model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches, test_images=TEST)
     for _ in range(min(repeats, 3)):
         data = prepare(noise, model, clock)
     if ctx.on_gpu:
@@ -167,9 +169,10 @@ def measure_run(config: RunConfig, recipe: Recipe, repeats: int, baseline_precis
             for step in data.train.epoch(seed, epoch=1):
                 list(step)
     count = len(data.test[0]) if ctx.on_gpu else AT_ONCE // 4  # a CPU takes minutes for 10,000 test images
+    some = tuple(part[:count] for part in data.test)
     for _ in range(min(repeats, 3)):
         with clock.timed("validation"):
-            evaluate(model.network, recipe, recipe.tta, model.precision, [part[:count] for part in data.test], ctx)
+            evaluate(model.network, recipe, recipe.tta, model.precision, some, ctx, model.evaluation)
     clock.laps["validation"] = [lap * len(data.test[0]) / count for lap in clock.laps["validation"]]
     models = [(model, steps), make_baseline(model, steps, baseline_precision)]
     ours, theirs = time_in_turn(models, repeats, in_parts=True)
@@ -178,13 +181,13 @@ def measure_run(config: RunConfig, recipe: Recipe, repeats: int, baseline_precis
 
 
 def time_launches(model: Model, data: Data, repeats: int, clock: Clock) -> None:
-    """Measure when the host has launched a step and, in a single process, the step as one CUDA graph.
+    """Measure when the host has launched a step and, on one machine, the step as one CUDA graph.
 
     Both are a step of training, which makes its batches itself.
     """
     take, step = make_step(model, data), data.train.epoch(0, epoch=model.recipe.stages[-1].first_epoch)[0]
     take(step)
-    graph = graphed(take, [step], model.ctx) if model.ctx.world_size == 1 else take
+    graph = graphed(take, [step], model.ctx) if on_one_machine() else take
     for _ in range(repeats):
         model.ctx.synchronize()
         start = time.perf_counter()

@@ -210,7 +210,7 @@ def take_step(model: Model, micro_batches: Sequence[Batch], metrics: Metrics) ->
 
 
 def warm_up(model: Model, train_images: int, test_images: int) -> None:
-    """Train on noise with steps of every kind and batch size, and evaluate; the next reset discards the result.
+    """Train on noise with steps of every kind and batch size, and evaluate. Each run resets the network.
 
     The timed runs then find kernels chosen, memory allocated and processes connected.
     """
@@ -223,7 +223,8 @@ def warm_up(model: Model, train_images: int, test_images: int) -> None:
 
 
 def steps_of_every_kind(model: Model, shards: Shards) -> Iterator[Step]:
-    """Yield a step of every kind of stage and batch size, with the stage applied."""
+    """Yield a step of every kind of stage and batch size, with the stage applied to a fresh network."""
+    reset(model.network, model.recipe, seed=0)
     for stage in {stage.kind: stage for stage in model.recipe.stages}.values():
         apply_stage(model.network, stage)
         steps = shards.epoch(seed=0, epoch=stage.first_epoch)

@@ -106,7 +106,7 @@ def test_what_a_recipe_cannot_do_is_refused(arguments, message):
 
 
 def test_the_table_in_the_documents_is_counted_on_the_recipes():
-    cells = [line.strip("| ").split(" | ") for line in (REPO / "docs" / "lineage.md").read_text().splitlines()]
+    cells = [line.strip("| ").split(" | ") for line in (REPO / "docs" / "recipes.md").read_text().splitlines()]
     rows = {row[0].strip("`"): row for row in cells if len(row) == 11 and row[0].startswith("`")}
     assert {name.split()[0] for name in rows} == RECIPES.keys()
     for name, (_, _, parameters, multiply_adds, batches, epochs, rate, pflop, *_) in rows.items():

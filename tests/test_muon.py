@@ -18,7 +18,7 @@ from large_batch_cifar_10_fast.metrics import Score
 from large_batch_cifar_10_fast.options import ConfigError
 from large_batch_cifar_10_fast.recipe import Stage, apply_stage, frozen_weights, make_network, reset, run_flop, stage_of
 from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe
-from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once, warm_up
+from large_batch_cifar_10_fast.train import make_model, make_step, prepare, steps_of_every_kind, train_once, warm_up
 
 CPU = torch.device("cpu")
 ALONE = DistContext(0, 1, CPU, 1)
@@ -177,3 +177,12 @@ def test_a_run_that_is_made_after_a_resume_equals_the_same_run_after_another(tin
     assert whole[same].equals(again[same])
     for name, weight in torch.load(tmp_path / "w.pt", weights_only=True).items():
         assert torch.equal(weight, weights[name]), name
+
+
+def test_every_pass_over_the_kinds_of_stage_begins_with_all_parameters():
+    """The warm-up is one, capturing CUDA graphs another: a graph of a frozen bias would never train it."""
+    model = make_model(MuonRecipe(width=8, batch_size=100), ALONE, "fp32")
+    shards = prepare(random_images(1000, 1), model, Clock(ALONE.synchronize)).train
+    bias = model.network.whitening.bias
+    passes = [[bias.requires_grad for _ in steps_of_every_kind(model, shards)] for _ in range(2)]
+    assert passes == [[True, False, False]] * 2

@@ -105,7 +105,7 @@ def make_batch(
 
 def select_hard_examples(sample: tuple[Tensor, ...], losses: Tensor, count: int) -> tuple[Tensor, ...]:
     """Keep each worker's `count` images with the highest losses, in their order: easy images teach little
-    (docs/modern.md)."""
+    (docs/recipes.md)."""
     selected = losses[sample[0]].topk(count, sorted=False).indices.sort().values
     return tuple(column.gather(1, selected) for column in sample)
 

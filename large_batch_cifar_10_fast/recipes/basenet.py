@@ -1,4 +1,4 @@
-"""Ben Johnson, 2018: DAWNBench's first winner below six minutes, a pre-activation ResNet-18 (docs/lineage.md).
+"""Ben Johnson, 2018: DAWNBench's first winner below six minutes, a pre-activation ResNet-18 (docs/recipes.md).
 
 One worker of 128 images; 40 epochs, in which the rate rises to 0.1, jumps to 0.105 and falls; torch's Nesterov 0.9,
 decay 5e-4 on all parameters; mean cross-entropy; pad 4, independent crops and flips.

@@ -1,4 +1,4 @@
-"""fast.ai, 2018: super-convergence on eight V100s, a wide ResNet 22-6 under a 1cycle (docs/lineage.md).
+"""fast.ai, 2018: super-convergence on eight V100s, a wide ResNet 22-6 under a 1cycle (docs/recipes.md).
 
 Eight workers of 128 images; 40 epochs, rate 0.04, 2, 0.04, 0.0004 at epochs 0, 17.5, 35, 40, momentum 0.95, 0.85, 0.95
 at the first three; decay 2e-4 on all parameters; mean cross-entropy; crop, color jitter, small rotations, flip.

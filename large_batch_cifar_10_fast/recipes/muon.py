@@ -1,4 +1,4 @@
-"""Muon, 2024 to 2026: the least work to 94%, a small network with orthogonalized updates (docs/modern.md).
+"""Muon, 2024 to 2026: the least work to 94%, a small network with orthogonalized updates (docs/recipes.md).
 
 2000 images a step over all workers; 9 epochs, rates falling linearly to 0; summed cross-entropy with label smoothing;
 crop, alternating flip; four epochs at 24 pixels, five at 32, the last four of them without the easiest third of the

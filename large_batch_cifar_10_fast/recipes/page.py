@@ -1,4 +1,4 @@
-"""David Page, 2018: Johnson's network reproduced, its surplus norm and kink removed (docs/lineage.md).
+"""David Page, 2018: Johnson's network reproduced, its surplus norm and kink removed (docs/recipes.md).
 
 One worker of 128 images; 35 epochs, rate 0, 0.1, 0.005, 0 at epochs 0, 15, 30, 35; Nesterov 0.9 with the rate inside
 the velocity, decay 5e-4 x 128; summed cross-entropy, the rate divided by 128; pad 4, independent crops and flips.
