@@ -41,7 +41,8 @@ def compiled(
     recipe.whiten(network, images.permute(0, 2, 3, 1))
     reset(network, recipe, seed=0)
     torch._dynamo.config.recompile_limit = 64  # four graphs a kind of step; beyond the default 8 it would not compile
-    forward = torch.compile(eager, dynamic=False)
+    options = {"combo_kernels": True} if ctx.on_gpu else None  # independent kernels in one launch
+    forward = torch.compile(eager, dynamic=False, options=options)
     trackings = [True] * ctx.is_main + [False] * (micro_batches > 1 or not ctx.is_main)
     try:
         kinds = dict.fromkeys(stage.kind for stage in recipe.stages)
