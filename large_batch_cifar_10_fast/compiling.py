@@ -84,14 +84,20 @@ def compiled_or_eager(what: str, eager: Callable, check: Callable[[Callable], No
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on a missing GPU
     if "TORCH_LOGS" not in os.environ:  # with which a user asks for more than our one line
         logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
-    forward, failure = torch.compile(eager, dynamic=False), ""
-    try:
-        check(forward)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a compiler raises nearly anything
-        failure = first_line(error)
-        failure += " (an earlier compilation was interrupted: delete this file)" * failure.endswith("file too short")
+    # On GPUs first with independent kernels in one launch, which torch calls experimental.
+    for options in [{"combo_kernels": True}] * ctx.on_gpu + [None]:
+        forward, failure = torch.compile(eager, dynamic=False, options=options), ""
+        try:
+            check(forward)
+            break
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler raises nearly anything
+            failure = first_line(error)
+            failure += " (an earlier compilation was interrupted: delete this file)" * failure.endswith(
+                "file too short"
+            )
+            torch._dynamo.reset()
     if not any(ctx.all_gather_strings(f"compiled {what}", failure)):
         return forward
     reason = failure or "on another process"

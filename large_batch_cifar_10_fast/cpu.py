@@ -12,41 +12,6 @@ def compiled_for_cpu(x: Tensor) -> bool:
     return torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
-class MaxPool2x2(nn.Module):
-    """nn.MaxPool2d(2), from [B, C, H, W] to [B, C, H // 2, W // 2]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if compiled_for_cpu(x) and x.shape[2] % 2 == x.shape[3] % 2 == 0:
-            return MaxPool2x2Function.apply(x)
-        return F.max_pool2d(x, 2)
-
-
-class MaxPool2x2Function(torch.autograd.Function):
-    """MaxPool2d(2) for even sides. Compiled for a CPU, PyTorch's own scatters gradients one by one, by int64 indices.
-
-    This one stores in a byte which of the four is the largest (the first if equal); the backward pass compares it.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        a, b, c, d = (x[:, :, row::2, column::2] for row in (0, 1) for column in (0, 1))
-        largest = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
-        place = torch.where(a == largest, 0.0, torch.where(b == largest, 1.0, torch.where(c == largest, 2.0, 3.0)))
-        ctx.save_for_backward(place.to(torch.int8))
-        return largest
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        # Channels last, as in memory: the compiler stores intermediate values in the order of their dimensions.
-        places, gradients = (
-            x.permute(0, 2, 3, 1).repeat_interleave(2, 1).repeat_interleave(2, 2)
-            for x in (ctx.saved_tensors[0], gradient)
-        )
-        row, column = (torch.arange(side, device=places.device) % 2 for side in places.shape[1:3])
-        own = (2 * row[:, None, None] + column[:, None]).float()  # a CPU compares float32 in vectors, int64 one by one
-        return torch.where(places.float() == own, gradients, 0).permute(0, 3, 1, 2)
-
-
 class Convolution(nn.Conv2d):
     """A 3x3 convolution from [B, C, S, S] to [B, D, S, S], with a padding of 1."""
 

@@ -78,7 +78,8 @@ class DistContext:
             # Gradients have their weights' strides, without gaps, so this flat view needs no copy.
             lines = [g.as_strided((g.numel(),), (1,)) for g in gradients if g.dtype == dtype]
             # As published, divide first: the sum could overflow in half precision.
-            torch._foreach_div_(lines, self.total_workers * loss_scale)
+            if (divisor := self.total_workers * loss_scale) > 1:
+                torch._foreach_div_(lines, divisor)
             if self.world_size > 1:
                 message = torch.cat(lines)
                 dist.all_reduce(message)

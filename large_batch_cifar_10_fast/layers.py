@@ -1,6 +1,7 @@
-"""Layers that the recipes share: ghost batch norm, the pre-activation block, whitening filters."""
+"""Layers that the recipes share: ghost batch norm, max-pooling, the pre-activation block, whitening filters."""
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +82,51 @@ def update_statistics(network: nn.Module) -> None:
     if norms:
         running = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
         torch._foreach_lerp_(running, [latest for norm in norms for latest in norm.latest], norms[0].momentum)
+
+
+class MaxPool(nn.Module):
+    """nn.MaxPool2d(size), from [B, C, H, W] to [B, C, H // size, W // size]; without a size over the whole image."""
+
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.size or x.shape[-1]
+        compiled = torch.compiler.is_compiling() and (x.is_cuda or size == 2)
+        if compiled and x.shape[2] % size == x.shape[3] % size == 0:
+            return MaxPoolFunction.apply(x, size)
+        return F.max_pool2d(x, size) if self.size else F.adaptive_max_pool2d(x, 1)
+
+
+class MaxPoolFunction(torch.autograd.Function):
+    """MaxPool2d for sides divisible by `size`. Compiled, PyTorch's own scatters gradients: on a CPU one by one, by
+    int64 indices, on a GPU by atomic additions to a zeroed float32 NCHW buffer.
+
+    This one stores in a byte which of a window is the largest (the first if equal); the backward pass compares it.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, size: int) -> Tensor:
+        window = [x[:, :, row::size, column::size] for row in range(size) for column in range(size)]
+        largest = reduce(torch.maximum, window)
+        place = torch.full_like(largest, len(window) - 1, dtype=torch.float32)
+        for index in reversed(range(len(window) - 1)):
+            place = torch.where(window[index] == largest, float(index), place)
+        ctx.save_for_backward(place.to(torch.int8))
+        ctx.size = size
+        return largest
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        # Channels last, as in memory: the compiler stores intermediate values in the order of their dimensions.
+        places, gradients = (
+            x.permute(0, 2, 3, 1).repeat_interleave(ctx.size, 1).repeat_interleave(ctx.size, 2)
+            for x in (ctx.saved_tensors[0], gradient)
+        )
+        row, column = (torch.arange(side, device=places.device) % ctx.size for side in places.shape[1:3])
+        own = (ctx.size * row[:, None, None] + column[:, None]).float()  # a CPU compares int64 one by one
+        return torch.where(places.float() == own, gradients, 0).permute(0, 3, 1, 2), None
 
 
 # With torch 2.12.1 the gradient of a strided 1x1 convolution in channels-last memory crashes the process if there are

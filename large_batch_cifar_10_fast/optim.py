@@ -200,8 +200,6 @@ def sum_over_processes(matrices: list[Tensor], ctx: DistContext) -> list[Tensor]
 
 def move(w: Tensors, directions: Tensors, lr: float | Tensor) -> None:
     """Restore the norms of the weights, and take a step."""
-    factors = torch._foreach_norm(w)
-    torch._foreach_reciprocal_(factors)
-    torch._foreach_mul_(factors, [math.sqrt(len(matrix)) for matrix in w])
-    torch._foreach_mul_(w, factors)
+    norms = torch._foreach_norm(w)
+    torch._foreach_mul_(w, [norm.reciprocal() * math.sqrt(len(matrix)) for norm, matrix in zip(norms, w, strict=True)])
     torch._foreach_add_(w, torch._foreach_mul(directions, -lr))

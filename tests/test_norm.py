@@ -1,11 +1,18 @@
-"""Ghost batch norm against PyTorch's own layer, group by group; whitening against sums by hand."""
+"""Ghost batch norm and pooling against PyTorch's own layers; whitening against sums by hand."""
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from large_batch_cifar_10_fast.layers import GhostBatchNorm, prepare_norms, update_statistics, whitening_filters
+from large_batch_cifar_10_fast.layers import (
+    GhostBatchNorm,
+    MaxPool,
+    MaxPoolFunction,
+    prepare_norms,
+    update_statistics,
+    whitening_filters,
+)
 
 
 def _inputs(groups: int, dtype=torch.float64) -> torch.Tensor:
@@ -79,6 +86,29 @@ def test_nothing_is_tracked_unless_asked_for():
     update_statistics(norm)
     assert norm.running_mean.eq(0).all()
     assert norm.running_var.eq(1).all()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 2), (torch.bfloat16, 3), (torch.float64, 6)])
+def test_pooling_and_its_gradient_are_pytorchs_also_for_equal_values(dtype, size):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 3, (5, 3, 6, 12), generator=generator).to(dtype)
+    x = x.to(memory_format=torch.channels_last).requires_grad_()
+    ours, expected = MaxPoolFunction.apply(x, size), nn.functional.max_pool2d(x, size)
+    factors = torch.randn(expected.shape, generator=generator).to(dtype)
+    assert torch.equal(ours, expected)
+    (gradient,), (expected_gradient,) = (torch.autograd.grad(y, x, factors) for y in (ours, expected))
+    assert torch.equal(gradient, expected_gradient)
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("compiling", "size", "side", "ours"), [(True, 2, 4, True), (True, 2, 5, False), (False, 2, 4, False)]
+)
+def test_pooling_has_its_own_gradient_where_it_is_compiled(compiling, size, side, ours, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    pooled = MaxPool(size)(torch.empty(1, 3, side, side, requires_grad=True))
+    assert ("MaxPoolFunction" in type(pooled.grad_fn).__name__) == ours
+    assert MaxPool()(pooled).shape == (1, 3, 1, 1)
 
 
 def test_whitened_patches_have_identity_covariance_up_to_the_floor():

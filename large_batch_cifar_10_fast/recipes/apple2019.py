@@ -11,10 +11,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..cpu import MaxPool2x2
 from ..data.augment import CropAndFlip, assign_balanced
 from ..distributed import DistContext
-from ..layers import GhostBatchNorm, Norm, convolution, whitening_filters
+from ..layers import GhostBatchNorm, MaxPool, Norm, convolution, whitening_filters
 from ..metrics import TWO_VIEWS
 from ..optim import NesterovSGD, PiecewiseLinear
 from ..options import ConfigError, check_not_negative, check_positive, option, spelled
@@ -115,7 +114,7 @@ class Network(nn.Module):
         self.layer1 = nn.Sequential(conv_pool_norm(width, 2 * width, norm), Residual(2 * width, norm))
         self.layer2 = conv_pool_norm(2 * width, 4 * width, norm)
         self.layer3 = nn.Sequential(conv_pool_norm(4 * width, 8 * width, norm), Residual(8 * width, norm))
-        self.head = nn.Sequential(nn.MaxPool2d(4), nn.Flatten(), nn.Linear(8 * width, 10, bias=False))
+        self.head = nn.Sequential(MaxPool(4), nn.Flatten(), nn.Linear(8 * width, 10, bias=False))
         self.whitening = convolution(3, 27).requires_grad_(False)  # last, so that no other initial weight depends on it
 
     def forward(self, images: Tensor) -> Tensor:
@@ -137,7 +136,7 @@ class Residual(nn.Module):
 
 def conv_pool_norm(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
     """Return convolution, pooling, norm, CELU; pooling first leaves a quarter of the work to the norm."""
-    return nn.Sequential(convolution(channels_in, channels_out), MaxPool2x2(), *norm_celu(channels_out, norm))
+    return nn.Sequential(convolution(channels_in, channels_out), MaxPool(2), *norm_celu(channels_out, norm))
 
 
 def norm_celu(channels: int, norm: Norm) -> tuple[nn.Module, nn.Module]:

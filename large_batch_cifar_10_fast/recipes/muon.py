@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ..cpu import Convolution, ConvolutionToPool, MaxPool2x2
+from ..cpu import Convolution, ConvolutionToPool
 from ..data.augment import CropAndAlternateFlip, assign_independent
 from ..distributed import DistContext
-from ..layers import GhostBatchNorm, Norm, whitening_filters
+from ..layers import GhostBatchNorm, MaxPool, Norm, whitening_filters
 from ..metrics import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
 from ..optim import Muon, PiecewiseLinear
 from ..options import ConfigError, check_not_negative, check_positive, check_within, option, same_option, spelled
@@ -162,7 +162,7 @@ class Network(nn.Module):
         self.first = nn.GELU()
         channels = ((24, width), (width, 4 * width), (4 * width, 4 * width))
         self.groups = nn.Sequential(*(group(*both, norm) for both in channels))
-        self.pool = nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten())
+        self.pool = nn.Sequential(MaxPool(), nn.Flatten())
         self.linear = nn.Linear(4 * width, 10, bias=False)
         with torch.no_grad():
             self.linear.weight /= self.linear.weight.std()
@@ -176,7 +176,7 @@ def group(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
     """Return two convolutions with norms; pooling comes before the first norm."""
     return nn.Sequential(
         dirac_init(ConvolutionToPool, channels_in, channels_out),
-        MaxPool2x2(),
+        MaxPool(2),
         *(norm(channels_out), nn.GELU()),
         dirac_init(Convolution, channels_out, channels_out),
         *(norm(channels_out), nn.GELU()),
