@@ -94,10 +94,8 @@ def compiled_or_eager(what: str, eager: Callable, check: Callable[[Callable], No
             raise
         except Exception as error:  # a compiler raises nearly anything
             failure = first_line(error)
-            failure += " (an earlier compilation was interrupted: delete this file)" * failure.endswith(
-                "file too short"
-            )
-            torch._dynamo.reset()
+            if failure.endswith("file too short"):
+                failure += " (an earlier compilation was interrupted: delete this file)"
     if not any(ctx.all_gather_strings(f"compiled {what}", failure)):
         return forward
     reason = failure or "on another process"
