@@ -1,9 +1,9 @@
 # Sourced by the scripts: sets `python` to an interpreter with what is needed.
 #
-# That is $PYTHON, or the active python3, if it has every package named in $needed, torch at least 2.10, the torchvision
-# made for that torch, and, for python3, a torch that can use the GPUs of this machine; else .venv beside this file. It
-# is made from requirements.txt, finished where that was interrupted, and made anew for another $PYTHON.
-# The current folder, where `-c` and `-m` look first, is not searched for modules.
+# That is $PYTHON, or the active python3, if it has all packages in $needed, torch 2.10 or later and its torchvision.
+# The torch of python3 must also be able to use this machine's GPUs. Otherwise it is .venv beside this file, made from
+# requirements.txt. An interrupted installation is finished; another $PYTHON makes a new .venv.
+# The current folder is not searched for modules.
 
 has_what_is_needed() {
     [ "$("$1" -c '
@@ -33,7 +33,7 @@ can_use_gpus() {
 
 is_complete() { cmp -s "$top/requirements.txt" "$top/.venv/complete" && is_made_of "$1"; }
 
-# Whether .venv runs, and is made of $PYTHON; where none is asked for, any will do.
+# Whether .venv runs, and is made from $PYTHON; without PYTHON any .venv is right.
 is_made_of() {
     local which='import os, sys; print(os.path.realpath(sys.base_prefix), sys.version_info[:2])' ours
     ours=$("$top/.venv/bin/python" -I -c "$which" 2>/dev/null) || return

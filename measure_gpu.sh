@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# What does your GPU box do with this? Facts, tests, bench, runs, profile, NCCL: a log a part.
+# Measure this code on a machine with GPUs.
 #     bash measure_gpu.sh [--data DATA] [--out DIR] [PART...]
-# Nine minutes, expected (not measured yet); longer at first, as all is compiled: where a call has a limit, give each a few parts.
-# Parts, the most important first: facts tests bench first compare profile nccl; and, worth a call each, campaign (fifty
-# runs), modern (the recipe of today: bench, speed against the published one, profile, twenty runs each of it and of its
-# start), lineage (the systems of 2018, a run of each, and their input pipelines) and teams (ten runs one after the other on one
-# GPU, and two side by side on it).
-# A part of a part has a dot: first.bf16, lineage.fastai. A campaign that was broken off is gone on with.
-# DATA as for train_cifar_parallel.sh. Each part has a time limit and a log in DIR (gpu_measured) of its own, so that one
-# that fails costs the others nothing; DIR/summary.txt says what they found.
+# Default parts, about nine minutes (expected, not measured yet): facts tests bench first compare profile nccl.
+# Other parts, best in a call each:
+#     campaign  fifty runs of the default recipe; an interrupted campaign is continued
+#     modern    muon: bench, speed against apple2019, profile, twenty runs; twenty runs of muon2024
+#     lineage   a run of each recipe of 2018, and the input-pipeline comparison
+#     teams     ten runs on one GPU, one after the other, and two at a time
+# A dot names a part of a part: first.bf16, lineage.fastai. DATA is as for train_cifar_parallel.sh. Each part has a time limit and
+# a log DIR/PART.log (DIR: gpu_measured); a part that fails does not stop the others. DIR/summary.txt has a line for each.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 set -u
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -36,14 +36,14 @@ choose_python
 out=$(cd "$out" && pwd)
 case $data in synthetic | /*) ;; *) data=$PWD/$data ;; esac
 export PYTHON="$python" PYTHONUNBUFFERED=1 PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}"
-# MEASURE_OPTIONS, MEASURE_MODERN, MEASURE_AGAINST and MEASURE_LINEAGE, for a try without a GPU: options that make every run small.
+# For a trial without a GPU, MEASURE_OPTIONS, MEASURE_MODERN, MEASURE_AGAINST and MEASURE_LINEAGE make every run small.
 small=(${MEASURE_OPTIONS:-})
 train=(bash "$top/train_cifar_parallel.sh" --data "$data" "${small[@]}")
 short=(--data "$data" "${small[@]}" --epochs 3 --ema_ep 0.3)
 cd "$top"
 touch "$out/summary.txt"
 failed=0
-# CIFAR-10 is fetched here, if it has to be, with all the time that takes.
+# Download CIFAR-10 if it is missing, outside the parts' time limits.
 "$python" -c 'import sys; from large_batch_cifar_10_fast.data.cifar10 import count_training_images as see; see(sys.argv[1])' \
     "$data" 2>&1 >/dev/null | tail -n 1 >&2
 
@@ -85,7 +85,7 @@ part profile 150 '(CPU|CUDA) time total' "$python" -c "$profiled" "${short[@]}" 
 part nccl 240 '^Train acc' "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 --no-python \
     bash -c 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$0" "$@"' "$python" -m large_batch_cifar_10_fast.train \
     "${short[@]}" --out "$out/nccl"
-# Begun anew where there is nothing to go on with, or what is there is complete or of other code: that is refused, with 2.
+# Continue the campaign; start a new one if there is none, or if other code made it (status 2).
 going_on='status=2; [ ! -s "$0" ] || { "$@" --resume; status=$?; }; [ $status != 2 ] || exec "$@"; exit $status'
 part campaign 580 'runs reached' bash -c "$going_on" "$out/campaign/runs.tsv" "${train[@]}" --runs 50 --out "$out/campaign"
 part modern.bench 240 '^training of a run' "$python" -m large_batch_cifar_10_fast.bench --recipe muon ${MEASURE_MODERN:-}

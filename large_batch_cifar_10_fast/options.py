@@ -111,14 +111,14 @@ class RunConfig:
     device: str = option("", "the GPUs if there are any, else the CPU", choices=("cuda", "cpu"))
     precision: str = option(
         "",
-        "half on a GPU: the recipe's; bf16 on a CPU that gains by it, for runs of ten minutes or more; else fp32",
+        "default on a GPU: the recipe's; on a CPU: bf16 if it is faster and a run takes ten minutes, else fp32",
         choices=("fp16", "bf16", "tf32", "fp32", "fp64"),
     )
-    micro_batches: int = option(1, "forward and backward passes of a step: more need less memory")
-    compile: bool = option(False, "compile the network (default with CUDA, and on a CPU from ten minutes up)")
+    micro_batches: int = option(1, "forward and backward passes per step; more need less memory")
+    compile: bool = option(False, "compile the network (default on GPUs, and on a CPU for campaigns of ten minutes)")
     no_compile: bool = option(False, "do not compile")
     no_graph: bool = option(
-        False, "launch every kernel of a step instead of one CUDA graph (default on the GPUs of one machine)"
+        False, "launch each kernel of a step; by default the GPUs of one machine replay a CUDA graph"
     )
     no_warmup: bool = option(False, "skip the untimed warm-up; the first run is then slower")
     save: str = option("", "file for the weights and running statistics of the last run (of the share)")

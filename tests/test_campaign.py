@@ -83,13 +83,15 @@ def listening(pids: list[int]) -> set[str]:
 
 ENDS = [  # how to end a launch, its status, and the beginning of its closing line
     (lambda launch: os.kill(trainers_of(launch)[1], signal.SIGKILL), 1, "process 1 was ended by SIGKILL"),
-    (lambda launch: launch.terminate(), 128 + signal.SIGTERM, "ended by SIGTERM"),
+    (lambda launch: launch.send_signal(signal.SIGUSR1), 128 + signal.SIGUSR1, "ended by SIGUSR1"),  # as Slurm does
     (lambda launch: os.killpg(launch.pid, signal.SIGINT), 128 + signal.SIGINT, "ended by SIGINT"),  # as Ctrl-C does
     (lambda launch: launch.kill(), -signal.SIGKILL, ""),
 ]
 
 
-def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(arguments, tmp_path, uninterrupted):
+def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(
+    arguments, tmp_path, uninterrupted, capsys
+):
     table, report, made, kept = tmp_path / "runs.tsv", tmp_path / "last_failure.txt", 0, ""
     for end, status, reason in ENDS:
         with started(tmp_path, *(["--resume"] if made else arguments)) as process:
@@ -119,6 +121,9 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(a
     pd.testing.assert_frame_equal(rows[RESULT], pd.read_csv(uninterrupted[0], sep="\t")[RESULT])
     assert rows["campaign"].nunique() == 1
     assert result.stdout.splitlines()[-1] == uninterrupted[1]
+    with pytest.raises(SystemExit, match="0"):  # requeued after its last run
+        check_launch(["--resume", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[-1] == uninterrupted[1]
 
 
 def test_with_restarts_a_campaign_completes_by_itself_and_ignores_sighup(arguments, tmp_path, uninterrupted):

@@ -1,6 +1,7 @@
 """Images are downloaded, checked and read: CIFAR-10 from a server on loopback, .npz files, synthetic shapes."""
 
 import hashlib
+import os
 import pickle
 import socket
 import tarfile
@@ -64,7 +65,8 @@ def test_one_process_tries_mirrors_in_turn_until_the_md5_is_right(server, damage
         monkeypatch.setenv("CIFAR10_URL", url + "absent")
         loaded = pool.map(load_images, [str(tmp_path)] * 4)
         assert {images.digest for images in loaded} == {Images("", *TRAIN, *TEST).digest}
-    assert load_images(str(tmp_path)).digest == Images("", *TRAIN, *TEST).digest
+    for name in (tmp_path, tmp_path / ARCHIVE, tmp_path / cifar10.BATCHES):  # all mean the folder
+        assert load_images(str(name)).digest == Images("", *TRAIN, *TEST).digest
     assert requests == ["absent", "explosive", ARCHIVE], "one process downloads; later an existing archive is used"
     assert [path.name for path in tmp_path.iterdir()] == [ARCHIVE]
 
@@ -88,6 +90,15 @@ def test_without_a_whole_download_one_line_says_what_to_do_and_nothing_is_writte
     for part in ("absent", "explosive", ARCHIVE, cifar10.ARCHIVE_MD5, str(tmp_path / "data"), "CIFAR10_URL", "--demo"):
         assert part in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dangling_link_is_called_one_and_locks_are_not_needed(server, tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to("/absent")
+    with pytest.raises(ConfigError, match="it is a link to /absent, which does not exist"):
+        load_images(str(tmp_path / "link"))
+    monkeypatch.setattr(cifar10.fcntl, "flock", lambda *_: os.stat("/absent"))
+    monkeypatch.setenv("CIFAR10_URL", server[1] + ARCHIVE)
+    assert load_images(str(tmp_path)).digest == Images("", *TRAIN, *TEST).digest
 
 
 def test_npz_is_read_as_it_is(tmp_path):

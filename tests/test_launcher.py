@@ -95,7 +95,7 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
     venv = script.parent / ".venv"
 
     def message() -> str:
-        result = launch(cwd=script.parent, script=script)
+        result = launch(cwd=script.parent, script=script, PIP_USER=1, PIP_REQUIRE_VIRTUALENV=1)
         assert result.stdout == f"{venv}\n", result.stderr
         return result.stderr.split(" ")[0]
 

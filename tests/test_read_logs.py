@@ -180,3 +180,19 @@ def test_of_several_launches_in_one_log_the_last_counts(log):
     assert (found.accuracy.tolist(), len(found.notes)) == ([0.91, 0.92, 0.93, 0.94], 1), "it has no summary"
     assert "holds 1 other campaigns" in log(our_form([0.91], "b") + resumed).notes[0]
     assert log(killed + "Train acc 0.98").accuracy.tolist() == [0.91, 0.92], "the last line is still being written"
+
+
+def test_windows_spreadsheets_and_srun_change_nothing(tmp_path):
+    text = our_form([0.94, 0.95])
+    (tmp_path / "srun.txt").write_text("".join(f"0: {line}\n" for line in text.splitlines()))
+    (tmp_path / "windows.txt").write_text(text.replace("\n", "\r\n"), "utf-16")
+    rows = written(tmp_path / "runs.csv", two_campaigns(), sep=";", encoding="utf-16")
+    for name in ("srun.txt", "windows.txt"):
+        assert read_log(str(tmp_path / name)).accuracy.tolist() == [0.94, 0.95]
+    assert read_log(rows).accuracy.tolist() == [0.9399, 0.94, 0.9401]
+
+
+def test_the_log_at_the_top_holds_the_published_runs():
+    lines, published = read_log(str(REPO / "run_log.txt")), read_log("published")
+    for name in ("accuracy", "seconds", "loss", "reached", "median"):
+        np.testing.assert_array_equal(getattr(lines, name), getattr(published, name))
