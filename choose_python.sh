@@ -1,4 +1,4 @@
-# Sourced by the scripts: sets `python` to an interpreter with what is needed.
+# Sourced by the scripts: sets `python` to an interpreter that has the needed packages.
 #
 # That is $PYTHON, or the active python3, if it has all packages in $needed, torch 2.10 or later and its torchvision.
 # The torch of python3 must also be able to use this machine's GPUs. Otherwise it is .venv beside this file, made from
@@ -62,7 +62,7 @@ choose_python() {
     local why="$python lacks some of: $needed (torch from 2.10 on)"
     if has_what_is_needed "$python"; then
         if [ -n "${PYTHON:-}" ] || ! has_gpus || can_use_gpus "$python"; then return; fi
-        why="the torch of $python cannot use the GPUs of this machine (PYTHON=$python takes it all the same)"
+        why="the torch of $python cannot use the GPUs of this machine (PYTHON=$python uses it anyway)"
     fi
     command -v "$python" >/dev/null || { echo "There is no interpreter $python: name one in PYTHON" >&2; exit 2; }
     if ! is_complete "$python"; then

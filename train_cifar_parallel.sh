@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on all devices of this machine: picks an interpreter and starts torchrun (see launch.py).
+# Train on the GPUs or cores of this machine: picks an interpreter and starts torchrun (see launch.py).
 # --help lists the options. From the environment: PYTHON, CIFAR10_URL.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 set -eu
@@ -16,5 +16,5 @@ PYTHONIOENCODING=${PYTHONIOENCODING%%:*}:backslashreplace
 # Left over from a launcher around this one; and what would bind all processes to the same core.
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MASTER_ADDR MASTER_PORT ${!TORCHELASTIC_@}
 unset OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY
-export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} # what goes wrong is told in one line, by launch.py
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} # launch.py reports an error in one line
 exec "$python" -m large_batch_cifar_10_fast.launch "$@"

@@ -115,7 +115,7 @@ class RunConfig:
         choices=("fp16", "bf16", "tf32", "fp32", "fp64"),
     )
     micro_batches: int = option(1, "forward and backward passes per step; more need less memory")
-    compile: bool = option(False, "compile the network (default on GPUs, and on a CPU for campaigns of ten minutes)")
+    compile: bool = option(False, "compile the network (default on GPUs, and on a CPU for campaigns over ten minutes)")
     no_compile: bool = option(False, "do not compile")
     no_graph: bool = option(
         False, "launch each kernel of a step; by default the GPUs of one machine replay a CUDA graph"
