@@ -7,8 +7,11 @@ top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 needed="torch torchvision numpy pandas scipy matplotlib tqdm"
 . "$top/choose_python.sh"
 choose_python
-[ -z "${PYTHONPATH:-}" ] || "$python" -P -c "import numpy" 2>/dev/null \
-    || { echo "$python cannot import numpy: PYTHONPATH=$PYTHONPATH names packages of another Python; unset it" >&2; exit 2; }
+imports_numpy() { "$python" -P -c "import numpy" 2>/dev/null; }
+if [ -n "${PYTHONPATH:-}" ] && ! imports_numpy && PYTHONPATH="" imports_numpy; then
+    echo "PYTHONPATH=$PYTHONPATH has packages of another Python than $python: unset it" >&2
+    exit 2
+fi
 # The folder a user stands in may hold files named like modules: only the repository is searched for them.
 export PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 LARGE_BATCH_LAUNCH=0 # see __init__.py
 export PYTHONIOENCODING=${PYTHONIOENCODING-} # a name of a folder that the log's encoding lacks must not end a campaign

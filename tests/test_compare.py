@@ -104,8 +104,10 @@ def test_the_reference_is_made_under_the_same_conditions(tmp_path, conclusion, m
         fields |= {"recipe": recipe.name, "options": as_pairs(asdict(recipe)), "workers": str(recipe.workers)}
         path = written(tmp_path / "runs.tsv", runs_rows("c", ["9400"], **fields))
         assert conclusion(path)[0]["reference"] == reference
+    path = written(tmp_path / "runs.tsv", runs_rows("c", ["9400"], **fields | {"digest": "another"}))
+    assert conclusion(path)[0]["reference"] == str(DEMO), "synthetic images differ in a few bits between CPUs"
     with pytest.raises(SystemExit):
-        conclusion(written(tmp_path / "runs.tsv", runs_rows("c", ["9400"], **fields | {"digest": "another"})))
+        conclusion(written(tmp_path / "runs.tsv", runs_rows("c", ["9400"], **fields | {"images": "cifar10.npz"})))
     conditions = {"images": "cifar10.npz", "recipe": "muon", "precision": "bf16"}
     (tmp_path / "logs").mkdir()
     for name, runs, more in (

@@ -35,8 +35,9 @@ def test_pythonpath_with_another_pythons_numpy_is_one_line(tmp_path):
 @pytest.mark.slow
 def test_a_campaign_whose_log_cannot_be_written_goes_on(tiny_npz, tmp_path):
     command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", "--demo", *TINY, "--data", str(tiny_npz)]
+    command += ["--runs", "2", "--out", str(tmp_path)]
     with open("/dev/full", "w") as full:
-        result = subprocess.run([*command, "--runs", "2"], cwd=tmp_path, env=environment(), stdout=full, stderr=-1)
+        result = subprocess.run(command, cwd=REPO, env=environment(), stdout=full, stderr=subprocess.PIPE)
     assert (result.returncode, len(read_rows(tmp_path / "runs.tsv"))) == (0, 2)
     assert result.stderr.decode().count("STDOUT cannot be written (No space left on device)") == 1
 
