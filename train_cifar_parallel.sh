@@ -14,6 +14,7 @@ if [ -n "${PYTHONPATH:-}" ] && ! imports_numpy && PYTHONPATH="" imports_numpy; t
 fi
 # The folder a user stands in may hold files named like modules: only the repository is searched for them.
 export PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 LARGE_BATCH_LAUNCH=0 # see __init__.py
+{ : >&1; } 2>/dev/null || exec >/dev/null # a closed STDOUT
 export PYTHONIOENCODING=${PYTHONIOENCODING-} # a name of a folder that the log's encoding lacks must not end a campaign
 PYTHONIOENCODING=${PYTHONIOENCODING%%:*}:backslashreplace
 # Left over from a launcher around this one; and what would bind all processes to the same core.

@@ -23,7 +23,7 @@ Row = dict[str, str]
 
 GOAL = 0.94  # accuracy
 PARTS = ("upload", "preprocessing", "whitening", "training")  # of the training time (method, section 6)
-CONDITIONS = ("precision", "micro_batches", "compile", "no_warmup")  # of RunConfig, may show in a result
+CONDITIONS = ("precision", "micro_batches", "compile", "no_graph", "no_warmup")  # of RunConfig, may show in a result
 COLUMNS = [
     *("campaign", "run", "runs", "share", "seed", "recipe", "options", "workers", "processes"),
     *CONDITIONS,

@@ -39,9 +39,9 @@ def check_request(config: RunConfig, recipe: Recipe, world_size: int, writes: bo
 def check_processes(micro_batches: int, recipe: Recipe, world_size: int) -> None:
     """Raise ConfigError for numbers of processes or micro-batches that do not divide the workers."""
     if recipe.workers % world_size:
-        *most, all_workers = (str(p) for p in range(1, recipe.workers + 1) if recipe.workers % p == 0)
-        fitting = f"{', '.join(most)} or {all_workers}"
-        raise ConfigError(f"{recipe.workers} workers cannot be split over {world_size} processes: use {fitting}")
+        fitting = [str(p) for p in range(1, recipe.workers + 1) if recipe.workers % p == 0]
+        choice = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
+        raise ConfigError(f"{recipe.workers} workers cannot be split over {world_size} processes: use {choice}")
     here = recipe.workers // world_size
     if here % micro_batches:
         raise ConfigError(f"--micro_batches {micro_batches} does not divide the {here} workers of a process")
@@ -82,8 +82,8 @@ def check_out(out: Path, save: str) -> None:
 
 
 def _check_writable(option: str, path: Path, folder: Path) -> None:
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {path} cannot be written: {folder} is not a folder that you may write to")
+    if not folder.is_dir() or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path} cannot be written: {folder} is not a folder that you may read and write")
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -165,6 +165,7 @@ def out_of_memory_hint(micro_batches: int, batch_size: int, ctx: DistContext) ->
         count = len(ctx.workers)
         images = f"{count} workers x {batch_size} images in {micro_batches} micro-batches"
         hint = (
-            f"raise --micro_batches (at most {count}), or use more processes, fewer --workers or a smaller --batch_size"
+            f"raise --micro_batches (at most {count}), or use --no_graph, more processes, fewer --workers or a smaller "
         )
+        hint += "--batch_size"
         raise ConfigError(f"out of memory with {images} on {ctx.device}: {hint}") from error

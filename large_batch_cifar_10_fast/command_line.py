@@ -35,9 +35,9 @@ def read_request(arguments: Sequence[str], rows: Sequence[Row] | None = None) ->
         if kind is not Apple2019:
             raise ConfigError(f"--demo is {DEFAULT}, small, not {kind.name}: leave out one of them")
         asked = PRESET | asked
-    config, recipe = _made_of(RunConfig, asked), _made_of(kind, asked)
+    config = _made_of(RunConfig, asked)
     if not config.resume:
-        return config, recipe
+        return config, _made_of(kind, asked)
     return _resumed(config, name, asked, finished_rows(config.out, True) if rows is None else rows)
 
 
@@ -53,6 +53,8 @@ def _parse(arguments: Sequence[str]) -> tuple[str | None, dict[str, object]]:
     only_recipe.add_argument("--recipe", choices=RECIPES)
     name = only_recipe.parse_known_args(arguments)[0].recipe
     known, unknown = _parser(kind := RECIPES[name or DEFAULT]).parse_known_args(arguments)
+    if [] in vars(known).values():  # what argparse makes of `--runs=--`
+        raise ConfigError("-- is no value of an option")
     if unknown:
         raise ConfigError(f"recipe {kind.name} has no option {unknown[0]}; --help lists the options")
     return name, {key: value for key, value in vars(known).items() if key != "recipe"}
@@ -125,7 +127,8 @@ def _resumed(
         raise ConfigError(f"--resume: campaign {row['campaign']} cannot be repeated ({error}): {changed}") from error
     kept = {name: getattr(first, name) for name in ("runs", "share", "seed", "no_compile", *CONDITIONS)}
     campaign = kept | asdict(recipe)
-    now = {key: value for key, value in asked.items() if key in campaign}
+    again = asked | asdict(_made_of(kind, values | asked))  # where 0 stands for a default, it is resolved
+    now = {key: again[key] for key in asked if key in campaign and key != "compile"}  # which may have failed
     check_unchanged(row | campaign, recipe=name or kind.name, **now)
     return replace(config, **kept, data=asked.get("data", _images_here(row, config))), recipe
 

@@ -86,8 +86,9 @@ def compiled_or_eager(what: str, eager: Callable, check: Callable[[Callable], No
         logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
     # On GPUs first with independent kernels in one launch, which torch calls experimental.
     for options in [{"combo_kernels": True}] * ctx.on_gpu + [None]:
-        forward, failure = torch.compile(eager, dynamic=False, options=options), ""
+        failure = ""
         try:
+            forward = torch.compile(eager, dynamic=False, options=options)
             check(forward)
             break
         except torch.OutOfMemoryError:

@@ -138,7 +138,7 @@ def init_distributed(
         loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")  # lo0: macOS
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    else:
+    elif taken.type != "cuda":  # NCCL finds its interfaces itself
         check_host_name(os.environ["MASTER_ADDR"])
     wait = timedelta(seconds=timeout)
     store = rendezvous_store(rank, world_size, wait)

@@ -21,18 +21,21 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, Step]] = {}
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()  # of all graphs: none reads what another left
+
+    def warm_up(self, take: TakeStep, step: Step) -> None:
+        """Take a step a few times on the stream of the capture, as torch asks for."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                take(step)
+        torch.cuda.current_stream().wait_stream(self.stream)
 
     def capture(self, take: TakeStep, step: Step) -> None:
-        """Capture a step, after taking it a few times on another stream, as torch asks for."""
         static = replace(step, columns=[column.clone() for column in step.columns])
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                take(static)
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, self.pool, self.stream):
             take(static)
         self.graphs[_key(step)] = graph, static
 
@@ -50,6 +53,7 @@ def graphed(take: TakeStep, steps: Iterable[Step], ctx: DistContext) -> TakeStep
     """Return the steps' graphs; warn and return `take` if any process cannot capture them."""
     graphs = StepGraphs()
     for number, step in enumerate(steps):
+        graphs.warm_up(take, step)  # fails as training would
         error = ""
         try:
             graphs.capture(take, step)

@@ -32,19 +32,12 @@ from .checks import check_request
 from .command_line import read_launch, read_request
 from .devices import count_cores, count_gpus
 from .log import print_summary
-from .options import INVALID, WHOLE, ConfigError, Launch, RunConfig, exit_on_config_error, first_line
+from .options import INVALID, ConfigError, Launch, RunConfig, exit_on_config_error, first_line
 from .recipe import Recipe
 
 COMMAND = "train_cifar_parallel.sh"
 REPORT = "last_failure.txt"  # in --out: the output of torchrun and of the processes after a failure
-SIGNALS = (
-    "SIGTERM",
-    "SIGINT",
-    "SIGHUP",
-    "SIGQUIT",
-    "SIGUSR1",
-    "SIGUSR2",
-)  # they end a launch in order; Slurm sends USR1
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # they end a launch in order
 RENDEZVOUS = 900  # seconds that machines wait for each other at most
 
 
@@ -89,6 +82,8 @@ def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int]:
         sys.exit(0)
     if finished and not launch.nproc:
         launch = replace(launch, nproc=max(1, int(finished[-1]["processes"]) // launch.nnodes))
+    if finished and finished[-1]["device"].startswith("CPU") and count_gpus(config.device):
+        raise ConfigError("--resume: the campaign ran on the CPU: give --device cpu")
     config, recipe = read_request(arguments, finished)
     processes = plan_processes(recipe, launch, count_gpus(config.device), count_cores())
     if launch.teams > len(config.planned):
@@ -191,8 +186,8 @@ def start_processes(
             return 0
         except SignalException as end:
             how, status, report = f"ended by {end.sigval.name}", 128 + end.sigval, ""
-            if launch.team != WHOLE:
-                return status  # the launcher of all teams reports it
+            if is_restart():
+                return status  # the launcher that started this one reports it
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             if isinstance(failure.message, dict) and failure.message["message"].startswith("ConfigError: "):

@@ -125,23 +125,21 @@ class RunLog:
     def set_up(self, clock: Clock, compiled: bool, graphs: bool) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
 
-        Raise ConfigError if the runs finished before were compiled and now that failed.
+        Raise ConfigError if the runs finished before were compiled, or replayed graphs, and now that failed.
         """
+        made = {"compile": compiled, "no_graph": self.config.no_graph or (self.ctx.on_gpu and not graphs)}
         for row in [*self.rows.values()][:1]:
-            check_unchanged(row, compile=compiled)
+            check_unchanged(row, **made)
         # The bar counts work, since the steps of different stages take different times.
         a_run = run_flop(self.recipe, self._train_images)
         how = {"unit": "FLOP", "unit_scale": True, "smoothing": 0, "miniters": 1, "initial": a_run * len(self.rows)}
         how |= {"file": sys.stderr, "disable": None if self.prints_log else True}  # None: disabled without a terminal
         self._bar = tqdm(total=a_run * (len(self.rows) + len(self.runs_to_make)), **how)
-        self.common["compile"] = compiled
-        if self.ctx.on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.ctx.device)
         if self.ctx.is_main:
-            self.common |= driver_and_clocks(self.ctx)  # after the warm-up: an idle GPU lowers its clocks
+            self.common |= made | driver_and_clocks(self.ctx)  # after the warm-up: an idle GPU lowers its clocks
         if self.prints_log:
-            if compiled != self.config.compile:
-                print_line(f"# settings {as_pairs(asdict(replace(self.config, compile=False, no_compile=True)))}")
+            if (config := replace(self.config, **made, no_compile=not compiled)) != self.config:
+                print_line(f"# settings {as_pairs(asdict(config))}")
             if graphs:
                 print_line("# a training step is one CUDA graph")
             if self.common["driver"]:

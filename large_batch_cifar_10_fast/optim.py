@@ -51,7 +51,12 @@ def step_all(optimizers: Iterable[Optimizer]) -> None:
 
 
 def restart(optimizers: Iterable[Optimizer]) -> None:
-    """Zero all momenta in place, so that the next run starts like the first and CUDA graphs stay valid."""
+    """Zero all momenta in place, so that the next run starts like the first and CUDA graphs stay valid.
+
+    Gradients go, too: a capture that failed leaves some.
+    """
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     momenta = [state["momentum_buffer"] for state in states if state.get("momentum_buffer") is not None]
     if momenta:

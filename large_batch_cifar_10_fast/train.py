@@ -76,6 +76,8 @@ def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished
 
     clock = Clock(ctx.synchronize)
     data = prepare(images, model, clock)
+    if ctx.on_gpu:
+        torch.cuda.reset_peak_memory_stats(ctx.device)  # before the capture: a replay allocates nothing
     # NCCL has no timeout inside a graph: on several machines a lost process would leave the others waiting for ever.
     step = make_step(model, data, use_graphs=ctx.on_gpu and on_one_machine() and not config.no_graph)
     log.set_up(clock, compiled=model.compiled, graphs=isinstance(step, StepGraphs))

@@ -184,9 +184,10 @@ def test_resume_refuses_other_options_images_code_and_a_damaged_table(unfinished
         check_launch(["--resume", "--out", str(unfinished.parent), "--nproc", "2", *options])
 
 
-def test_resume_takes_the_campaigns_number_of_processes(unfinished, monkeypatch):
+def test_resume_takes_the_campaigns_number_of_processes_and_the_same_options_again(unfinished, monkeypatch):
     monkeypatch.setattr("large_batch_cifar_10_fast.launch.count_cores", lambda: 8)
-    assert check_launch(["--resume", "--out", str(unfinished.parent)])[2] == 2
+    edit_table(unfinished, compile="False")  # the compiler had failed
+    assert check_launch(["--resume", "--compile", *TINY[:2], "--out", str(unfinished.parent)])[2] == 2
 
 
 def test_resume_refuses_another_device(unfinished):
