@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.optim import PiecewiseLinear, follow_schedules, nesterov_update
+from large_batch_cifar_10_fast.optim import PiecewiseLinear, follow_schedules, nesterov_update, restart
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
 ALONE = DistContext(0, 1, torch.device("cpu"), 8)
@@ -86,3 +86,13 @@ def test_rate_and_momentum_both_move_in_torchs_own_optimizers():
     weight.grad = torch.ones(2)
     optimizer.step()
     assert weight.tolist() == pytest.approx([1 - 0.15 * 1.875] * 2)
+
+
+def test_a_run_starts_without_momenta_and_gradients_of_the_last():
+    weight = torch.nn.Parameter(torch.ones(3))
+    sgd = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(3)
+    sgd.step()
+    restart([sgd])
+    assert weight.grad is None
+    assert not sgd.state[weight]["momentum_buffer"].any()
