@@ -187,9 +187,7 @@ def test_resume_refuses_other_options_images_code_and_a_damaged_table(unfinished
 def test_resume_takes_the_campaigns_number_of_processes_and_the_same_options_again(unfinished, monkeypatch):
     monkeypatch.setattr("large_batch_cifar_10_fast.launch.count_cores", lambda: 8)
     options = pd.read_csv(unfinished, sep="\t")["options"][0].replace("ghost_batch=8", "ghost_batch=1")
-    edit_table(
-        unfinished, compile="False", options=options
-    )  # the compiler had failed; 0 stands for a 16th of the batch
+    edit_table(unfinished, compile="False", options=options)  # the compiler had failed; ghost batch 0 is the default
     again = ["--compile", "--batch_size", "16", "--ghost_batch", "0"]
     assert check_launch(["--resume", *again, "--out", str(unfinished.parent)])[2] == 2
 
