@@ -340,7 +340,7 @@ def time_epoch(batches: Iterable[Batch], use: Callable, most: int, steps: int, c
     with clock.timed("others"):
         for batch in islice(batches, most - 1):
             use(batch)
-    return clock.last["first"] + clock.last["others"] * (steps - 1) / max(1, most - 1)
+    return clock.seconds["first"] + clock.seconds["others"] * (steps - 1) / max(1, most - 1)
 
 
 def compare_pipelines(config: RunConfig, recipe: Recipe, repeats: int, steps: int | None, ctx: DistContext) -> dict:
