@@ -75,13 +75,7 @@ class RunLog:
     """Print the log and write the tables, on rank 0. Each of several teams has its runs; the first prints the head."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        recipe: Recipe,
-        ctx: DistContext,
-        images: Mapping[str, object],
-        finished: list[Row],
-        team: str,
+        self, config: RunConfig, recipe: Recipe, ctx: DistContext, images: dict, finished: list[Row], team: str
     ) -> None:
         """`images` are metadata of the data set, `finished` the rows of a resumed campaign.
 
@@ -120,9 +114,8 @@ class RunLog:
         print_line(data_line(self.common))
         print_line(recipe_line(self.recipe))
         print_line(f"# settings {as_pairs(asdict(self.config))}")
-        print_line(
-            f"# campaign {self.common['campaign']}, {len(self.rows)} of {len(self.config.planned)} runs finished before"
-        )
+        finished = f"{len(self.rows)} of {len(self.config.planned)} runs finished before"
+        print_line(f"# campaign {self.common['campaign']}, {finished}")
 
     def set_up(self, clock: Clock, compiled: bool, graphs: bool) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.

@@ -79,17 +79,7 @@ def down_right(images: Tensor) -> Tensor:
     return F.pad(images, (1, 0, 1, 0), "reflect")[:, :, :-1, :-1]
 
 
-def mirrored_up_left(images: Tensor) -> Tensor:
-    return mirrored(up_left(images))
-
-
-def mirrored_down_right(images: Tensor) -> Tensor:
-    return mirrored(down_right(images))
-
-
 ONE_VIEW = TestTimeAugmentation({unchanged: 1.0})
 TWO_VIEWS = TestTimeAugmentation({unchanged: 1 / 2, mirrored: 1 / 2})
-SIX_VIEWS = TestTimeAugmentation(
-    {unchanged: 1 / 4, mirrored: 1 / 4}
-    | dict.fromkeys((up_left, down_right, mirrored_up_left, mirrored_down_right), 1 / 8)
-)
+SHIFTED = (up_left, down_right, lambda images: mirrored(up_left(images)), lambda images: mirrored(down_right(images)))
+SIX_VIEWS = TestTimeAugmentation({unchanged: 1 / 4, mirrored: 1 / 4} | dict.fromkeys(SHIFTED, 1 / 8))

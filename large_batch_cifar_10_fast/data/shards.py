@@ -90,10 +90,9 @@ class Step:
         return len(self.columns[0])
 
     def __getitem__(self, index: int) -> Batch:
-        sample, shards = [column[index] for column in self.columns], self.shards
-        return shards.make_batch(
-            shards.recipe.augmentation, self.kind.resolution, shards.images, shards.labels, *sample
-        )
+        shards, resolution = self.shards, self.kind.resolution
+        sample = (column[index] for column in self.columns)
+        return shards.make_batch(shards.recipe.augmentation, resolution, shards.images, shards.labels, *sample)
 
 
 def make_batch(
@@ -104,8 +103,7 @@ def make_batch(
 
 
 def select_hard_examples(sample: tuple[Tensor, ...], losses: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Keep each worker's `count` images with the highest losses, in their order: easy images teach little
-    (docs/recipes.md)."""
+    """Keep each worker's `count` images with the highest losses, in their order: easy images teach little."""
     selected = losses[sample[0]].topk(count, sorted=False).indices.sort().values
     return tuple(column.gather(1, selected) for column in sample)
 
@@ -117,9 +115,8 @@ def shuffle_shards(
 
     All are [workers, shard size]. Epochs count from 1; 0 is for generators that start alike in all epochs of a run.
     """
-    generators, run_generators = (
-        [make_generator(rows.device, seed, worker, number) for worker in workers] for number in (epoch, 0)
-    )
+    generators = [make_generator(rows.device, seed, worker, epoch) for worker in workers]
+    run_generators = [make_generator(rows.device, seed, worker, 0) for worker in workers]
     parameters = augmentation.sample(rows.shape[1], generators, run_generators, epoch)
     order = draw(generators, torch.randperm, rows.shape[1])
     return tuple(column.gather(1, order) for column in (rows, *parameters))
