@@ -181,10 +181,7 @@ def measure_run(config: RunConfig, recipe: Recipe, repeats: int, baseline_precis
 
 
 def time_launches(model: Model, data: Data, repeats: int, clock: Clock) -> None:
-    """Measure when the host has launched a step and, on one machine, the step as one CUDA graph.
-
-    Both are a step of training, which makes its batches itself.
-    """
+    """Measure when the host has launched a step of training, and on one machine the step as one CUDA graph."""
     take, step = make_step(model, data), data.train.epoch(0, epoch=model.recipe.stages[-1].first_epoch)[0]
     take(step)
     graph = graphed(take, [step], model.ctx) if on_one_machine() else take
@@ -346,7 +343,7 @@ def compare_pipelines(config: RunConfig, recipe: Recipe, repeats: int, steps: in
     model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches)
     shards = prepare(noise, model, Clock(ctx.synchronize)).train
     warm_up(model, TRAIN, 1)  # with the short last batch
-    metrics, whole = Metrics(ctx), shards.steps_of(epoch=1)
+    metrics, whole = Metrics(ctx), len(shards.epoch(seed=0, epoch=1))
     most = min(max(2, steps or (whole if ctx.on_gpu else 5)), whole)
     pipelines = input_pipelines(*noise.train, shards)
     seconds = {name: {"loading": [], "with training": []} for name in pipelines}

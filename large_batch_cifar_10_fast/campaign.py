@@ -60,10 +60,7 @@ def first_seed(row: Row) -> int:
 
 
 def read_rows(path: Path, content: bytes | None = None) -> list[Row]:
-    """Return the rows of a runs.tsv (or of its `content`) without a half-written last one.
-
-    Raise ConfigError, naming the line, if the table has other columns or is damaged.
-    """
+    """Return the rows of a runs.tsv, or of its `content`; raise ConfigError, naming the line, if it is damaged."""
     lines = split_rows(path.read_bytes() if content is None else content)[0].decode(errors="replace").splitlines()
     if lines and lines[0].split("\t") != COLUMNS:
         raise ConfigError(f"{path} has other columns than this version writes: move it or choose another --out")
@@ -90,11 +87,8 @@ def _check_row(row: Row, seen: set[tuple[str, int]]) -> None:
 
 
 def split_rows(content: bytes) -> tuple[bytes, bytes]:
-    """Return the complete lines of a table, and a half-written last one: without newline, or with too few fields."""
+    """Return the complete lines of a table, and a half-written last one, which has no newline."""
     end = content.rfind(b"\n") + 1
-    last = content.rfind(b"\n", 0, max(0, end - 1)) + 1
-    if last and content[last:end].count(b"\t") < content[: content.find(b"\n")].count(b"\t"):
-        end = last
     return content[:end], content[end:]
 
 
@@ -145,7 +139,7 @@ def table_to_append(path: Path) -> Iterator[tuple[BinaryIO, bytes]]:
         file.seek(0)
         complete, partial = split_rows(file.read())
         if partial:
-            set_aside(path, partial.rstrip(b"\n") + b"\n")
+            set_aside(path, partial + b"\n")
             file.truncate(len(complete))
             warn(f"the last row of {path} was half-written: it is in {path}.broken now")
         yield file, complete

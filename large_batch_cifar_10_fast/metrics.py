@@ -37,7 +37,6 @@ class Metrics:
         return Score(int(correct), int(images), loss / images)
 
 
-View = Callable[[Tensor], Tensor]  # of images [B, 3, H, W]
 AT_ONCE = 1000  # images evaluated at once on a CPU; on a GPU as many for each GiB of its memory
 
 
@@ -50,9 +49,9 @@ def chunk_sizes(count: int, device: torch.device) -> list[int]:
 
 @dataclass(frozen=True)
 class TestTimeAugmentation:
-    """Average logits over views of each image; the weights of the views add up to 1."""
+    """Average logits over views of images [B, 3, H, W]; the weights of the views add up to 1."""
 
-    views: Mapping[View, float]
+    views: Mapping[Callable[[Tensor], Tensor], float]
 
     def __call__(self, network: Logits, images: Tensor) -> Tensor:
         """Return logits [n, 10] for images [n, 32, 32, 3]."""

@@ -29,10 +29,6 @@ class Shards:
     micro_batches: int
     make_batch: Callable[..., Batch]  # the function below, compiled or not
 
-    def steps_of(self, epoch: int) -> int:
-        """Return the number of steps of an epoch, with a short last one if the recipe has `whole_epochs`."""
-        return -(-images_of_an_epoch(self.recipe, self.total_images, epoch) // self.recipe.batch_size)
-
     def initial_losses(self) -> Tensor:
         """Return the losses of images not yet used (float32 [n]): infinite, so that none counts as easy."""
         return torch.full((len(self.images),), torch.inf, device=self.images.device)
@@ -49,7 +45,10 @@ class Shards:
                 yield self.workers[group], rows.T[group]
 
     def epoch(self, seed: int, epoch: int, losses: Tensor | None = None) -> "list[Step]":
-        """Return the steps of one epoch. Hard-example selection uses `losses` [n], each image's latest loss."""
+        """Return the steps of one epoch, with a short last one if the recipe has `whole_epochs`.
+
+        Hard-example selection uses `losses` [n], each image's latest loss.
+        """
         stage, count = stage_of(self.recipe, epoch), images_of_an_epoch(self.recipe, self.total_images, epoch)
         losses, samples = self.initial_losses() if losses is None else losses, []
         for workers, rows in self.by_size():
