@@ -204,15 +204,12 @@ def is_restart() -> bool:
 
 
 def finished_rows(out: str, resume: bool) -> list[Row]:
-    """Return the campaign's rows: with --resume the last one's in --out, after a restart this launch's own.
-
-    Raise ConfigError if other code made them: it may not even have the same options.
-    """
+    """Return the rows in --out: with --resume of the last campaign, after a restart this one's. Raise ConfigError."""
     if not resume and not is_restart():
         return []
     rows = rows_of(out, "" if resume else campaign_of_this_launch())
     for row in rows[-1:]:
-        check_unchanged(row, code=code_digest(), torch=version("torch"))
+        check_unchanged(row, code=code_digest(), torch=version("torch"))  # other code may have other options
     return rows
 
 

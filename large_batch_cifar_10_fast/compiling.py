@@ -54,14 +54,11 @@ def compiled(
 def compiled_evaluation(
     network: nn.Module, recipe: Recipe, precision: str, sizes: Iterable[int], ctx: DistContext
 ) -> Logits:
-    """Return the network compiled to evaluate so many images at once; warn and return it as it is if that fails.
-
-    A size has one graph, for all views and epochs. Its logits of noise are compared with the eager ones.
-    """
+    """Return the network compiled to evaluate so many images at once; warn and return it as it is if that fails."""
 
     @torch.no_grad()
     def check(forward: Logits) -> None:
-        for size in set(sizes):
+        for size in set(sizes):  # each has one graph, for all views and epochs
             images, _ = noise(size, 32, weight_dtype(recipe, precision), ctx)
             with autocast(recipe, precision, ctx.device):
                 check_close("evaluation", forward(images), network(images), LOGITS_TOLERANCE)

@@ -37,16 +37,12 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self.pool, self.stream):
             take(static)
-        self.graphs[_key(step)] = graph, static
+        self.graphs[step.kind, step.columns[0].shape] = graph, static
 
     def __call__(self, step: Step) -> None:
-        graph, static = self.graphs[_key(step)]
+        graph, static = self.graphs[step.kind, step.columns[0].shape]
         torch._foreach_copy_(static.columns, step.columns)
         graph.replay()
-
-
-def _key(step: Step) -> tuple:
-    return step.kind, step.columns[0].shape
 
 
 def graphed(take: TakeStep, steps: Iterable[Step], ctx: DistContext) -> TakeStep:
