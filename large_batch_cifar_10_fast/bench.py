@@ -16,7 +16,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from statistics import median
@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 from scipy import stats
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from . import __version__
 from .checks import check_images, check_processes, precision_on, resolve_defaults
@@ -181,10 +181,7 @@ def measure_run(config: RunConfig, recipe: Recipe, repeats: int, baseline_precis
 
 
 def time_launches(model: Model, data: Data, repeats: int, clock: Clock) -> None:
-    """Measure when the host has launched a step and, on one machine, the step as one CUDA graph.
-
-    Both are a step of training, which makes its batches itself.
-    """
+    """Measure when the host has launched a step of training, and on one machine the step as one CUDA graph."""
     take, step = make_step(model, data), data.train.epoch(0, epoch=model.recipe.stages[-1].first_epoch)[0]
     take(step)
     graph = graphed(take, [step], model.ctx) if on_one_machine() else take
@@ -281,25 +278,19 @@ def comparison_as_text(result: dict) -> str:
 # Input pipelines
 
 
-@dataclass(frozen=True)
-class OnCPU:
-    """A data set that crops and mirrors on the CPU: float32 [3, 32, 32] and labels.
+def load_batch(images: np.ndarray, labels: np.ndarray, crops: list | None, indices: list[int]) -> Batch:
+    """Crop and mirror images on the CPU, one after the other: float32 [B, 3, 32, 32], and labels int64 [B].
 
-    `images` are uint8 [n, 32, 32, 3], or come from `pad_and_normalize`. Without `crops` [n, 3] each access samples one.
+    `images` are uint8 [n, 32, 32, 3], or come from `pad_and_normalize`. Without `crops` [n, 3] each image samples one.
     """
-
-    images: np.ndarray
-    labels: np.ndarray
-    crops: list[list[int]] | None
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = self.images[index] if self.images.dtype == np.float32 else pad_and_normalize(self.images[index])
-        down, across, mirrored = self.crops[index] if self.crops else map(random.randrange, CROPS)
+    batch = []
+    for index in indices:
+        image = images[index] if images.dtype == np.float32 else pad_and_normalize(images[index])
+        down, across, mirrored = crops[index] if crops else map(random.randrange, CROPS)
         image = image[:, down : down + SIZE, across : across + SIZE]
-        return torch.from_numpy(np.ascontiguousarray(image[:, :, ::-1] if mirrored else image)), int(self.labels[index])
+        image = np.ascontiguousarray(image[:, :, ::-1] if mirrored else image)
+        batch.append((torch.from_numpy(image), int(labels[index])))
+    return default_collate(batch)
 
 
 def pad_and_normalize(images: np.ndarray) -> np.ndarray:
@@ -314,7 +305,8 @@ def load_epoch(images: np.ndarray, labels: np.ndarray, bulk: bool, processes: in
     crops = np.random.default_rng().integers(0, CROPS, (len(images), 3)).tolist() if bulk else None
     device, dtype, size = shards.images.device, shards.images.dtype, shards.recipe.batch_size
     how = {"shuffle": True, "num_workers": processes, "pin_memory": device.type == "cuda"}
-    for batch, targets in DataLoader(OnCPU(images, labels, crops), size, **how):
+    how["collate_fn"] = partial(load_batch, images, labels, crops)
+    for batch, targets in DataLoader(range(len(images)), size, **how):
         # Copy the pinned memory before casting: cast on the host, the batch would no longer be pinned.
         moved = batch.to(device, non_blocking=True).to(dtype, memory_format=torch.channels_last)
         yield moved, targets.to(device, non_blocking=True)
@@ -340,7 +332,7 @@ def time_epoch(batches: Iterable[Batch], use: Callable, most: int, steps: int, c
     with clock.timed("others"):
         for batch in islice(batches, most - 1):
             use(batch)
-    return clock.last["first"] + clock.last["others"] * (steps - 1) / max(1, most - 1)
+    return clock.seconds["first"] + clock.seconds["others"] * (steps - 1) / max(1, most - 1)
 
 
 def compare_pipelines(config: RunConfig, recipe: Recipe, repeats: int, steps: int | None, ctx: DistContext) -> dict:
@@ -351,15 +343,14 @@ def compare_pipelines(config: RunConfig, recipe: Recipe, repeats: int, steps: in
     model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches)
     shards = prepare(noise, model, Clock(ctx.synchronize)).train
     warm_up(model, TRAIN, 1)  # with the short last batch
-    metrics, whole = Metrics(ctx), shards.steps_of(epoch=1)
+    metrics, whole = Metrics(ctx), len(shards.epoch(seed=0, epoch=1))
     most = min(max(2, steps or (whole if ctx.on_gpu else 5)), whole)
     pipelines = input_pipelines(*noise.train, shards)
     seconds = {name: {"loading": [], "with training": []} for name in pipelines}
     for repeat in range(repeats):
         for name, load in [*pipelines.items()][:: -1 if repeat % 2 else 1]:  # a drift of speed falls on all
-            loading = time_epoch(load(), lambda batch: None, whole, whole, ctx)
+            seconds[name]["loading"].append(time_epoch(load(), lambda batch: None, whole, whole, ctx))
             trained = time_epoch(load(), lambda b: take_step(model, [b], metrics), most, whole, ctx)
-            seconds[name]["loading"].append(loading)
             seconds[name]["with training"].append(trained)
     return {"conditions": conditions(ctx) | settings(model) | {"training steps": most}, "pipelines": seconds}
 

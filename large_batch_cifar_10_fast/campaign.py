@@ -37,6 +37,7 @@ CURVE = ("epoch", "hours", "top1Accuracy")  # DAWNBench's
 INTEGERS = ("run", "runs", "seed", "workers", "processes", "micro_batches", "validation_count", "validation_images")
 FLOATS = ("train_accuracy", "train_loss", "validation_accuracy", "validation_loss", *PARTS, "seconds")
 FLOATS += ("last_validation", "peak_memory")
+warn_once = cache(warn)
 
 
 def diverged(row: Mapping[str, object]) -> bool:
@@ -58,48 +59,36 @@ def first_seed(row: Row) -> int:
     return int(row["seed"]) - int(row["run"])
 
 
-# Reading
-
-
 def read_rows(path: Path, content: bytes | None = None) -> list[Row]:
-    """Return the rows of a runs.tsv (or of its `content`) without a half-written last one.
-
-    Raise ConfigError, naming the line, if the table has other columns or is damaged.
-    """
+    """Return the rows of a runs.tsv, or of its `content`; raise ConfigError, naming the line, if it is damaged."""
     lines = split_rows(path.read_bytes() if content is None else content)[0].decode(errors="replace").splitlines()
     if lines and lines[0].split("\t") != COLUMNS:
         raise ConfigError(f"{path} has other columns than this version writes: move it or choose another --out")
-    rows, seen, seeds = [], set(), {}
+    rows, seen = [], set()
     try:
         for fields in csv.reader(lines[1:], delimiter="\t"):
             row = dict(zip(COLUMNS, fields, strict=True))
-            _check_row(row, seen, seeds)
+            _check_row(row, seen)
             rows.append(row)
     except (ValueError, csv.Error, ConfigError) as error:
         raise ConfigError(f"{path}, line {len(rows) + 2}: {error}; correct it or choose another --out") from None
     return rows
 
 
-def _check_row(row: Row, seen: set, seeds: dict[str, int]) -> None:
-    """Raise an error for a wrong number, a run that occurs twice or is not of its share, and a wrong seed."""
+def _check_row(row: Row, seen: set[tuple[str, int]]) -> None:
+    """Raise an error for a wrong number, and for a run that is not of its share or that was `seen` before."""
     for kind, names in ((int, INTEGERS), (float, FLOATS)):
         [kind(row[name]) for name in names]
-    campaign, run = row["campaign"], int(row["run"])
-    if run not in planned_by(row):
+    if (run := int(row["run"])) not in planned_by(row):
         raise ValueError(f"run {run} is none of share {row['share']} of {row['runs']} runs")
-    if (campaign, run) in seen:
-        raise ValueError(f"run {run} of campaign {campaign} occurs a second time")
-    seen.add((campaign, run))
-    if first_seed(row) != (expected := seeds.setdefault(campaign, first_seed(row))):
-        raise ValueError(f"seed is {row['seed']}, but {expected + run} by the first row of campaign {campaign}")
+    if (row["campaign"], run) in seen:
+        raise ValueError(f"run {run} of campaign {row['campaign']} occurs a second time")
+    seen.add((row["campaign"], run))
 
 
 def split_rows(content: bytes) -> tuple[bytes, bytes]:
-    """Return the complete lines of a table, and a half-written last one: without newline, or with too few fields."""
+    """Return the complete lines of a table, and a half-written last one, which has no newline."""
     end = content.rfind(b"\n") + 1
-    last = content.rfind(b"\n", 0, max(0, end - 1)) + 1
-    if last and content[last:end].count(b"\t") < content[: content.find(b"\n")].count(b"\t"):
-        end = last
     return content[:end], content[end:]
 
 
@@ -117,9 +106,6 @@ def rows_of(out: str, campaign: str = "") -> list[Row]:
         return []
     except OSError as error:  # a folder, or one that may not be read, or too long a name
         raise ConfigError(f"{path} cannot be read ({error.strerror}): give another --out") from error
-
-
-# Appending
 
 
 def append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
@@ -153,7 +139,7 @@ def table_to_append(path: Path) -> Iterator[tuple[BinaryIO, bytes]]:
         file.seek(0)
         complete, partial = split_rows(file.read())
         if partial:
-            set_aside(path, partial.rstrip(b"\n") + b"\n")
+            set_aside(path, partial + b"\n")
             file.truncate(len(complete))
             warn(f"the last row of {path} was half-written: it is in {path}.broken now")
         yield file, complete
@@ -167,11 +153,6 @@ def lock(file: BinaryIO) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         warn_once(f"{file.name} cannot be locked ({error.strerror}): do not write it from several launches at once")
-
-
-@cache
-def warn_once(text: str) -> None:
-    warn(text)
 
 
 def set_aside(path: Path, content: bytes) -> None:
@@ -188,10 +169,9 @@ def as_lines(columns: Sequence[str], rows: Iterable[Mapping[str, object]], head:
 
 def write_timing_log(path: Path, epochs: Iterable[tuple[float, float]]) -> None:
     """Write DAWNBench's table of one run, in hours and percent, from (seconds, accuracy) of each epoch."""
-    lines = ["\t".join(CURVE)]
-    lines += [f"{i}\t{seconds / 3600!r}\t{100 * accuracy:.6g}" for i, (seconds, accuracy) in enumerate(epochs, 1)]
+    fields = ((i, seconds / 3600, f"{100 * accuracy:.6g}") for i, (seconds, accuracy) in enumerate(epochs, 1))
     with write_atomically(path) as unfinished:
-        unfinished.write_text("\n".join(lines) + "\n")
+        unfinished.write_bytes(as_lines(CURVE, [dict(zip(CURVE, row, strict=True)) for row in fields], head=True))
 
 
 @contextlib.contextmanager
@@ -224,15 +204,12 @@ def is_restart() -> bool:
 
 
 def finished_rows(out: str, resume: bool) -> list[Row]:
-    """Return the campaign's rows: with --resume the last one's in --out, after a restart this launch's own.
-
-    Raise ConfigError if other code made them: it may not even have the same options.
-    """
+    """Return the rows in --out: with --resume of the last campaign, after a restart this one's. Raise ConfigError."""
     if not resume and not is_restart():
         return []
     rows = rows_of(out, "" if resume else campaign_of_this_launch())
     for row in rows[-1:]:
-        check_unchanged(row, code=code_digest(), torch=version("torch"))
+        check_unchanged(row, code=code_digest(), torch=version("torch"))  # other code may have other options
     return rows
 
 
@@ -307,12 +284,10 @@ def merge(files: Sequence[str], out: Path) -> str:
             unfinished.write_bytes(as_lines(COLUMNS, rows, head=True))
     except (OSError, csv.Error) as error:
         raise ConfigError(f"the tables cannot be merged: {error}") from error
-    finished, planned = {int(row["run"]) for row in rows}, range(int(rows[0]["runs"]))
-    text = f"{path}: {len(rows)} of campaign {rows[0]['campaign']}'s {len(planned)} runs"
-    missing = ", ".join(str(run) for run in planned if run not in finished)
-    alike = len({(row["device"], row["processes"]) for row in rows}) == 1
-    how = f"train_cifar_parallel.sh --resume --out {out}" if alike else "--resume in the shares' own folders"
-    return text + (f"; missing: {missing} ({how} makes them)" if missing else "")
+    text = f"{path}: {len(rows)} of campaign {rows[0]['campaign']}'s {rows[0]['runs']} runs"
+    missing = sorted(set(range(int(rows[0]["runs"]))) - {int(row["run"]) for row in rows})
+    how = f"train_cifar_parallel.sh --resume --out {out} makes them on the same device"
+    return text + (f"; missing: {', '.join(map(str, missing))} ({how})" if missing else "")
 
 
 def main(arguments: list[str] | None = None) -> None:

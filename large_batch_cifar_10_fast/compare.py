@@ -61,12 +61,11 @@ def pick_reference(mine: Log) -> tuple[Log, str]:
 
 
 def _decisive(log: Log) -> dict[str, object]:
-    """Return the conditions that decide the weights: the images' digest, the recipe and its options.
-
-    The digest of synthetic images differs between CPUs: NumPy's sine differs in its last bit.
-    """
-    left_out = ENVIRONMENT | ({"digest"} if log.conditions.get("images") == SYNTHETIC else set())
-    return {name: _number(value) for name, value in log.conditions.items() if name not in left_out}
+    """Return the conditions that decide the weights: the images' digest, the recipe and its options."""
+    decisive = {name: _number(value) for name, value in log.conditions.items() if name not in ENVIRONMENT}
+    if log.conditions.get("images") == SYNTHETIC:
+        decisive.pop("digest", None)  # it differs between CPUs: NumPy's sine differs in its last bit
+    return decisive
 
 
 def _number(text: str) -> float | str:

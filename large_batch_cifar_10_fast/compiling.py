@@ -22,20 +22,14 @@ Forward = Callable[[Tensor, Tensor, int], TrainingPass]  # of images, labels and
 
 
 def compiled(
-    eager: Forward,
-    network: nn.Module,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    sizes: Sequence[int],
-    micro_batches: int,
-    ctx: DistContext,
+    eager: Forward, network: nn.Module, recipe: Recipe, sizes: Sequence[int], micro_batches: int, ctx: DistContext
 ) -> Forward:
     """Return the compiled training pass; warn and return the eager one if any process cannot compile it.
 
-    All graphs of training are compiled here, for images of `dtype` and batches of all `sizes`. The gradients of each
-    are compared with the eager ones, because a compiler can be wrong without an error (docs/performance.md, "A trap").
+    All graphs of training are compiled here, for batches of all `sizes`. The gradients of each are compared with the
+    eager ones, because a compiler can be wrong without an error (docs/performance.md, "A trap").
     """
-    workers = len(ctx.workers) // micro_batches
+    workers, dtype = len(ctx.workers) // micro_batches, next(network.parameters()).dtype
     images, _ = noise(recipe.batch_size * workers, 32, dtype, ctx)
     recipe.whiten(network, images.permute(0, 2, 3, 1))
     reset(network, recipe, seed=0)
@@ -60,14 +54,11 @@ def compiled(
 def compiled_evaluation(
     network: nn.Module, recipe: Recipe, precision: str, sizes: Iterable[int], ctx: DistContext
 ) -> Logits:
-    """Return the network compiled to evaluate so many images at once; warn and return it as it is if that fails.
-
-    A size has one graph, for all views and epochs. Its logits of noise are compared with the eager ones.
-    """
+    """Return the network compiled to evaluate so many images at once; warn and return it as it is if that fails."""
 
     @torch.no_grad()
     def check(forward: Logits) -> None:
-        for size in set(sizes):
+        for size in set(sizes):  # each has one graph, for all views and epochs
             images, _ = noise(size, 32, weight_dtype(recipe, precision), ctx)
             with autocast(recipe, precision, ctx.device):
                 check_close("evaluation", forward(images), network(images), LOGITS_TOLERANCE)
@@ -97,11 +88,9 @@ def compiled_or_eager(what: str, eager: Callable, check: Callable[[Callable], No
             failure = first_line(error)
             if failure.endswith("file too short"):
                 failure += " (an earlier compilation was interrupted: delete this file)"
-    if not any(ctx.all_gather_strings(f"compiled {what}", failure)):
-        return forward
-    reason = failure or "on another process"
-    ctx.warn(f"not compiled ({reason}): {what} continues uncompiled; --no_compile skips the attempt")
-    return eager
+    if failures := list(filter(None, ctx.all_gather_strings(f"compiled {what}", failure))):
+        ctx.warn(f"not compiled ({failures[0]}): {what} continues uncompiled; --no_compile skips the attempt")
+    return eager if failures else forward
 
 
 def noise(count: int, resolution: int, dtype: torch.dtype, ctx: DistContext) -> tuple[Tensor, Tensor]:

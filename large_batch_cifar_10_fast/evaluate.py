@@ -83,7 +83,7 @@ def evaluate_weights(path: Path, config: RunConfig, recipe: Recipe) -> None:
         if ctx.is_main:
             print(version_line(), data_line(images.metadata()), recipe_line(recipe), sep="\n")
             result = f"validation acc {score.accuracy:.4f} loss {score.loss:.5f} of {path}"
-            print(f"{result}, {precision}, in {clock.last['validation']:.3f}s")
+            print(f"{result}, {precision}, in {clock.seconds['validation']:.3f}s")
 
 
 def main() -> None:

@@ -37,16 +37,12 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self.pool, self.stream):
             take(static)
-        self.graphs[_key(step)] = graph, static
+        self.graphs[step.kind, step.columns[0].shape] = graph, static
 
     def __call__(self, step: Step) -> None:
-        graph, static = self.graphs[_key(step)]
+        graph, static = self.graphs[step.kind, step.columns[0].shape]
         torch._foreach_copy_(static.columns, step.columns)
         graph.replay()
-
-
-def _key(step: Step) -> tuple:
-    return step.kind, step.columns[0].shape
 
 
 def graphed(take: TakeStep, steps: Iterable[Step], ctx: DistContext) -> TakeStep:
@@ -60,8 +56,7 @@ def graphed(take: TakeStep, steps: Iterable[Step], ctx: DistContext) -> TakeStep
         except RuntimeError as reason:
             torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
             error = first_line(reason)
-        if any(ctx.all_gather_strings(f"graph {number}", error)):
-            reason = error or "on another process"
-            ctx.warn(f"no CUDA graphs ({reason}): training continues without; --no_graph skips the attempt")
+        if errors := list(filter(None, ctx.all_gather_strings(f"graph {number}", error))):
+            ctx.warn(f"no CUDA graphs ({errors[0]}): training continues without; --no_graph skips the attempt")
             return take
     return graphs

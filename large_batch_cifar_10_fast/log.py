@@ -18,6 +18,7 @@ from tqdm import tqdm
 from . import __version__
 from .campaign import (
     CONDITIONS,
+    FLOATS,
     GOAL,
     PARTS,
     Row,
@@ -41,11 +42,9 @@ from .recipe import Recipe, epoch_flop, run_flop
 class Clock:
     """Add up seconds by part. Every reading waits until the devices of all processes have finished."""
 
-    def __init__(self, synchronize: Callable[[], None], seconds: dict[Hashable, float] | None = None) -> None:
+    def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
-        self.seconds = dict(seconds or {})
-        self.last: dict[Hashable, float] = {}  # the latest duration of each part
-        self.laps: dict[Hashable, list[float]] = defaultdict(list)  # all durations since this clock was made
+        self.laps: dict[Hashable, list[float]] = defaultdict(list)  # the durations of each part
 
     @contextlib.contextmanager
     def timed(self, part: Hashable) -> Iterator[None]:
@@ -54,13 +53,17 @@ class Clock:
         start = time.perf_counter()
         yield
         self._synchronize()
-        self.last[part] = time.perf_counter() - start
-        self.laps[part].append(self.last[part])
-        self.seconds[part] = self.seconds.get(part, 0.0) + self.last[part]
+        self.laps[part].append(time.perf_counter() - start)
 
     def fork(self) -> "Clock":
         """Return a clock that continues from here: each run counts what was done once for all of them."""
-        return Clock(self._synchronize, self.seconds)
+        clock = Clock(self._synchronize)
+        clock.laps |= {part: [*laps] for part, laps in self.laps.items()}
+        return clock
+
+    @property
+    def seconds(self) -> dict[Hashable, float]:
+        return {part: sum(laps) for part, laps in self.laps.items()}
 
     @property
     def total(self) -> float:
@@ -72,13 +75,7 @@ class RunLog:
     """Print the log and write the tables, on rank 0. Each of several teams has its runs; the first prints the head."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        recipe: Recipe,
-        ctx: DistContext,
-        images: Mapping[str, object],
-        finished: list[Row],
-        team: str,
+        self, config: RunConfig, recipe: Recipe, ctx: DistContext, images: dict, finished: list[Row], team: str
     ) -> None:
         """`images` are metadata of the data set, `finished` the rows of a resumed campaign.
 
@@ -99,13 +96,12 @@ class RunLog:
             check_unchanged(finished[0], device=device)
         if ctx.is_main:
             campaign = finished[0]["campaign"] if finished else campaign_of_this_launch()
-            self.common = {"campaign": campaign, **images}
+            self.common = {"campaign": campaign, **images, "torch": version("torch"), "version": __version__}
             self.common |= {"recipe": recipe.name, "options": as_pairs(asdict(recipe)), "workers": recipe.workers}
             self.common |= {"runs": config.runs, "share": config.share, "processes": ctx.world_size, "device": device}
             self.common |= {name: getattr(config, name) for name in CONDITIONS}
             self.common["data"] = config.data if config.data == SYNTHETIC else os.path.abspath(config.data)
-            self.common |= {"version": __version__, "commit": commit(), "code": code_digest()}
-            self.common["torch"] = version("torch")
+            self.common |= {"commit": commit(), "code": code_digest()}
             append(self._runs_tsv, self.rows.values())  # fails before training if the table cannot be written
         if self.prints_log:
             self._print_head()
@@ -118,9 +114,8 @@ class RunLog:
         print_line(data_line(self.common))
         print_line(recipe_line(self.recipe))
         print_line(f"# settings {as_pairs(asdict(self.config))}")
-        print_line(
-            f"# campaign {self.common['campaign']}, {len(self.rows)} of {len(self.config.planned)} runs finished before"
-        )
+        finished = f"{len(self.rows)} of {len(self.config.planned)} runs finished before"
+        print_line(f"# campaign {self.common['campaign']}, {finished}")
 
     def set_up(self, clock: Clock, compiled: bool, graphs: bool) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
@@ -173,11 +168,10 @@ class RunLog:
         row |= {"train_accuracy": train.accuracy, "train_loss": train.loss}
         row |= {"validation_accuracy": validation.accuracy, "validation_loss": validation.loss}
         row |= {"validation_count": validation.correct, "validation_images": validation.images}
-        row |= {part: clock.seconds[part] for part in PARTS}
-        row |= {"seconds": clock.total, "last_validation": clock.last["validation"]}
+        row |= {part: clock.seconds[part] for part in PARTS} | {"seconds": clock.total}
+        row |= {"last_validation": clock.laps["validation"][-1], "peak_memory": peak_memory(self.ctx.device)}
         at_goal = ((e["epoch"], e["seconds"]) for e in epochs if e["validation_accuracy"] >= GOAL)
         row["goal_epoch"], row["goal_seconds"] = ("", "") if diverged(row) else next(at_goal, ("", ""))
-        row["peak_memory"] = peak_memory(self.ctx.device)
         # The row comes last: after a kill, a run without a row is repeated.
         if self.config.save and run == self.config.planned[-1]:
             weights = {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}
@@ -202,22 +196,15 @@ class RunLog:
             print_summary(self.rows.values())
 
     def _print_run(self, row: Row) -> None:
-        """Print a run's line, as published but with a fourth decimal, without which runs over 94% cannot be counted.
-
-        Add the parts of the time to the first run's.
-        """
-        train, validation = (
-            f"acc {float(row[f'{part}_accuracy']):.4f} loss {float(row[f'{part}_loss']):.3f}"
-            for part in ("train", "validation")
-        )
-        seconds = float(row["seconds"])
-        print_line(f"Train {train}, validation {validation} wall time {seconds:.3f}s")
+        """Print a run's line, as published but with a fourth decimal, without which runs over 94% cannot be counted."""
+        numbers = {name: float(row[name]) for name in FLOATS}
+        form = "Train acc {train_accuracy:.4f} loss {train_loss:.3f}, validation acc {validation_accuracy:.4f} "
+        print_line((form + "loss {validation_loss:.3f} wall time {seconds:.3f}s").format(**numbers))
         if int(row["run"]) == self.config.planned[0]:
-            print_line(
-                "# wall time of the first run: " + ", ".join(f"{part} {float(row[part]):.3f}s" for part in PARTS)
-            )
-            last, memory = float(row["last_validation"]), float(row["peak_memory"]) / 2**30
-            with_it = f"the last validation {last:.3f}s (with it {seconds + last:.3f}s)"
+            parts = ", ".join(f"{part} {numbers[part]:.3f}s" for part in PARTS)
+            print_line(f"# wall time of the first run: {parts}")
+            last, memory = numbers["last_validation"], numbers["peak_memory"] / 2**30
+            with_it = f"the last validation {last:.3f}s (with it {numbers['seconds'] + last:.3f}s)"
             print_line(f"# not in it: {with_it}; peak memory {memory:.2f} GiB")
 
 

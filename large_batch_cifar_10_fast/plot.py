@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from .campaign import GOAL, write_atomically
 from .options import CIFAR_10, ConfigError, exit_on_config_error
@@ -35,14 +36,8 @@ GOAL_LINE = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
 
 def separate_labels(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
     """Move places apart, in order, until neighbours are `gap` away from each other, within [low, high] if they fit."""
-    order = np.argsort(places, kind="stable")
-    moved = places[order].astype(float)
-    for _ in range(200):
-        overlap = gap - np.diff(moved)
-        push = np.where(overlap > 1e-9, overlap / 2, 0)
-        moved[:-1] -= push
-        moved[1:] += push
-        moved = np.clip(moved, low, high)
+    order, gaps = np.argsort(places, kind="stable"), gap * np.arange(len(places))
+    moved = isotonic_regression(places[order] - gaps).x.clip(low, high - gaps[-1]) + gaps
     return moved[np.argsort(order)]
 
 

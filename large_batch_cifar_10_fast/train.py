@@ -120,7 +120,7 @@ def make_model(
     forward = eager = partial(training_pass, network, recipe, precision)
     if compile:
         sizes = [size for size in (recipe.batch_size, short) if size]
-        forward = compiled(eager, network, recipe, weight_dtype(recipe, precision), sizes, micro_batches, ctx)
+        forward = compiled(eager, network, recipe, sizes, micro_batches, ctx)
     optimizers, evaluation = recipe.optimizers(network, ctx), None
     if ctx.on_gpu:
         prepare_for_gpu(optimizers, compile=forward is not eager)

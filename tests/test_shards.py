@@ -82,7 +82,7 @@ def test_hard_examples_have_the_highest_losses_and_keep_their_order(processes, m
             shuffled = there[shuffle_shards(rows, recipe.augmentation, 3, [worker], 2)[0][0]]
             least = losses[shuffled].sort(descending=True).values[79]
             assert kept[worker] == [int(image) for image in shuffled if losses[image] >= least]
-        assert [shards.steps_of(number) for number in (1, 2, 3)] == [16, 8, 16]
+        assert [len(shards.epoch(3, number)) for number in (1, 2, 3)] == [16, 8, 16]
     assert set(kept) == set(range(4))
 
 
@@ -117,7 +117,7 @@ def test_a_batch_has_images_of_each_workers_shard_and_an_epoch_no_image_twice(re
     shards, workers, size = _shards(recipe=recipe), recipe.workers, recipe.batch_size
     epoch, (full, last) = shards.epoch(seed=0, epoch=1), divmod(643 // workers, size)
     sizes = [size] * full + [last] * (last > 0 and recipe.whole_epochs)
-    assert len(sizes) == len(epoch) == shards.steps_of(1)
+    assert len(sizes) == len(epoch)
     for [(images, labels)], numbers, count in zip(epoch, _rows(epoch).split(workers * size), sizes, strict=True):
         assert (numbers % workers).tolist() == [worker for worker in range(workers) for _ in range(count)]
         assert torch.equal(labels, numbers % 10)

@@ -35,13 +35,12 @@ def test_a_table_that_was_renamed_deleted_or_truncated_has_all_rows_again(table,
     assert _runs(table) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("half_written", [b"mine\t2", b"mine\t2\t\n"])
-def test_a_half_written_last_row_is_not_read_and_set_aside_by_the_next_append(table, half_written, capsys):
-    table.write_bytes(table.read_bytes() + half_written)
+def test_a_half_written_last_row_is_not_read_and_set_aside_by_the_next_append(table, capsys):
+    table.write_bytes(table.read_bytes() + b"mine\t2")
     assert _runs(table) == [0, 1]
     append(table, [_row(2)])
     assert _runs(table) == [0, 1, 2]
-    assert half_written.strip() in table.with_name("runs.tsv.broken").read_bytes()
+    assert table.with_name("runs.tsv.broken").read_bytes() == b"mine\t2\n"
     assert "runs.tsv was half-written" in capsys.readouterr().err
 
 

@@ -29,10 +29,6 @@ class Shards:
     micro_batches: int
     make_batch: Callable[..., Batch]  # the function below, compiled or not
 
-    def steps_of(self, epoch: int) -> int:
-        """Return the number of steps of an epoch, with a short last one if the recipe has `whole_epochs`."""
-        return -(-images_of_an_epoch(self.recipe, self.total_images, epoch) // self.recipe.batch_size)
-
     def initial_losses(self) -> Tensor:
         """Return the losses of images not yet used (float32 [n]): infinite, so that none counts as easy."""
         return torch.full((len(self.images),), torch.inf, device=self.images.device)
@@ -49,7 +45,10 @@ class Shards:
                 yield self.workers[group], rows.T[group]
 
     def epoch(self, seed: int, epoch: int, losses: Tensor | None = None) -> "list[Step]":
-        """Return the steps of one epoch. Hard-example selection uses `losses` [n], each image's latest loss."""
+        """Return the steps of one epoch, with a short last one if the recipe has `whole_epochs`.
+
+        Hard-example selection uses `losses` [n], each image's latest loss.
+        """
         stage, count = stage_of(self.recipe, epoch), images_of_an_epoch(self.recipe, self.total_images, epoch)
         losses, samples = self.initial_losses() if losses is None else losses, []
         for workers, rows in self.by_size():
@@ -90,10 +89,9 @@ class Step:
         return len(self.columns[0])
 
     def __getitem__(self, index: int) -> Batch:
-        sample, shards = [column[index] for column in self.columns], self.shards
-        return shards.make_batch(
-            shards.recipe.augmentation, self.kind.resolution, shards.images, shards.labels, *sample
-        )
+        shards, resolution = self.shards, self.kind.resolution
+        sample = (column[index] for column in self.columns)
+        return shards.make_batch(shards.recipe.augmentation, resolution, shards.images, shards.labels, *sample)
 
 
 def make_batch(
@@ -104,8 +102,7 @@ def make_batch(
 
 
 def select_hard_examples(sample: tuple[Tensor, ...], losses: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Keep each worker's `count` images with the highest losses, in their order: easy images teach little
-    (docs/recipes.md)."""
+    """Keep each worker's `count` images with the highest losses, in their order: easy images teach little."""
     selected = losses[sample[0]].topk(count, sorted=False).indices.sort().values
     return tuple(column.gather(1, selected) for column in sample)
 
@@ -117,9 +114,8 @@ def shuffle_shards(
 
     All are [workers, shard size]. Epochs count from 1; 0 is for generators that start alike in all epochs of a run.
     """
-    generators, run_generators = (
-        [make_generator(rows.device, seed, worker, number) for worker in workers] for number in (epoch, 0)
-    )
+    generators = [make_generator(rows.device, seed, worker, epoch) for worker in workers]
+    run_generators = [make_generator(rows.device, seed, worker, 0) for worker in workers]
     parameters = augmentation.sample(rows.shape[1], generators, run_generators, epoch)
     order = draw(generators, torch.randperm, rows.shape[1])
     return tuple(column.gather(1, order) for column in (rows, *parameters))
