@@ -9,9 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from torch.distributed import run as torchrun
@@ -19,15 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from . import LAUNCH
-from .campaign import (
-    CAMPAIGN,
-    SUPERVISED,
-    campaign_of_this_launch,
-    finished_rows,
-    is_restart,
-    planned_by,
-    rows_of,
-)
+from .campaign import CAMPAIGN, SUPERVISED, campaign_of_this_launch, finished_rows, is_restart, planned_by, rows_of
 from .checks import check_request
 from .command_line import read_launch, read_request
 from .devices import count_cores, count_gpus
@@ -37,34 +28,32 @@ from .recipe import Recipe
 
 COMMAND = "train_cifar_parallel.sh"
 REPORT = "last_failure.txt"  # in --out: the output of torchrun and of the processes after a failure
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # they end a launch in order
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
 RENDEZVOUS = 900  # seconds that machines wait for each other at most
 
 
+@exit_on_config_error(COMMAND)
 def main() -> None:
-    with exit_on_config_error(COMMAND):
-        sys.exit(run(sys.argv[1:]))
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Make a campaign's runs; return the exit status. Raise ConfigError."""
-    launch, config, processes = check_launch(arguments)
+    """Make a campaign's runs, and exit."""
+    launch, config, processes = check_launch(arguments := sys.argv[1:])
     os.environ |= {LAUNCH: str(os.getpid()), CAMPAIGN: campaign_of_this_launch()}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // (processes * launch.teams))))
     if launch.nnodes == 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would listen on all interfaces
-    campaign = "" if config.resume else os.environ[CAMPAIGN]
-    progress = (
-        partial(progress_of, config.out, campaign) if launch.is_first_machine else lambda: "see the first machine"
-    )
-    alone = not is_restart() and launch.is_first_machine
-    with only_campaign_in(Path(config.out)) if alone else contextlib.nullcontext():
-        if launch.teams == 1 and not launch.restarts:
-            return start_processes(arguments, launch, processes, Path(config.out), progress)
-        status = supervise(arguments, launch, processes, progress)
-        if not status and launch.teams > 1:
-            print_summary(rows_of(config.out, campaign))
-        return status
+    out, campaign = Path(config.out), "" if config.resume else os.environ[CAMPAIGN]
+    if launch.is_first_machine and not is_restart():
+        lock_folder(out)
+
+    def progress() -> str:
+        return progress_of(config.out, campaign) if launch.is_first_machine else "see the first machine"
+
+    if launch.teams == 1 and not launch.restarts:
+        sys.exit(start_processes(arguments, launch, processes, out, progress))
+    status = supervise(arguments, launch, processes, progress)
+    if not status and launch.teams > 1:
+        print_summary(rows_of(config.out, campaign))
+    sys.exit(status)
 
 
 def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int]:
@@ -72,9 +61,7 @@ def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int]:
     launch, config = read_launch(arguments)
     if config.resume and not launch.is_first_machine:
         if not launch.nproc:
-            raise ConfigError(
-                "--resume: give this machine its --nproc; only the first knows the campaign before the rendezvous"
-            )
+            raise ConfigError("--resume: give this machine its --nproc, since only the first one has the campaign")
         return launch, config, launch.nproc
     finished = finished_rows(config.out, True) if config.resume else []
     if finished and len(finished) == len(planned_by(finished[0])) and not is_restart():
@@ -103,21 +90,15 @@ def plan_processes(recipe: Recipe, launch: Launch, gpus: int, cores: int) -> int
     return processes
 
 
-@contextlib.contextmanager
-def only_campaign_in(out: Path) -> Iterator[None]:
-    """Hold a lock on the folder of the tables. Raise ConfigError while another launcher holds it."""
+def lock_folder(out: Path) -> None:
+    """Lock the folder of the tables until this process ends. Raise ConfigError if another launcher has locked it."""
     out.mkdir(parents=True, exist_ok=True)
-    folder = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(os.open(out, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(f"another campaign is running in {out}: wait for it or choose another --out") from None
     except OSError:  # a file system without locks; appending is safe all the same
         pass
-    try:
-        yield
-    finally:
-        os.close(folder)
 
 
 # Teams and restarts
@@ -129,9 +110,8 @@ def supervise(arguments: Sequence[str], launch: Launch, processes: int, progress
     A launch that starts again finds the campaign's rows in the table, and makes the runs that are missing.
     """
     interrupted: list[int] = []
-    for name in SIGNALS:
-        if not is_ignored(number := getattr(signal, name)):
-            signal.signal(number, lambda number, _: interrupted.append(number))
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: interrupted.append(number))
     command = [sys.executable, "-m", "large_batch_cifar_10_fast.launch", *arguments, "--nproc", str(processes)]
     command += ["--teams", "1", "--restarts", "0"]
 
@@ -194,13 +174,12 @@ def start_processes(
                 raise ConfigError(failure.message["message"].removeprefix("ConfigError: ")) from None
             how, status, report = what_failed(rank, failure), 1, failed.format_msg()
         except Exception as error:  # torchrun raises nearly anything where the rendezvous fails
-            how = f"the {launch.nnodes} machines, each with a --node_rank of its own, found no rendezvous"
-            if launch.nnodes == 1:
-                how = f"the processes did not start ({first_line(error)})"
-            status, report = 1, repr(error)
+            how, status, report = f"the processes did not start ({first_line(error)})", 1, repr(error)
+            if launch.nnodes > 1:
+                how = f"the {launch.nnodes} machines, each with a --node_rank of its own, found no rendezvous"
         finally:
-            for name in SIGNALS:  # torchrun's handlers would raise an exception that nobody catches any more
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
+            for number in SIGNALS:  # torchrun's handlers would raise an exception that nobody catches any more
+                signal.signal(number, signal.SIG_IGN)
         details = save_report(report, Path(folder), out) if report else ""
     print(f"{COMMAND}: {how}; {progress()}{details}", file=sys.stderr)
     return status
@@ -216,16 +195,11 @@ def torchrun_arguments(launch: Launch, processes: int, folder: str) -> list[str]
         where = ["--rdzv-backend=static", f"--nnodes={launch.nnodes}", f"--node-rank={launch.node_rank}"]
         where += [f"--rdzv-endpoint={launch.rdzv_endpoint}", f"--master-addr={host}", f"--master-port={port}"]
         where += [f"--rdzv-conf=timeout={min(launch.timeout, RENDEZVOUS)}"]
-    others = ",".join(f"{rank}:2" for rank in range(1, processes))  # their STDERR goes to a file
-    output = [f"--log-dir={folder}/log", *([f"--redirects={others}"] if others else [])]
-    handled = ",".join(name for name in SIGNALS if not is_ignored(getattr(signal, name)))
-    ends = [f"--signals-to-handle={handled}", "--max-restarts=0"]
-    return [*where, *output, *ends, f"--nproc-per-node={processes}", "-m", "--", "large_batch_cifar_10_fast.train"]
-
-
-def is_ignored(number: int) -> bool:
-    """Return whether a signal is ignored, as SIGHUP is under nohup."""
-    return signal.getsignal(number) == signal.SIG_IGN
+    # The first process's STDERR is the launcher's; that of the others goes to files.
+    redirects = ",".join(["0:0", *(f"{rank}:2" for rank in range(1, processes))])
+    ends = [f"--signals-to-handle={','.join(number.name for number in SIGNALS)}", "--max-restarts=0"]
+    output = [f"--log-dir={folder}/log", f"--redirects={redirects}", f"--nproc-per-node={processes}"]
+    return [*where, *ends, *output, "-m", "--", "large_batch_cifar_10_fast.train"]
 
 
 # Failures
@@ -243,11 +217,7 @@ def what_failed(rank: int, failure: ProcessFailure) -> str:
 
 def progress_of(out: str, campaign: str) -> str:
     """Return how many runs of a campaign are finished, and how to continue."""
-    try:
-        rows = rows_of(out, campaign)
-    except ConfigError as error:  # the table was damaged in the meantime
-        return str(error)
-    if not rows:
+    if not (rows := rows_of(out, campaign)):
         return "no run was finished"
     planned = len(planned_by(rows[0]))
     if len(rows) == planned:
@@ -257,11 +227,9 @@ def progress_of(out: str, campaign: str) -> str:
 
 def save_report(report: str, folder: Path, out: Path) -> str:
     """Write what torchrun and the processes printed to REPORT; return a mention of the file."""
-    printed = [
-        path.read_text(errors="replace") for path in sorted(folder.rglob("*")) if path.suffix in (".txt", ".log")
-    ]
+    outputs = [folder / "torchrun.txt", *sorted(folder.rglob("*.log"))]
     with contextlib.suppress(OSError):
-        (out / REPORT).write_text("\n".join([report, *printed]))
+        (out / REPORT).write_text("\n".join([report, *(path.read_text(errors="replace") for path in outputs)]))
         return f" (details: {out / REPORT})"
     return ""
 

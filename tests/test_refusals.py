@@ -56,7 +56,7 @@ CASES = {
     "weights over a table": ((*DEMO, "--save", "./runs.tsv"), {}, "would replace a table or another file"),
     "a name too long": ((*DEMO, "--out", "x" * 300), {}, "--out or --save cannot be written: "),
     "a name of two lines": ((*DEMO, "--data", "a\nb"), {}, "--data 'a\\nb' cannot stand in a table"),
-    "a machine too many": (DEMO, {"nnodes": 2, "node_rank": 2}, "--node_rank 2 must be"),
+    "a machine too many": (DEMO, {"nnodes": 2, "node_rank": 2}, "--node_rank 2 must lie in 0 to 1"),
     "more teams than runs": (DEMO, {"teams": 99999}, "--teams 99999 is more than the runs to make (1)"),
     "restarts on several machines": (DEMO, {"nnodes": 2, "restarts": 1}, "--teams and --restarts are for one machine"),
     "no rendezvous": (DEMO, {"nnodes": 2}, "--rdzv_endpoint  must be host:port"),
