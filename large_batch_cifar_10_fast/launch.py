@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import run as torchrun
@@ -44,10 +45,7 @@ def main() -> None:
     out, campaign = Path(config.out), "" if config.resume else os.environ[CAMPAIGN]
     if launch.is_first_machine and not is_restart():
         lock_folder(out)
-
-    def progress() -> str:
-        return progress_of(config.out, campaign) if launch.is_first_machine else "see the first machine"
-
+    progress = partial(progress_of, launch, config.out, campaign)
     if launch.teams == 1 and not launch.restarts:
         sys.exit(start_processes(arguments, launch, processes, out, progress))
     status = supervise(arguments, launch, processes, progress)
@@ -215,8 +213,10 @@ def what_failed(rank: int, failure: ProcessFailure) -> str:
     return f"process {rank} was ended by {signal.Signals(-failure.exitcode).name}{memory}"
 
 
-def progress_of(out: str, campaign: str) -> str:
+def progress_of(launch: Launch, out: str, campaign: str) -> str:
     """Return how many runs of a campaign are finished, and how to continue."""
+    if not launch.is_first_machine:
+        return "see the first machine"
     if not (rows := rows_of(out, campaign)):
         return "no run was finished"
     planned = len(planned_by(rows[0]))

@@ -160,10 +160,6 @@ class Launch:
             raise ConfigError(f"--rdzv_endpoint {self.rdzv_endpoint} must be host:port of the first machine")
 
     @property
-    def team_number(self) -> int:
-        return int(self.team.split("/")[0])
-
-    @property
     def is_first_machine(self) -> bool:
         """Whether this machine reads and writes the tables."""
         return self.node_rank == 0

@@ -48,7 +48,8 @@ from .recipe import (
 
 def main(arguments: Sequence[str]) -> None:
     launch, config = read_launch(arguments)
-    with init_distributed(device=config.device, timeout=launch.timeout, team=launch.team_number) as ctx:
+    team = int(launch.team.split("/")[0])
+    with init_distributed(device=config.device, timeout=launch.timeout, team=team) as ctx:
         finished = rows_from_main(config.out, config.resume, ctx)
         config, recipe = read_request(arguments, finished)
         check_request(config, recipe, ctx.world_size, ctx.is_main, finished)
