@@ -50,10 +50,9 @@ def check_images(recipe: Recipe, train_count: int) -> None:
     """Raise ConfigError if a worker's shard, or the part of it that an epoch keeps, does not fill one batch."""
     needed = recipe.workers * recipe.batch_size
     if needed > train_count:
-        raise ConfigError(
-            f"{recipe.workers} workers x --batch_size {recipe.batch_size} = {needed} images a step, more than "
-            f"the training set's {train_count}: use a smaller batch, fewer workers or more images"
-        )
+        step = f"{recipe.workers} workers x --batch_size {recipe.batch_size} = {needed} images a step"
+        hint = "use a smaller batch, fewer workers or more images"
+        raise ConfigError(f"{step}, more than the training set's {train_count}: {hint}")
     for stage in recipe.stages:
         if not images_of_an_epoch(recipe, train_count, stage.first_epoch):
             kept = f"epoch {stage.first_epoch} keeps {stage.keep_fraction:g} of {train_count} images"
@@ -73,17 +72,13 @@ def check_out(out: Path, save: str) -> None:
         for path in (out / name for name in TABLES):
             if path.exists() and not (path.is_file() and os.access(path, os.R_OK | os.W_OK)):
                 raise ConfigError(f"{path} cannot be read and written: move it or choose another --out")
-        if save and (weights.name in TABLES or (weights.exists() and not is_checkpoint(weights))):
+        is_checkpoint = weights.is_file() and b"/data.pkl" in weights.read_bytes()[:300]  # torch.save writes it first
+        if save and (weights.name in TABLES or (weights.exists() and not is_checkpoint)):
             raise ConfigError(f"--save {save} would replace a table or another file: choose another name")
     except OSError as error:  # a name that is too long, say
         raise ConfigError(f"--out or --save cannot be written: {error}") from error
     if (out / "runs.tsv").exists():
         read_rows(out / "runs.tsv")
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether torch.save wrote this file, which then begins with a pickle."""
-    return path.is_file() and b"/data.pkl" in path.read_bytes()[:300]
 
 
 def check_agreement(config: RunConfig, recipe: Recipe, digest: str, finished: list[Row], ctx: DistContext) -> None:

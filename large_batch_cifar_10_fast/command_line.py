@@ -95,8 +95,7 @@ def _add_option(group, entry, kind: type) -> None:
     if kind is bool:
         group.add_argument(f"--{entry.name}", action="store_true", help=text)
         return
-    if text != argparse.SUPPRESS:
-        text = f"{text} (default {'none' if entry.default == '' else entry.default})"
+    text = f"{text} (default {'none' if entry.default == '' else entry.default})"
     metavar = None if choices else kind.__name__.upper()
     group.add_argument(f"--{entry.name}", type=kind, choices=choices, help=text, metavar=metavar)
 

@@ -6,7 +6,7 @@ import os
 import re
 import statistics
 import subprocess
-import time
+import timeit
 import warnings
 from collections.abc import Iterable
 from functools import cache
@@ -102,14 +102,13 @@ def matrix_rate(precision: str, device: torch.device) -> float:
     allow_tf32(precision == "tf32")
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
-    seconds = []
-    for _ in range(7):
-        start = time.perf_counter()
+
+    def multiply() -> None:
         a @ b
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds[2:])
+
+    return 2 * size**3 / statistics.median(timeit.repeat(multiply, number=1, repeat=7)[2:])
 
 
 @cache

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from . import LAUNCH
-from .campaign import CAMPAIGN, SUPERVISED, campaign_of_this_launch, finished_rows, is_restart, planned_by, rows_of
+from .campaign import CAMPAIGN, TEAM, campaign_of_this_launch, finished_rows, is_restart, planned_by, rows_of
 from .checks import check_request
 from .command_line import read_launch, read_request
 from .devices import count_cores, count_gpus
@@ -114,7 +114,7 @@ def supervise(arguments: Sequence[str], launch: Launch, processes: int, progress
     command += ["--teams", "1", "--restarts", "0"]
 
     def start(team: int) -> subprocess.Popen:
-        return subprocess.Popen([*command, "--team", f"{team}/{launch.teams}"], env={**os.environ, SUPERVISED: "1"})
+        return subprocess.Popen(command, env={**os.environ, TEAM: f"{team}/{launch.teams}"})
 
     running, left, status = {team: start(team) for team in range(launch.teams)}, launch.restarts, 0
     while running:
@@ -144,9 +144,7 @@ def supervise(arguments: Sequence[str], launch: Launch, processes: int, progress
 # The processes of a team
 
 
-def start_processes(
-    arguments: Sequence[str], launch: Launch, processes: int, out: Path, progress: Callable[[], str]
-) -> int:
+def start_processes(arguments: Sequence[str], launch: Launch, processes: int, out: Path, progress: Callable) -> int:
     """Run torchrun in this process until all its processes have ended. Return the status; print a failure as one line.
 
     Raise ConfigError if a process raised it.
@@ -167,10 +165,7 @@ def start_processes(
             if is_restart():
                 return status  # the launcher that started this one reports it
         except ChildFailedError as failed:
-            rank, failure = failed.get_first_failure()
-            if isinstance(failure.message, dict) and failure.message["message"].startswith("ConfigError: "):
-                raise ConfigError(failure.message["message"].removeprefix("ConfigError: ")) from None
-            how, status, report = what_failed(rank, failure), 1, failed.format_msg()
+            how, status, report = what_failed(*failed.get_first_failure()), 1, failed.format_msg()
         except Exception as error:  # torchrun raises nearly anything where the rendezvous fails
             how, status, report = f"the processes did not start ({first_line(error)})", 1, repr(error)
             if launch.nnodes > 1:
@@ -189,10 +184,8 @@ def torchrun_arguments(launch: Launch, processes: int, folder: str) -> list[str]
         where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/rendezvous"]
         where += ["--rdzv-id=large_batch", "--local-addr=127.0.0.1"]
     else:
-        host, _, port = launch.rdzv_endpoint.rpartition(":")
         where = ["--rdzv-backend=static", f"--nnodes={launch.nnodes}", f"--node-rank={launch.node_rank}"]
-        where += [f"--rdzv-endpoint={launch.rdzv_endpoint}", f"--master-addr={host}", f"--master-port={port}"]
-        where += [f"--rdzv-conf=timeout={min(launch.timeout, RENDEZVOUS)}"]
+        where += [f"--rdzv-endpoint={launch.rdzv_endpoint}", f"--rdzv-conf=timeout={min(launch.timeout, RENDEZVOUS)}"]
     # The first process's STDERR is the launcher's; that of the others goes to files.
     redirects = ",".join(["0:0", *(f"{rank}:2" for rank in range(1, processes))])
     ends = [f"--signals-to-handle={','.join(number.name for number in SIGNALS)}", "--max-restarts=0"]
@@ -204,9 +197,12 @@ def torchrun_arguments(launch: Launch, processes: int, folder: str) -> list[str]
 
 
 def what_failed(rank: int, failure: ProcessFailure) -> str:
-    """Describe the first failure; the others followed from it."""
+    """Describe the first failure; the others followed from it. Raise ConfigError if the process raised it."""
     if isinstance(failure.message, dict):
-        return f"process {rank} failed ({first_line(failure.message['message'])})"
+        kind, _, text = (message := failure.message["message"]).partition(": ")
+        if kind == ConfigError.__name__:
+            raise ConfigError(text)
+        return f"process {rank} failed ({first_line(message)})"
     if failure.exitcode >= 0:
         return f"process {rank} ended with status {failure.exitcode}"
     memory = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""

@@ -1,6 +1,5 @@
 """How options are declared and checked, and the options that are the same for every recipe."""
 
-import argparse
 import contextlib
 import os
 import re
@@ -147,12 +146,10 @@ class Launch:
     teams: int = option(1, "launches on this machine that share the runs, each with its own GPUs or cores")
     restarts: int = option(0, "how often a launch that failed is started again, for the missing runs")
     timeout: int = option(3600, "seconds that processes wait for each other")
-    team: str = option(WHOLE, argparse.SUPPRESS)  # which of the teams this launch is
 
     def __post_init__(self) -> None:
         check_positive(self, "nnodes", "teams", "timeout")
         check_not_negative(self, "nproc", "restarts")
-        runs_of(self.team, MOST)
         check_within(self, "node_rank", 0, self.nnodes - 1, f"there are {self.nnodes} machines (--nnodes)")
         if self.nnodes > 1 and (self.teams > 1 or self.restarts):
             raise ConfigError("--teams and --restarts are for one machine: use --share and --resume on several")
