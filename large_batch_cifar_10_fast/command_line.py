@@ -100,9 +100,7 @@ def _add_option(group, entry, kind: type) -> None:
     group.add_argument(f"--{entry.name}", type=kind, choices=choices, help=text, metavar=metavar)
 
 
-def _resumed(
-    config: RunConfig, name: str | None, asked: Mapping[str, object], rows: Sequence[Row]
-) -> tuple[RunConfig, Recipe]:
+def _resumed(config: RunConfig, name: str | None, asked: Mapping, rows: Sequence[Row]) -> tuple[RunConfig, Recipe]:
     """Return the campaign's config and recipe. Raise ConfigError if an option given now contradicts them."""
     if not rows:
         raise ConfigError(f"--resume: there is no campaign in {config.out}: start one without --resume")

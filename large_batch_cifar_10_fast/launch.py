@@ -43,7 +43,7 @@ def main() -> None:
     if launch.nnodes == 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would listen on all interfaces
     out, campaign = Path(config.out), "" if config.resume else os.environ[CAMPAIGN]
-    if launch.is_first_machine and not is_restart():
+    if launch.node_rank == 0 and not is_restart():
         lock_folder(out)
     progress = partial(progress_of, launch, config.out, campaign)
     if launch.teams == 1 and not launch.restarts:
@@ -57,7 +57,7 @@ def main() -> None:
 def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int]:
     """Return how to launch, the config, and the processes of a team. Raise ConfigError."""
     launch, config = read_launch(arguments)
-    if config.resume and not launch.is_first_machine:
+    if config.resume and launch.node_rank > 0:
         if not launch.nproc:
             raise ConfigError("--resume: give this machine its --nproc, since only the first one has the campaign")
         return launch, config, launch.nproc
@@ -73,7 +73,7 @@ def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int]:
     processes = plan_processes(recipe, launch, count_gpus(config.device), count_cores())
     if launch.teams > len(config.planned):
         raise ConfigError(f"--teams {launch.teams} is more than the runs to make ({len(config.planned)}): use fewer")
-    check_request(config, recipe, processes * launch.nnodes, launch.is_first_machine, finished)
+    check_request(config, recipe, processes * launch.nnodes, launch.node_rank == 0, finished)
     return launch, config, processes
 
 
@@ -211,7 +211,7 @@ def what_failed(rank: int, failure: ProcessFailure) -> str:
 
 def progress_of(launch: Launch, out: str, campaign: str) -> str:
     """Return how many runs of a campaign are finished, and how to continue."""
-    if not launch.is_first_machine:
+    if launch.node_rank > 0:
         return "see the first machine"
     if not (rows := rows_of(out, campaign)):
         return "no run was finished"

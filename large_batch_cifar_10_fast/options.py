@@ -141,7 +141,7 @@ class Launch:
 
     nproc: int = option(0, "processes on this machine (of a team); 0: as many as fit its GPUs or cores")
     nnodes: int = option(1, "machines; start the script on each")
-    node_rank: int = option(0, "number of this machine, from 0")
+    node_rank: int = option(0, "number of this machine, from 0, which reads and writes the tables")
     rdzv_endpoint: str = option("", "host:port of the first machine, for the rendezvous")
     teams: int = option(1, "launches on this machine that share the runs, each with its own GPUs or cores")
     restarts: int = option(0, "how often a launch that failed is started again, for the missing runs")
@@ -155,8 +155,3 @@ class Launch:
             raise ConfigError("--teams and --restarts are for one machine: use --share and --resume on several")
         if self.nnodes > 1 and not re.fullmatch(".+:[0-9]{1,5}", self.rdzv_endpoint):
             raise ConfigError(f"--rdzv_endpoint {self.rdzv_endpoint} must be host:port of the first machine")
-
-    @property
-    def is_first_machine(self) -> bool:
-        """Whether this machine reads and writes the tables."""
-        return self.node_rank == 0
