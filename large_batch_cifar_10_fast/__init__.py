@@ -16,11 +16,9 @@ def end_with_launcher() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored, as after `&` in a script
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    launcher = int(os.environ[LAUNCH])
-    if launcher:
-        pr_set_pdeathsig = 1
+    if launcher := int(os.environ[LAUNCH]):
         with contextlib.suppress(OSError, AttributeError):  # not Linux: torchrun ends its processes itself
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != launcher:  # it ended before the request
             os._exit(1)
 

@@ -190,7 +190,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 # Resuming
 
 CAMPAIGN = "LARGE_BATCH_CAMPAIGN"  # environment variables from the launcher to its processes: the campaign's name,
-SUPERVISED = "LARGE_BATCH_SUPERVISED"  # and whether a launcher of teams, or with --restarts, started this launcher
+TEAM = "LARGE_BATCH_TEAM"  # and, of a launcher of teams or with --restarts, which team they are, as K/T
 
 
 def campaign_of_this_launch() -> str:
@@ -200,7 +200,7 @@ def campaign_of_this_launch() -> str:
 
 def is_restart() -> bool:
     """Return whether another launcher started this launch, and checked that there are runs to make."""
-    return SUPERVISED in os.environ
+    return TEAM in os.environ
 
 
 def finished_rows(out: str, resume: bool) -> list[Row]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -12,7 +11,7 @@ import torch
 
 from .campaign import Row, check_unchanged, read_rows
 from .data.cifar10 import count_training_images, load_images
-from .devices import BF16_FROM, check_precision, count_cores, gains_by_bf16
+from .devices import count_cores, gains_by_bf16
 from .distributed import DistContext
 from .environment import code_digest
 from .options import SYNTHETIC, ConfigError, RunConfig, as_pairs, from_pairs
@@ -51,10 +50,9 @@ def check_images(recipe: Recipe, train_count: int) -> None:
     """Raise ConfigError if a worker's shard, or the part of it that an epoch keeps, does not fill one batch."""
     needed = recipe.workers * recipe.batch_size
     if needed > train_count:
-        raise ConfigError(
-            f"{recipe.workers} workers x --batch_size {recipe.batch_size} = {needed} images a step, more than "
-            f"the training set's {train_count}: use a smaller batch, fewer workers or more images"
-        )
+        step = f"{recipe.workers} workers x --batch_size {recipe.batch_size} = {needed} images a step"
+        hint = "use a smaller batch, fewer workers or more images"
+        raise ConfigError(f"{step}, more than the training set's {train_count}: {hint}")
     for stage in recipe.stages:
         if not images_of_an_epoch(recipe, train_count, stage.first_epoch):
             kept = f"epoch {stage.first_epoch} keeps {stage.keep_fraction:g} of {train_count} images"
@@ -63,43 +61,31 @@ def check_images(recipe: Recipe, train_count: int) -> None:
 
 def check_out(out: Path, save: str) -> None:
     """Raise ConfigError if the tables or the weights cannot be written, or would replace something else."""
+    weights = Path(save)
     try:
-        existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-        _check_writable("--out", out, existing)
-        for name in TABLES:
-            path = out / name
+        folders = [next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())]
+        if save:
+            folders.append(weights.absolute().parent)
+        for folder in folders:
+            if not folder.is_dir() or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                raise OSError(f"{folder} is not a folder that you may read and write")
+        for path in (out / name for name in TABLES):
             if path.exists() and not (path.is_file() and os.access(path, os.R_OK | os.W_OK)):
                 raise ConfigError(f"{path} cannot be read and written: move it or choose another --out")
-        if save:
-            path = Path(save)
-            _check_writable("--save", path, path.absolute().parent)
-            if path.name in TABLES or (path.exists() and not is_checkpoint(path)):
-                raise ConfigError(f"--save {save} would replace a table or another file: choose another name")
+        is_checkpoint = weights.is_file() and b"/data.pkl" in weights.read_bytes()[:300]  # torch.save writes it first
+        if save and (weights.name in TABLES or (weights.exists() and not is_checkpoint)):
+            raise ConfigError(f"--save {save} would replace a table or another file: choose another name")
     except OSError as error:  # a name that is too long, say
         raise ConfigError(f"--out or --save cannot be written: {error}") from error
     if (out / "runs.tsv").exists():
         read_rows(out / "runs.tsv")
 
 
-def _check_writable(option: str, path: Path, folder: Path) -> None:
-    if not folder.is_dir() or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {path} cannot be written: {folder} is not a folder that you may read and write")
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether torch.save wrote this file."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/data.pkl") for name in archive.namelist())
-    except (OSError, zipfile.BadZipFile):
-        return False
-
-
 def check_agreement(config: RunConfig, recipe: Recipe, digest: str, finished: list[Row], ctx: DistContext) -> None:
     """Raise ConfigError if the processes, on several machines, would train different things."""
-    mine = {"recipe": recipe.name, **asdict(recipe), **asdict(config), "images": digest}
-    mine |= {"code": code_digest(), "torch": version("torch")}
-    mine["finished_runs"] = ",".join(row["run"] for row in finished)
+    runs = ",".join(row["run"] for row in finished)
+    mine = {"images": digest, "code": code_digest(), "torch": version("torch"), "finished_runs": runs}
+    mine |= {"recipe": recipe.name, **asdict(recipe), **asdict(config)}
     for name in ("data", "out", "save"):  # the same images may lie elsewhere; only the first machine writes
         del mine[name]
     first, *others = map(from_pairs, ctx.all_gather_strings("request", as_pairs(mine)))
@@ -107,15 +93,15 @@ def check_agreement(config: RunConfig, recipe: Recipe, digest: str, finished: li
         here, there = ({name: values.get(name) or "none" for name in first | other} for values in (first, other))
         differing = [f"{name} ({there[name]}, not {here[name]})" for name in here if there[name] != here[name]]
         if differing:
-            raise ConfigError(
-                f"process {rank} has other {', '.join(differing)} than process 0: give all machines the same"
-            )
+            others = ", ".join(differing)
+            raise ConfigError(f"process {rank} has other {others} than process 0: give all machines the same")
 
 
 # Defaults
 
 CORE = 70e9  # FLOP/s of a core in float32, as measured: 30 images/s of the default recipe
 LONG = 600  # seconds from which on a CPU compiles, and uses bfloat16 if it gains by it
+BF16_FROM = (8, 0)  # the least compute capability with bfloat16 and TF32
 
 
 def resolve_defaults(config: RunConfig, recipe: Recipe, ctx: DistContext, train_images: int) -> RunConfig:
@@ -137,18 +123,18 @@ def precision_on(ctx: DistContext, asked: str, recipe: Recipe, train_images: int
     Raise ConfigError for a precision that the device does not have.
     """
     if ctx.on_gpu:
-        name, capability = torch.cuda.get_device_name(ctx.device), torch.cuda.get_device_capability(ctx.device)
-        if asked:
-            check_precision(asked, name, capability)
-            return asked
-        all_have_bf16 = set(ctx.all_gather_strings("bf16", str(capability >= BF16_FROM))) == {"True"}
-        return recipe.half if all_have_bf16 else "fp16"
-    if asked == "tf32":
-        raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
-    if asked:
-        return asked
-    long = run_flop(recipe, train_images) > LONG * CORE
-    return "bf16" if long and set(ctx.all_gather_strings("bf16", str(gains_by_bf16()))) == {"True"} else "fp32"
+        preferred, other = recipe.half, "fp16"
+        has_bf16 = torch.cuda.get_device_capability(ctx.device) >= BF16_FROM
+        if asked in ("bf16", "tf32") and not has_bf16:  # torch would emulate it slowly
+            name, instead = torch.cuda.get_device_name(ctx.device), "fp16" if asked == "bf16" else "fp32"
+            raise ConfigError(f"--precision {asked} needs compute capability 8.0, which {name} lacks: use {instead}")
+    else:
+        preferred, other = "bf16", "fp32"
+        if asked == "tf32":
+            raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
+        has_bf16 = not asked and run_flop(recipe, train_images) > LONG * CORE and gains_by_bf16()
+    all_have_bf16 = set(ctx.all_gather_strings("bf16", str(has_bf16))) == {"True"}
+    return asked or (preferred if all_have_bf16 else other)
 
 
 NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in torch's errors on a CPU, and on a GPU from cuBLAS and cuDNN
@@ -164,8 +150,5 @@ def out_of_memory_hint(micro_batches: int, batch_size: int, ctx: DistContext) ->
             raise
         count = len(ctx.workers)
         images = f"{count} workers x {batch_size} images in {micro_batches} micro-batches"
-        hint = (
-            f"raise --micro_batches (at most {count}), or use --no_graph, more processes, fewer --workers or a smaller "
-        )
-        hint += "--batch_size"
-        raise ConfigError(f"out of memory with {images} on {ctx.device}: {hint}") from error
+        hint = f"raise --micro_batches (at most {count}), or use --no_graph, more processes, fewer --workers or a "
+        raise ConfigError(f"out of memory with {images} on {ctx.device}: {hint}smaller --batch_size") from error

@@ -95,28 +95,18 @@ def _add_option(group, entry, kind: type) -> None:
     if kind is bool:
         group.add_argument(f"--{entry.name}", action="store_true", help=text)
         return
-    if text != argparse.SUPPRESS:
-        text = f"{text} (default {'none' if entry.default == '' else entry.default})"
+    text = f"{text} (default {'none' if entry.default == '' else entry.default})"
     metavar = None if choices else kind.__name__.upper()
     group.add_argument(f"--{entry.name}", type=kind, choices=choices, help=text, metavar=metavar)
 
 
-def _resumed(
-    config: RunConfig, name: str | None, asked: Mapping[str, object], rows: Sequence[Row]
-) -> tuple[RunConfig, Recipe]:
+def _resumed(config: RunConfig, name: str | None, asked: Mapping, rows: Sequence[Row]) -> tuple[RunConfig, Recipe]:
     """Return the campaign's config and recipe. Raise ConfigError if an option given now contradicts them."""
     if not rows:
         raise ConfigError(f"--resume: there is no campaign in {config.out}: start one without --resume")
-    row, planned = rows[-1], planned_by(rows[-1])
-    if not is_restart():
-        if len(rows) >= len(planned):
-            raise ConfigError(
-                f"--resume: the last campaign in {config.out}, {row['campaign']}, has all its {len(planned)} runs"
-            )
-        if config.save and str(planned[-1]) in {row["run"] for row in rows}:
-            raise ConfigError(
-                f"--resume: --save keeps the weights of run {planned[-1]}, which is finished: leave out --save"
-            )
+    row, last = rows[-1], planned_by(rows[-1])[-1]
+    if config.save and not is_restart() and str(last) in {row["run"] for row in rows}:
+        raise ConfigError(f"--resume: --save keeps the weights of run {last}, which is finished: leave out --save")
     try:
         kind, values = RECIPES[row["recipe"]], _parse(_arguments_of(row))[1]
         first, recipe = _made_of(RunConfig, values), _made_of(kind, values)
@@ -130,7 +120,9 @@ def _resumed(
     again = asked | asdict(_made_of(kind, values | asked))  # where 0 stands for a default, it is resolved
     now = {key: again[key] for key in asked if key in campaign and key != "compile"}  # which may have failed
     check_unchanged(row | campaign, recipe=name or kind.name, **now)
-    return replace(config, **kept, data=asked.get("data", _images_here(row, config))), recipe
+    # Other machines than the first take the default where the campaign's path does not exist.
+    elsewhere = os.environ.get("RANK", "0") != "0" and os.path.isabs(row["data"]) and not os.path.exists(row["data"])
+    return replace(config, **kept, data=config.data if "data" in asked or elsewhere else row["data"]), recipe
 
 
 def _arguments_of(row: Row) -> list[str]:
@@ -138,9 +130,3 @@ def _arguments_of(row: Row) -> list[str]:
     values = {name: row[name] for name in ("recipe", "runs", "share", *CONDITIONS)} | from_pairs(row["options"])
     values |= {"seed": str(first_seed(row)), "no_compile": str(row["compile"] == "False")}
     return [f"--{name}" if text == "True" else f"--{name}={text}" for name, text in values.items() if text != "False"]
-
-
-def _images_here(row: Row, config: RunConfig) -> str:
-    """Return the campaign's --data; on other machines than the first the default, if that path does not exist there."""
-    elsewhere = os.path.isabs(row["data"]) and not os.path.exists(row["data"]) and os.environ.get("RANK", "0") != "0"
-    return config.data if elsewhere else row["data"]

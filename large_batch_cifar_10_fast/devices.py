@@ -6,7 +6,7 @@ import os
 import re
 import statistics
 import subprocess
-import time
+import timeit
 import warnings
 from collections.abc import Iterable
 from functools import cache
@@ -23,7 +23,6 @@ DEFAULT_BUILD = f"{TESTED} from PyPI (CUDA 12.8, compute capability 7.0 to 12.0,
 OLDER_BUILD = f"{TESTED} from https://download.pytorch.org/whl/cu126 (compute capability 5.0 to 9.0)"
 HIDDEN = ("", "-1", "NoDevFiles")  # first entries of CUDA_VISIBLE_DEVICES that hide all GPUs; the last is Slurm's
 ON_CPU = "--device cpu trains on the CPU"
-BF16_FROM = (8, 0)  # the least compute capability with bfloat16 and TF32
 
 
 def count_gpus(device: str = "") -> int:
@@ -35,9 +34,11 @@ def count_gpus(device: str = "") -> int:
             torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # no driver, no GPU, a driver too old, a build for the CPU
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in HIDDEN
-        if has_nvidia_devices() and not hidden:
+        present = glob.glob("/dev/nvidia[0-9]*") or "GPU" in output_of("nvidia-smi", "--list-gpus")
+        if present and not hidden:
             build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
-            reason = f"driver {driver_version()}, {first_line(error).partition('. ')[0]}"
+            driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+            reason = f"driver {first_line(driver)}, {first_line(error).partition('. ')[0]}"
             advice = f"check CUDA_VISIBLE_DEVICES and nvidia-smi, install a newer driver, or {DEFAULT_BUILD}; {ON_CPU}"
             raise ConfigError(f"{build} cannot use the NVIDIA GPUs here ({reason}): {advice}") from error
         if device == "cuda":
@@ -46,11 +47,6 @@ def count_gpus(device: str = "") -> int:
     for index in range(torch.cuda.device_count()):
         check_kernels(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
     return torch.cuda.device_count()
-
-
-def has_nvidia_devices() -> bool:
-    """Return whether the system shows NVIDIA GPUs, even if torch cannot use them."""
-    return bool(glob.glob("/dev/nvidia[0-9]*")) or "GPU" in output_of("nvidia-smi", "--list-gpus")
 
 
 def check_kernels(name: str, capability: tuple[int, int]) -> None:
@@ -70,14 +66,6 @@ def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
     minor version on, PTX (compute_90) on all newer GPUs."""
     codes = [(kind, divmod(int(n), 10)) for kind, n in re.findall(r"(sm|compute)_(\d+)", " ".join(built))]
     return any(code <= capability and (kind == "compute" or code[0] == capability[0]) for kind, code in codes)
-
-
-def driver_version() -> str:
-    """Return the version of NVIDIA's driver, or "unknown"."""
-    text = output_of("cat", "/proc/driver/nvidia/version")
-    text += output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    found = re.search(r"\b\d{3}\.[\d.]+", text)
-    return found[0] if found else "unknown"
 
 
 def output_of(*command: str) -> str:
@@ -114,14 +102,13 @@ def matrix_rate(precision: str, device: torch.device) -> float:
     allow_tf32(precision == "tf32")
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
-    seconds = []
-    for _ in range(7):
-        start = time.perf_counter()
+
+    def multiply() -> None:
         a @ b
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds[2:])
+
+    return 2 * size**3 / statistics.median(timeit.repeat(multiply, number=1, repeat=7)[2:])
 
 
 @cache
@@ -132,15 +119,6 @@ def gains_by_bf16() -> bool:
         return False
     half, single = (matrix_rate(precision, torch.device("cpu")) for precision in ("bf16", "fp32"))
     return half > 1.25 * single  # rates on a busy machine vary by some tens of percent
-
-
-def check_precision(precision: str, name: str, capability: tuple[int, int]) -> None:
-    """Raise ConfigError for a precision that a GPU lacks; torch would emulate it slowly."""
-    if precision in ("bf16", "tf32") and capability < BF16_FROM:
-        here = (
-            f"{name} has {capability[0]}.{capability[1]}: use --precision {'fp16' if precision == 'bf16' else 'fp32'}"
-        )
-        raise ConfigError(f"--precision {precision} needs a GPU of compute capability 8.0 or later, {here}")
 
 
 def count_cores() -> int:

@@ -135,9 +135,8 @@ def init_distributed(
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:  # torchrun sets it
         check_variables(world_size)
     if on_one_machine():
-        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")  # lo0: macOS
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     elif taken.type != "cuda":  # NCCL finds its interfaces itself
         check_host_name(os.environ["MASTER_ADDR"])
     wait = timedelta(seconds=timeout)

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .checks import check_processes, precision_on
+from .checks import precision_on
 from .command_line import read_request
 from .data.cifar10 import load_images
 from .data.shards import normalize, upload_test
 from .devices import allow_tf32
-from .distributed import DistContext, init_distributed, launched_world_size
+from .distributed import DistContext, init_distributed
 from .layers import norms_of
 from .log import Clock, data_line, recipe_line, version_line
 from .metrics import Metrics, Score
@@ -68,7 +68,6 @@ def load_weights(network: nn.Module, path: Path) -> None:
 
 def evaluate_weights(path: Path, config: RunConfig, recipe: Recipe) -> None:
     """Print the score of saved weights on the test images."""
-    check_processes(config.micro_batches, recipe, launched_world_size())
     images = load_images(config.data)
     with init_distributed(recipe.workers, device=config.device) as ctx:
         precision = precision_on(ctx, config.precision, recipe, len(images.train_images))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from . import LAUNCH
-from .campaign import (
-    CAMPAIGN,
-    SUPERVISED,
-    campaign_of_this_launch,
-    finished_rows,
-    is_restart,
-    planned_by,
-    rows_of,
-)
+from .campaign import CAMPAIGN, TEAM, campaign_of_this_launch, finished_rows, is_restart, planned_by, rows_of
 from .checks import check_request
 from .command_line import read_launch, read_request
 from .devices import count_cores, count_gpus
@@ -37,44 +29,37 @@ from .recipe import Recipe
 
 COMMAND = "train_cifar_parallel.sh"
 REPORT = "last_failure.txt"  # in --out: the output of torchrun and of the processes after a failure
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # they end a launch in order
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
 RENDEZVOUS = 900  # seconds that machines wait for each other at most
 
 
+@exit_on_config_error(COMMAND)
 def main() -> None:
-    with exit_on_config_error(COMMAND):
-        sys.exit(run(sys.argv[1:]))
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Make a campaign's runs; return the exit status. Raise ConfigError."""
-    launch, config, processes = check_launch(arguments)
+    """Make a campaign's runs, and exit."""
+    launch, config, processes = check_launch(arguments := sys.argv[1:])
     os.environ |= {LAUNCH: str(os.getpid()), CAMPAIGN: campaign_of_this_launch()}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // (processes * launch.teams))))
     if launch.nnodes == 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would listen on all interfaces
-    campaign = "" if config.resume else os.environ[CAMPAIGN]
-    progress = (
-        partial(progress_of, config.out, campaign) if launch.is_first_machine else lambda: "see the first machine"
-    )
-    alone = not is_restart() and launch.is_first_machine
-    with only_campaign_in(Path(config.out)) if alone else contextlib.nullcontext():
-        if launch.teams == 1 and not launch.restarts:
-            return start_processes(arguments, launch, processes, Path(config.out), progress)
-        status = supervise(arguments, launch, processes, progress)
-        if not status and launch.teams > 1:
-            print_summary(rows_of(config.out, campaign))
-        return status
+    out, campaign = Path(config.out), "" if config.resume else os.environ[CAMPAIGN]
+    if launch.node_rank == 0 and not is_restart():
+        lock_folder(out)
+    progress = partial(progress_of, launch, config.out, campaign)
+    if launch.teams == 1 and not launch.restarts:
+        sys.exit(start_processes(arguments, launch, processes, out, progress))
+    status = supervise(arguments, launch, processes, progress)
+    if not status and launch.teams > 1:
+        print_summary(rows_of(config.out, campaign))
+    sys.exit(status)
 
 
 def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int]:
     """Return how to launch, the config, and the processes of a team. Raise ConfigError."""
     launch, config = read_launch(arguments)
-    if config.resume and not launch.is_first_machine:
+    if config.resume and launch.node_rank > 0:
         if not launch.nproc:
-            raise ConfigError(
-                "--resume: give this machine its --nproc; only the first knows the campaign before the rendezvous"
-            )
+            raise ConfigError("--resume: give this machine its --nproc, since only the first one has the campaign")
         return launch, config, launch.nproc
     finished = finished_rows(config.out, True) if config.resume else []
     if finished and len(finished) == len(planned_by(finished[0])) and not is_restart():
@@ -88,7 +73,7 @@ def check_launch(arguments: Sequence[str]) -> tuple[Launch, RunConfig, int]:
     processes = plan_processes(recipe, launch, count_gpus(config.device), count_cores())
     if launch.teams > len(config.planned):
         raise ConfigError(f"--teams {launch.teams} is more than the runs to make ({len(config.planned)}): use fewer")
-    check_request(config, recipe, processes * launch.nnodes, launch.is_first_machine, finished)
+    check_request(config, recipe, processes * launch.nnodes, launch.node_rank == 0, finished)
     return launch, config, processes
 
 
@@ -103,21 +88,15 @@ def plan_processes(recipe: Recipe, launch: Launch, gpus: int, cores: int) -> int
     return processes
 
 
-@contextlib.contextmanager
-def only_campaign_in(out: Path) -> Iterator[None]:
-    """Hold a lock on the folder of the tables. Raise ConfigError while another launcher holds it."""
+def lock_folder(out: Path) -> None:
+    """Lock the folder of the tables until this process ends. Raise ConfigError if another launcher has locked it."""
     out.mkdir(parents=True, exist_ok=True)
-    folder = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(os.open(out, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(f"another campaign is running in {out}: wait for it or choose another --out") from None
     except OSError:  # a file system without locks; appending is safe all the same
         pass
-    try:
-        yield
-    finally:
-        os.close(folder)
 
 
 # Teams and restarts
@@ -129,14 +108,13 @@ def supervise(arguments: Sequence[str], launch: Launch, processes: int, progress
     A launch that starts again finds the campaign's rows in the table, and makes the runs that are missing.
     """
     interrupted: list[int] = []
-    for name in SIGNALS:
-        if not is_ignored(number := getattr(signal, name)):
-            signal.signal(number, lambda number, _: interrupted.append(number))
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: interrupted.append(number))
     command = [sys.executable, "-m", "large_batch_cifar_10_fast.launch", *arguments, "--nproc", str(processes)]
     command += ["--teams", "1", "--restarts", "0"]
 
     def start(team: int) -> subprocess.Popen:
-        return subprocess.Popen([*command, "--team", f"{team}/{launch.teams}"], env={**os.environ, SUPERVISED: "1"})
+        return subprocess.Popen(command, env={**os.environ, TEAM: f"{team}/{launch.teams}"})
 
     running, left, status = {team: start(team) for team in range(launch.teams)}, launch.restarts, 0
     while running:
@@ -166,9 +144,7 @@ def supervise(arguments: Sequence[str], launch: Launch, processes: int, progress
 # The processes of a team
 
 
-def start_processes(
-    arguments: Sequence[str], launch: Launch, processes: int, out: Path, progress: Callable[[], str]
-) -> int:
+def start_processes(arguments: Sequence[str], launch: Launch, processes: int, out: Path, progress: Callable) -> int:
     """Run torchrun in this process until all its processes have ended. Return the status; print a failure as one line.
 
     Raise ConfigError if a process raised it.
@@ -189,18 +165,14 @@ def start_processes(
             if is_restart():
                 return status  # the launcher that started this one reports it
         except ChildFailedError as failed:
-            rank, failure = failed.get_first_failure()
-            if isinstance(failure.message, dict) and failure.message["message"].startswith("ConfigError: "):
-                raise ConfigError(failure.message["message"].removeprefix("ConfigError: ")) from None
-            how, status, report = what_failed(rank, failure), 1, failed.format_msg()
+            how, status, report = what_failed(*failed.get_first_failure()), 1, failed.format_msg()
         except Exception as error:  # torchrun raises nearly anything where the rendezvous fails
-            how = f"the {launch.nnodes} machines, each with a --node_rank of its own, found no rendezvous"
-            if launch.nnodes == 1:
-                how = f"the processes did not start ({first_line(error)})"
-            status, report = 1, repr(error)
+            how, status, report = f"the processes did not start ({first_line(error)})", 1, repr(error)
+            if launch.nnodes > 1:
+                how = f"the {launch.nnodes} machines, each with a --node_rank of its own, found no rendezvous"
         finally:
-            for name in SIGNALS:  # torchrun's handlers would raise an exception that nobody catches any more
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
+            for number in SIGNALS:  # torchrun's handlers would raise an exception that nobody catches any more
+                signal.signal(number, signal.SIG_IGN)
         details = save_report(report, Path(folder), out) if report else ""
     print(f"{COMMAND}: {how}; {progress()}{details}", file=sys.stderr)
     return status
@@ -212,42 +184,36 @@ def torchrun_arguments(launch: Launch, processes: int, folder: str) -> list[str]
         where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/rendezvous"]
         where += ["--rdzv-id=large_batch", "--local-addr=127.0.0.1"]
     else:
-        host, _, port = launch.rdzv_endpoint.rpartition(":")
         where = ["--rdzv-backend=static", f"--nnodes={launch.nnodes}", f"--node-rank={launch.node_rank}"]
-        where += [f"--rdzv-endpoint={launch.rdzv_endpoint}", f"--master-addr={host}", f"--master-port={port}"]
-        where += [f"--rdzv-conf=timeout={min(launch.timeout, RENDEZVOUS)}"]
-    others = ",".join(f"{rank}:2" for rank in range(1, processes))  # their STDERR goes to a file
-    output = [f"--log-dir={folder}/log", *([f"--redirects={others}"] if others else [])]
-    handled = ",".join(name for name in SIGNALS if not is_ignored(getattr(signal, name)))
-    ends = [f"--signals-to-handle={handled}", "--max-restarts=0"]
-    return [*where, *output, *ends, f"--nproc-per-node={processes}", "-m", "--", "large_batch_cifar_10_fast.train"]
-
-
-def is_ignored(number: int) -> bool:
-    """Return whether a signal is ignored, as SIGHUP is under nohup."""
-    return signal.getsignal(number) == signal.SIG_IGN
+        where += [f"--rdzv-endpoint={launch.rdzv_endpoint}", f"--rdzv-conf=timeout={min(launch.timeout, RENDEZVOUS)}"]
+    # The first process's STDERR is the launcher's; that of the others goes to files.
+    redirects = ",".join(["0:0", *(f"{rank}:2" for rank in range(1, processes))])
+    ends = [f"--signals-to-handle={','.join(number.name for number in SIGNALS)}", "--max-restarts=0"]
+    output = [f"--log-dir={folder}/log", f"--redirects={redirects}", f"--nproc-per-node={processes}"]
+    return [*where, *ends, *output, "-m", "--", "large_batch_cifar_10_fast.train"]
 
 
 # Failures
 
 
 def what_failed(rank: int, failure: ProcessFailure) -> str:
-    """Describe the first failure; the others followed from it."""
+    """Describe the first failure; the others followed from it. Raise ConfigError if the process raised it."""
     if isinstance(failure.message, dict):
-        return f"process {rank} failed ({first_line(failure.message['message'])})"
+        kind, _, text = (message := failure.message["message"]).partition(": ")
+        if kind == ConfigError.__name__:
+            raise ConfigError(text)
+        return f"process {rank} failed ({first_line(message)})"
     if failure.exitcode >= 0:
         return f"process {rank} ended with status {failure.exitcode}"
     memory = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
     return f"process {rank} was ended by {signal.Signals(-failure.exitcode).name}{memory}"
 
 
-def progress_of(out: str, campaign: str) -> str:
+def progress_of(launch: Launch, out: str, campaign: str) -> str:
     """Return how many runs of a campaign are finished, and how to continue."""
-    try:
-        rows = rows_of(out, campaign)
-    except ConfigError as error:  # the table was damaged in the meantime
-        return str(error)
-    if not rows:
+    if launch.node_rank > 0:
+        return "see the first machine"
+    if not (rows := rows_of(out, campaign)):
         return "no run was finished"
     planned = len(planned_by(rows[0]))
     if len(rows) == planned:
@@ -257,11 +223,9 @@ def progress_of(out: str, campaign: str) -> str:
 
 def save_report(report: str, folder: Path, out: Path) -> str:
     """Write what torchrun and the processes printed to REPORT; return a mention of the file."""
-    printed = [
-        path.read_text(errors="replace") for path in sorted(folder.rglob("*")) if path.suffix in (".txt", ".log")
-    ]
+    outputs = [folder / "torchrun.txt", *sorted(folder.rglob("*.log"))]
     with contextlib.suppress(OSError):
-        (out / REPORT).write_text("\n".join([report, *printed]))
+        (out / REPORT).write_text("\n".join([report, *(path.read_text(errors="replace") for path in outputs)]))
         return f" (details: {out / REPORT})"
     return ""
 

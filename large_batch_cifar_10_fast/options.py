@@ -1,6 +1,5 @@
 """How options are declared and checked, and the options that are the same for every recipe."""
 
-import argparse
 import contextlib
 import os
 import re
@@ -17,6 +16,7 @@ SYNTHETIC = "synthetic"  # the --data that needs no file
 WHOLE = "0/1"  # the share that is all of a campaign
 INVALID = 2  # the exit status for an invalid request
 MOST = 100_000  # the largest number any option takes
+PRECISION = "default on a GPU: the recipe's; on a CPU: bf16 if it is faster and a run takes ten minutes, else fp32"
 
 
 class ConfigError(Exception):
@@ -94,9 +94,7 @@ def runs_of(share: str, runs: int) -> range:
         first, shares = map(int, share.split("/"))
         if first < min(shares, runs):
             return range(first, runs, shares)
-    raise ConfigError(
-        f"share {share} has none of {runs} runs: give I/N, I from 0, below N and below the number of runs"
-    )
+    raise ConfigError(f"share {share} has none of {runs} runs: give I/N, I from 0, less than N and the number of runs")
 
 
 @dataclass(frozen=True)
@@ -109,17 +107,11 @@ class RunConfig:
     data: str = option(str(DATA), "folder with CIFAR-10 (downloaded if missing), FILE.npz, or synthetic")
     out: str = option(".", "folder for timing_log.tsv, runs.tsv and epochs.tsv")
     device: str = option("", "the GPUs if there are any, else the CPU", choices=("cuda", "cpu"))
-    precision: str = option(
-        "",
-        "default on a GPU: the recipe's; on a CPU: bf16 if it is faster and a run takes ten minutes, else fp32",
-        choices=("fp16", "bf16", "tf32", "fp32", "fp64"),
-    )
+    precision: str = option("", PRECISION, choices=("fp16", "bf16", "tf32", "fp32", "fp64"))
     micro_batches: int = option(1, "forward and backward passes per step; more need less memory")
     compile: bool = option(False, "compile the network (default on GPUs, and on a CPU for campaigns over ten minutes)")
     no_compile: bool = option(False, "do not compile")
-    no_graph: bool = option(
-        False, "launch each kernel of a step; by default the GPUs of one machine replay a CUDA graph"
-    )
+    no_graph: bool = option(False, "launch each kernel; by default the GPUs of one machine replay a CUDA graph")
     no_warmup: bool = option(False, "skip the untimed warm-up; the first run is then slower")
     save: str = option("", "file for the weights and running statistics of the last run (of the share)")
     resume: bool = option(False, "continue the last campaign in --out with its options")
@@ -149,33 +141,17 @@ class Launch:
 
     nproc: int = option(0, "processes on this machine (of a team); 0: as many as fit its GPUs or cores")
     nnodes: int = option(1, "machines; start the script on each")
-    node_rank: int = option(0, "number of this machine, from 0")
+    node_rank: int = option(0, "number of this machine, from 0, which reads and writes the tables")
     rdzv_endpoint: str = option("", "host:port of the first machine, for the rendezvous")
     teams: int = option(1, "launches on this machine that share the runs, each with its own GPUs or cores")
     restarts: int = option(0, "how often a launch that failed is started again, for the missing runs")
     timeout: int = option(3600, "seconds that processes wait for each other")
-    team: str = option(WHOLE, argparse.SUPPRESS)  # which of the teams this launch is
 
     def __post_init__(self) -> None:
         check_positive(self, "nnodes", "teams", "timeout")
-        check_not_negative(self, "nproc", "restarts", "node_rank")
-        runs_of(self.team, MOST)
-        if self.nnodes == 1:
-            return
-        if self.teams > 1 or self.restarts:
+        check_not_negative(self, "nproc", "restarts")
+        check_within(self, "node_rank", 0, self.nnodes - 1, f"there are {self.nnodes} machines (--nnodes)")
+        if self.nnodes > 1 and (self.teams > 1 or self.restarts):
             raise ConfigError("--teams and --restarts are for one machine: use --share and --resume on several")
-        if self.node_rank >= self.nnodes:
-            raise ConfigError(
-                f"--node_rank {self.node_rank} must be 0 to {self.nnodes - 1} with --nnodes {self.nnodes}"
-            )
-        if not re.fullmatch(".+:[0-9]{1,5}", self.rdzv_endpoint):
+        if self.nnodes > 1 and not re.fullmatch(".+:[0-9]{1,5}", self.rdzv_endpoint):
             raise ConfigError(f"--rdzv_endpoint {self.rdzv_endpoint} must be host:port of the first machine")
-
-    @property
-    def team_number(self) -> int:
-        return int(self.team.split("/")[0])
-
-    @property
-    def is_first_machine(self) -> bool:
-        """Whether this machine reads and writes the tables."""
-        return self.nnodes == 1 or self.node_rank == 0

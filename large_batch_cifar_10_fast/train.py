@@ -5,6 +5,7 @@ Start it with train_cifar_parallel.sh (all devices), with torchrun, or as `pytho
 """
 
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .campaign import Row, rows_from_main
+from .campaign import TEAM, Row, rows_from_main
 from .checks import check_agreement, check_request, out_of_memory_hint, resolve_defaults
 from .command_line import read_launch, read_request
 from .compiling import Forward, compiled, compiled_evaluation
@@ -28,7 +29,7 @@ from .layers import prepare_norms, update_statistics
 from .log import Clock, RunLog
 from .metrics import Metrics, chunk_sizes
 from .optim import follow_schedules, prepare_for_gpu, restart, step_all
-from .options import RunConfig
+from .options import WHOLE, RunConfig
 from .recipe import (
     Logits,
     Recipe,
@@ -48,13 +49,14 @@ from .recipe import (
 
 def main(arguments: Sequence[str]) -> None:
     launch, config = read_launch(arguments)
-    with init_distributed(device=config.device, timeout=launch.timeout, team=launch.team_number) as ctx:
+    team = os.environ.get(TEAM, WHOLE)
+    with init_distributed(device=config.device, timeout=launch.timeout, team=int(team.split("/")[0])) as ctx:
         finished = rows_from_main(config.out, config.resume, ctx)
         config, recipe = read_request(arguments, finished)
         check_request(config, recipe, ctx.world_size, ctx.is_main, finished)
         ctx = replace(ctx, total_workers=recipe.workers)
         with out_of_memory_hint(config.micro_batches, recipe.batch_size, ctx):
-            train_campaign(config, recipe, ctx, finished, launch.team)
+            train_campaign(config, recipe, ctx, finished, team)
 
 
 def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished: list[Row], team: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import LAUNCHER, RESULT, TINY, edit_table, environment, is_alive, launch, options_among, train_together
 
-from large_batch_cifar_10_fast.launch import check_launch, only_campaign_in
+from large_batch_cifar_10_fast.launch import check_launch, lock_folder
 from large_batch_cifar_10_fast.options import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -198,7 +198,7 @@ def test_resume_refuses_another_device(unfinished):
 
 
 def test_a_second_campaign_in_the_same_folder_is_refused(arguments, tmp_path):
-    with only_campaign_in(tmp_path):
-        result = launch(*arguments, cwd=tmp_path)
+    lock_folder(tmp_path)
+    result = launch(*arguments, cwd=tmp_path)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "another campaign is running in" in result.stderr
