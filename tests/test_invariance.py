@@ -19,10 +19,7 @@ SPLITS = [("apple2019", 2, 2), ("apple2019", 4, 1), ("apple2019", 8, 1), ("fasta
 SMALL = {  # each recipe of several workers, small enough for a test
     "apple2019": ["--demo", *TINY, "--batch_size", "8", "--ghost_batch", "4"],
     "fastai": ["--width", "3", "--batch_size", "10", "--epochs", "1", "--no_warmup"],
-    "muon": [
-        *["--width", "4", "--batch_size", "12", "--epochs", "2"],
-        *["--pixels", "24,32", "--kept", "1,0.5"],
-    ],
+    "muon": [*["--width", "4", "--batch_size", "12", "--epochs", "2"], *["--pixels", "24,32", "--kept", "1,0.5"]],
 }
 WORKERS = {"muon": 4}  # of a recipe whose own number is one
 

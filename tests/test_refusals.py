@@ -46,11 +46,7 @@ CASES = {
         "--micro_batches 3 does not divide the 4 workers",
     ),
     "a missing file": ((*DEMO, "--data", "absent.npz"), {}, "absent.npz cannot be read as a .npz file"),
-    "an address as folder": (
-        (*DEMO, "--data", "http://host/x"),
-        {},
-        "--data http://host/x is an address, not",
-    ),
+    "an address as folder": ((*DEMO, "--data", "http://host/x"), {}, "--data http://host/x is an address, not"),
     "a mirror that is a file": (("--data", "images"), {"CIFAR10_URL": "file:///x"}, "CIFAR10_URL='file:///x' does not"),
     "a folder as file": ((*DEMO, "--save", "/tmp"), {}, "would replace a table or another file"),
     "weights over a table": ((*DEMO, "--save", "./runs.tsv"), {}, "would replace a table or another file"),

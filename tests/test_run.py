@@ -198,11 +198,7 @@ def test_train_runs_without_the_launcher_alone_and_under_torchrun(torchrun, work
 )
 def test_memory_running_out_is_explained(error, capsys):
     ctx = DistContext(0, 1, torch.device("cuda", 0), 8)
-    with (
-        pytest.raises(SystemExit) as end,
-        exit_on_config_error("train"),
-        out_of_memory_hint(1, 256, ctx),
-    ):
+    with pytest.raises(SystemExit) as end, exit_on_config_error("train"), out_of_memory_hint(1, 256, ctx):
         raise error
     assert end.value.code == 2
     err = capsys.readouterr().err
