@@ -9,6 +9,7 @@ import torch
 from conftest import TINY, train_here
 
 from large_batch_cifar_10_fast import evaluate
+from large_batch_cifar_10_fast.metrics import TWO_VIEWS
 
 SMALL = {
     "apple2019": ["--recipe", "apple2019", *TINY, "--eval_stats", "average"],
@@ -54,3 +55,11 @@ def test_what_does_not_fit_is_refused_in_one_line(saved, said, tmp_path, error_l
     for name in ("absent.pt", "text.pt", "cut.pt", "changed.pt", "list.pt"):
         assert f"{tmp_path / name} does not fit (" in error_line(said, tmp_path / name, *options)
     assert "give the recipe and options it was trained with" in error_line(said, weights, *options, "--width", 8)
+
+
+def test_views_of_half_precision_are_averaged_in_float32():
+    def network(batch):
+        return (1 + batch[:, 0, 0, :1] / 128).to(torch.bfloat16)
+
+    image = torch.tensor([0.0, 1]).view(1, 1, 2, 1)
+    assert TWO_VIEWS(network, image).item() == 1 + 1 / 256, "which bfloat16 would round to 1"

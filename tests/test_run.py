@@ -114,15 +114,20 @@ def test_epochs_tsv_has_every_epoch_of_every_run(campaign):
         assert last[name].tolist() == pytest.approx(rows[name].tolist()), name
 
 
-def test_a_run_of_a_campaign_equals_a_single_run_with_its_seed(tiny_npz, tmp_path):
-    base = ["--demo", *TINY, "--data", tiny_npz]
-    train_here(*base, "--runs", 3, "--seed", 5, "--out", tmp_path / "three", "--save", tmp_path / "three.pt")
-    train_here(*base, "--seed", 7, "--out", tmp_path / "one", "--save", tmp_path / "one.pt")
+MUON = ["--recipe", "muon", "--width", 4, "--batch_size", 100, "--epochs", 2, "--pixels", "24,32", "--kept", "1,0.5"]
+
+
+@pytest.mark.parametrize("options", [["--demo", *TINY], MUON], ids=["apple2019", "muon"])
+def test_the_last_run_of_a_campaign_equals_a_single_run_with_its_seed_after_a_warm_up(options, tiny_npz, tmp_path):
+    """Weights, statistics, resolution, what rests, what is kept and the order of flips begin anew with each run."""
+    base = [word for word in options if word != "--no_warmup"] + ["--data", tiny_npz, "--no_compile"]
+    several = ["--no_warmup", "--runs", 2, "--seed", 5, "--out", tmp_path / "several"]
+    train_here(*base, *several, "--save", tmp_path / "several.pt")
+    train_here(*base, "--seed", 6, "--out", tmp_path / "one", "--save", tmp_path / "one.pt")
     result = ["train_accuracy", "train_loss", "validation_count", "validation_loss"]
-    third = pd.read_csv(tmp_path / "three" / "runs.tsv", sep="\t").iloc[2]
-    single = pd.read_csv(tmp_path / "one" / "runs.tsv", sep="\t").iloc[0]
-    assert third[result].tolist() == single[result].tolist()
-    weights, expected = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("three", "one"))
+    rows = [pd.read_csv(tmp_path / name / "runs.tsv", sep="\t").iloc[-1] for name in ("several", "one")]
+    assert rows[0][result].tolist() == rows[1][result].tolist()
+    weights, expected = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("several", "one"))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
@@ -156,14 +161,6 @@ def test_a_diverged_run_never_reached_the_goal(tiny_npz, tmp_path, capsys, monke
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert row["validation_count"] == 95
     assert row[["goal_epoch", "goal_seconds"]].isna().all()
-
-
-def test_warm_up_leaves_no_trace(tiny_npz, tmp_path):
-    for folder, arguments in (("with", TINY), ("without", [a for a in TINY if a != "--no_warmup"])):
-        train_here("--demo", *arguments, "--data", tiny_npz, "--out", tmp_path / folder)
-    rows = [pd.read_csv(tmp_path / folder / "runs.tsv", sep="\t").iloc[0] for folder in ("with", "without")]
-    result = ["train_accuracy", "train_loss", "validation_count", "validation_loss"]
-    assert rows[0][result].tolist() == rows[1][result].tolist()
 
 
 @pytest.mark.parametrize(("torchrun", "workers"), [([], "on 1 process,"), (["2"], "on 2 processes,")])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import random_pictures
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from large_batch_cifar_10_fast.data.augment import assign_balanced
+from large_batch_cifar_10_fast.data.augment import CropAndAlternateFlip, assign_balanced, assign_independent
 from large_batch_cifar_10_fast.data.shards import make_generator, normalize, shuffle_shards, upload_shards, upload_test
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.recipe import images_for_every_step, images_of_an_epoch
@@ -61,6 +61,7 @@ def test_an_epoch_of_fewer_pixels_has_the_batches_of_32_scaled_down():
     )
     for [(whole, labels)], [(scaled, same_labels)] in zip(large.epoch(0, 1), small.epoch(0, 1), strict=True):
         torch.testing.assert_close(scaled, F.interpolate(whole, (24, 24), mode="bilinear"))
+        assert scaled.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(labels, same_labels)
 
 
@@ -210,6 +211,24 @@ def test_crops_and_flips_are_independent_of_the_order():
     [rows], [offsets], [flips] = shuffle_shards(torch.arange(81 * 200)[None], CROP_AND_FLIP, 1, [0], epoch=1)
     for a, b in ((rows, offsets), (rows, flips), (offsets, flips)):
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
+
+
+def test_flips_alternate_from_epoch_to_epoch_and_differ_from_run_to_run():
+    rows, augmentation = torch.arange(200)[None], MuonRecipe().augmentation
+    assert augmentation == CropAndAlternateFlip(padding=2, assign=assign_independent)
+
+    def flips(seed, worker, epoch):
+        [order], crops, [mirrored] = shuffle_shards(rows, augmentation, seed, [worker], epoch)
+        assert crops.min() == 0
+        assert crops.max() == 24
+        return mirrored[order.argsort()]
+
+    first = flips(1, 0, 1)
+    assert 60 < first.sum() < 140
+    assert torch.equal(flips(1, 0, 2), 1 - first)
+    assert torch.equal(flips(1, 0, 3), first)
+    for other in (flips(2, 0, 1), flips(1, 1, 1)):
+        assert 60 < (other == first).sum() < 140
 
 
 def test_of_more_than_200_options_200_are_assigned_equally_often():

@@ -21,7 +21,7 @@ def test_sh_and_variables_of_an_outer_launcher_or_of_openmp_change_nothing(tmp_p
     command = ["sh", LAUNCHER, "--demo", "--nproc", "3"]
     result = subprocess.run(command, cwd=tmp_path, env=environment(**left), capture_output=True, text=True)
     line = "train_cifar_parallel.sh: 8 workers cannot be split over 3 processes: use 1, 2, 4 or 8\n"
-    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+    assert (result.returncode, result.stdout, result.stderr, [*tmp_path.iterdir()]) == (2, "", line, [])
 
 
 @pytest.mark.slow
