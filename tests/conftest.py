@@ -61,6 +61,12 @@ def write_npz(path: Path, *arrays) -> Path:
     return path
 
 
+def write_program(path: Path, script: str) -> Path:
+    path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
 def edit_table(path: Path, **columns: object) -> None:
     rows = pd.read_csv(path, sep="\t", dtype=str, keep_default_na=False).assign(**columns)
     rows.to_csv(path, sep="\t", index=False)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import GPUS, REPO, environment
+from conftest import GPUS, REPO, environment, write_program
 
 from large_batch_cifar_10_fast import checks, devices
 from large_batch_cifar_10_fast.devices import matrix_rate
@@ -17,12 +17,6 @@ from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.train import make_model
-
-
-def write_program(path, script):
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture

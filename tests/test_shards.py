@@ -10,7 +10,7 @@ from conftest import random_pictures
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from large_batch_cifar_10_fast.data.augment import CropAndAlternateFlip, assign_balanced, assign_independent
-from large_batch_cifar_10_fast.data.shards import make_generator, normalize, shuffle_shards, upload_shards, upload_test
+from large_batch_cifar_10_fast.data.shards import make_generator, shuffle_shards, upload_shards, upload_test
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.recipe import images_for_every_step, images_of_an_epoch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -248,12 +248,6 @@ def test_one_gather_is_reflection_padding_then_crop_then_flip():
         crop = padded[row, :, y : y + 32, x : x + 32]
         assert torch.equal(found, crop.flip(2) if flip else crop)
     assert batch.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_normalising_is_the_methods():
-    pixel = torch.tensor([0, 125, 255], dtype=torch.uint8).expand(1, 32, 32, 3)
-    expected = [(0 - 125.31) / 62.99, (125 - 122.95) / 62.09, (255 - 113.87) / 66.70]
-    assert normalize(pixel, torch.float64)[0, 0, 0].tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_test_images_are_shared_out_once_each():
