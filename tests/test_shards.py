@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import random_pictures
+from conftest import CPU, random_pictures
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from large_batch_cifar_10_fast.data.augment import CropAndAlternateFlip, assign_balanced, assign_independent
@@ -18,7 +18,6 @@ from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 
-CPU = torch.device("cpu")
 APPLE = Apple2019(batch_size=16)
 CROP_AND_FLIP = APPLE.augmentation
 
