@@ -12,13 +12,17 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import torch.distributed as dist
 from forked import FORKS, train_forked
 
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.campaign import COLUMNS, PARTS
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.distributed import DistContext
 
+CPU = torch.device("cpu")
+ALONE = DistContext(0, 1, CPU, 1)  # one process with one worker
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER = REPO / "train_cifar_parallel.sh"
 DIFFERENT = ("campaign", "commit", *PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory")
@@ -57,6 +61,12 @@ def write_npz(path: Path, *arrays) -> Path:
     return path
 
 
+def write_program(path: Path, script: str) -> Path:
+    path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
 def edit_table(path: Path, **columns: object) -> None:
     rows = pd.read_csv(path, sep="\t", dtype=str, keep_default_na=False).assign(**columns)
     rows.to_csv(path, sep="\t", index=False)
@@ -80,6 +90,26 @@ def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: 
     command = ["bash", str(script), *map(str, arguments), *options_among(variables)]
     how = {"capture_output": True, "text": True, "timeout": 280}
     return subprocess.run(command, cwd=cwd, env=environment(**variables), **how)
+
+
+def python(*arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
+    """Start a Python program that can import the package, and wait for it."""
+    how = {"capture_output": True, "text": True, "timeout": 280, "env": environment(PYTHONPATH=REPO, **variables)}
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, **how)
+
+
+@pytest.fixture
+def error_line(capsys):
+    """Return a function that calls a command, which must end with status 2 and one line on STDERR: it returns that."""
+
+    def call(command, *arguments: object) -> str:
+        with pytest.raises(SystemExit, match=r"^2$"):
+            command(*arguments)
+        output = capsys.readouterr()
+        assert (output.out, output.err.count("\n")) == ("", 1)
+        return output.err
+
+    return call
 
 
 def options_among(variables: dict[str, object]) -> list[str]:

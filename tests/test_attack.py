@@ -1,12 +1,10 @@
 """A small part of the attack (attack.py), and all its invalid options without starting the launcher."""
 
-import subprocess
-import sys
 from dataclasses import fields
 
 import pytest
 from attack import BAD_NUMBERS
-from conftest import REPO, environment
+from conftest import REPO, python
 
 from large_batch_cifar_10_fast.command_line import RECIPES
 from large_batch_cifar_10_fast.launch import check_launch
@@ -15,8 +13,7 @@ from large_batch_cifar_10_fast.options import ConfigError, Launch, RunConfig
 
 @pytest.mark.slow
 def test_a_campaign_survives_kills_and_invalid_options_end_in_one_line():
-    command = [sys.executable, "tests/attack.py", "--kills", "2", "--options", "2", "--seed", "1"]
-    result = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=280)
+    result = python("tests/attack.py", "--kills", 2, "--options", 2, "--seed", 1, cwd=REPO)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("2 kills in ")
 

@@ -167,10 +167,6 @@ def test_input_pipelines_are_repeated(measure):
         (["--input_pipelines", "--recipe", "fastai"], "use --recipe page"),
     ],
 )
-def test_a_bad_option_ends_with_status_2_and_one_line(arguments, message, monkeypatch, capsys):
+def test_a_bad_option_ends_with_status_2_and_one_line(arguments, message, monkeypatch, error_line):
     monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-    with pytest.raises(SystemExit) as end:
-        bench.main()
-    output = capsys.readouterr()
-    assert (end.value.code, output.out, output.err.count("\n")) == (2, "", 1)
-    assert message in output.err
+    assert message in error_line(bench.main)

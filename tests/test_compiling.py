@@ -2,20 +2,17 @@
 
 import math
 import re
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
 import torch
-from conftest import REPO, TINY, environment
+from conftest import TINY, python
 from test_story import Stock
 from torch._inductor import config as inductor
 
 from large_batch_cifar_10_fast import metrics
 from large_batch_cifar_10_fast.campaign import read_rows
-from large_batch_cifar_10_fast.checks import resolve_defaults
 from large_batch_cifar_10_fast.compiling import check_gradients, compiled_evaluation
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
@@ -24,7 +21,6 @@ from large_batch_cifar_10_fast.layers import prepare_norms, update_statistics
 from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.metrics import Metrics
 from large_batch_cifar_10_fast.optim import follow_schedules
-from large_batch_cifar_10_fast.options import RunConfig
 from large_batch_cifar_10_fast.recipe import apply_stage, cast, make_network, reset, stage_of, training_pass
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
@@ -229,21 +225,10 @@ def test_a_compiled_gradient_that_is_lost_or_wrong_is_told(compiled, uncompiled,
 
 
 def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "large_batch_cifar_10_fast.train",
-        "--demo",
-        *TINY,
-        "--epochs",
-        "1",
-        "--compile",
-        "--data",
-        str(tiny_npz),
-    ]
-    variables = environment(PYTHONPATH=REPO, CXX="/absent/compiler", TORCHINDUCTOR_CACHE_DIR=tmp_path / "cache")
+    variables = {"CXX": "/absent/compiler", "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
     variables["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # so that torch finds it absent as late as it can
-    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100)
+    command = ["-m", "large_batch_cifar_10_fast.train", "--demo", *TINY, "--epochs", 1, "--compile", "--data", tiny_npz]
+    result = python(*command, cwd=tmp_path, **variables)
     assert result.returncode == 0, result.stderr
     assert result.stderr.startswith("Warning: not compiled (")
     assert result.stderr.count("\n") == 1
@@ -251,17 +236,3 @@ def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path
     told = [line.split(" compile=")[1].split()[0] for line in result.stdout.splitlines() if " compile=" in line]
     assert told == ["True", "False"], "what was asked for, and what was done"
     assert read_rows(tmp_path / "runs.tsv")[0]["compile"] == "False"
-
-
-@pytest.mark.parametrize(
-    ("config", "recipe", "expected"),
-    [
-        (RunConfig(), Apple2019(), True),  # hours on a CPU
-        (RunConfig(no_compile=True), Apple2019(), False),
-        (RunConfig(), Apple2019(width=8, epochs=3, ema_ep=1.0), False),  # over before a compiler is done
-        (RunConfig(compile=True), Apple2019(width=8, epochs=3, ema_ep=1.0), True),
-    ],
-)
-def test_long_runs_are_compiled_unless_told_otherwise(config, recipe, expected):
-    settled = resolve_defaults(config, recipe, DistContext(1, 2, torch.device("cpu"), 8), 50_000)
-    assert (settled.compile, settled.no_compile) == (expected, not expected)

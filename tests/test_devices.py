@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import GPUS, REPO, environment
+from conftest import GPUS, REPO, environment, write_program
 
 from large_batch_cifar_10_fast import checks, devices
 from large_batch_cifar_10_fast.devices import matrix_rate
@@ -17,12 +17,6 @@ from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.train import make_model
-
-
-def write_program(path, script):
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture
@@ -64,11 +58,8 @@ def test_a_gpu_without_kernels_is_an_error_that_names_the_torch_to_install(monke
     for major, advice in ((7, "2.10.0 and .* PyPI"), (6, "2.10.0 .*/cu126"), (13, "a newer torch")):
         with pytest.raises(ConfigError, match=f"Some GPU has .* {major}.0, but torch .* sm_75 .*: install .*{advice}"):
             devices.check_kernels("Some GPU", (major, 0))
-
-
-def test_the_torch_that_messages_name_is_the_one_that_is_installed():
     pins = dict(line.split("==") for line in (REPO / "requirements.txt").read_text().split())
-    assert f"torch {pins['torch']} and torchvision {pins['torchvision']}" == devices.TESTED
+    assert f"torch {pins['torch']} and torchvision {pins['torchvision']}" == devices.TESTED, "named in messages"
 
 
 def precision_on(monkeypatch, capability, recipe, precision="", others=None):

@@ -9,6 +9,7 @@ import torch
 from conftest import TINY, train_here
 
 from large_batch_cifar_10_fast import evaluate
+from large_batch_cifar_10_fast.metrics import TWO_VIEWS
 
 SMALL = {
     "apple2019": ["--recipe", "apple2019", *TINY, "--eval_stats", "average"],
@@ -37,31 +38,28 @@ def said(monkeypatch, capsys):
     return say
 
 
-def test_saved_weights_say_what_their_run_said_last(saved, said):
+def test_saved_weights_say_what_their_run_said_last_and_something_else_by_other_views(saved, said):
     weights, options, row = saved
-    found = said(weights, *options)
-    assert found["accuracy"] == f"{row['validation_accuracy']:.4f}"
-    assert found["loss"] == f"{row['validation_loss']:.5f}"
-
-
-def test_other_views_and_statistics_say_something_else(saved, said):
-    weights, options, row = saved
+    expected = {"accuracy": f"{row['validation_accuracy']:.4f}", "loss": f"{row['validation_loss']:.5f}"}
+    assert said(weights, *options) == expected
     other = ["--views", "one"] if row["recipe"] == "muon" else ["--eval_stats", "first"]
-    assert said(weights, *options, *other)["loss"] != f"{row['validation_loss']:.5f}"
+    assert said(weights, *options, *other)["loss"] != expected["loss"]
 
 
-def test_what_does_not_fit_is_refused_in_one_line(saved, said, tmp_path, capsys):
+def test_what_does_not_fit_is_refused_in_one_line(saved, said, tmp_path, error_line):
     weights, options, _ = saved
     (tmp_path / "text.pt").write_text("weights")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "cut.pt").write_bytes(b"PK" + weights.read_bytes()[:500])
     (tmp_path / "changed.pt").write_bytes(weights.read_bytes().replace(b"ctorch", b"cos\nys"))
     for name in ("absent.pt", "text.pt", "cut.pt", "changed.pt", "list.pt"):
-        with pytest.raises(SystemExit) as end:
-            said(tmp_path / name, *options)
-        told = capsys.readouterr().err
-        assert (end.value.code, told.count("\n")) == (2, 1), told
-        assert f"{tmp_path / name} does not fit (" in told
-    with pytest.raises(SystemExit):
-        said(weights, *options, "--width", 8)
-    assert "give the recipe and options it was trained with" in capsys.readouterr().err
+        assert f"{tmp_path / name} does not fit (" in error_line(said, tmp_path / name, *options)
+    assert "give the recipe and options it was trained with" in error_line(said, weights, *options, "--width", 8)
+
+
+def test_views_of_half_precision_are_averaged_in_float32():
+    def network(batch):
+        return (1 + batch[:, 0, 0, :1] / 128).to(torch.bfloat16)
+
+    image = torch.tensor([0.0, 1]).view(1, 1, 2, 1)
+    assert TWO_VIEWS(network, image).item() == 1 + 1 / 256, "which bfloat16 would round to 1"

@@ -6,7 +6,7 @@ import sys
 import pandas as pd
 import pytest
 import torch
-from conftest import GPU, GPUS, REPO, TINY, environment, launch
+from conftest import GPU, GPUS, TINY, launch, python
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(GPUS == 0, reason="no GPU here")]
 
@@ -60,14 +60,7 @@ with init_distributed(1) as ctx, torch.no_grad():
 
 
 def _python(*arguments: object, folder) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env=environment(PYTHONPATH=REPO, **GPU),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    return python(*arguments, cwd=folder, **GPU)
 
 
 def test_the_demo_passes_94_percent_compiled_in_half_precision(tmp_path):
@@ -90,27 +83,9 @@ def test_two_processes_on_one_gpu_equal_one_over_nccl(tiny_npz, tmp_path):
     alone = _python("-m", TRAIN, *options, "--save", "alone.pt", folder=tmp_path)
     assert alone.returncode == 0, alone.stderr
     own_host = 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$0" "$@"'
-    both = _python(
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        "--nproc-per-node",
-        2,
-        "--no-python",
-        "bash",
-        "-c",
-        own_host,
-        sys.executable,
-        "-m",
-        TRAIN,
-        *options,
-        "--save",
-        "both.pt",
-        "--out",
-        "both",
-        folder=tmp_path,
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node", 2]
+    program = ["--no-python", "bash", "-c", own_host, sys.executable, "-m", TRAIN]
+    both = _python(*torchrun, *program, *options, "--save", "both.pt", "--out", "both", folder=tmp_path)
     assert both.returncode == 0, both.stderr
     assert "8 workers on 2 processes" in both.stdout
     expected = torch.load(tmp_path / "alone.pt", weights_only=True)
@@ -131,10 +106,8 @@ def test_too_little_memory_is_told_with_what_to_lower(tmp_path):
     options = ("--data", "synthetic", "--epochs", "3", "--ema_ep", "1", "--no_compile")
     result = _python("-c", LITTLE_MEMORY, *options, folder=tmp_path)
     assert result.returncode == 2, result.stderr
-    assert (
-        "out of memory with 8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches (at most 8)"
-        in result.stderr
-    )
+    hint = "out of memory with 8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches (at most 8)"
+    assert hint in result.stderr
 
 
 def test_fp32_is_ieee_float32_and_tf32_is_not(tmp_path):

@@ -6,7 +6,7 @@ import subprocess
 import pandas as pd
 import pytest
 import torch
-from conftest import LAUNCHER, TINY, environment, free_port, train_on_machines, train_together, write_npz
+from conftest import LAUNCHER, TINY, edit_table, environment, free_port, train_on_machines, train_together, write_npz
 
 from large_batch_cifar_10_fast.command_line import RECIPES
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
@@ -19,10 +19,7 @@ SPLITS = [("apple2019", 2, 2), ("apple2019", 4, 1), ("apple2019", 8, 1), ("fasta
 SMALL = {  # each recipe of several workers, small enough for a test
     "apple2019": ["--demo", *TINY, "--batch_size", "8", "--ghost_batch", "4"],
     "fastai": ["--width", "3", "--batch_size", "10", "--epochs", "1", "--no_warmup"],
-    "muon": [
-        *["--width", "4", "--batch_size", "12", "--epochs", "2"],
-        *["--pixels", "24,32", "--kept", "1,0.5"],
-    ],
+    "muon": [*["--width", "4", "--batch_size", "12", "--epochs", "2"], *["--pixels", "24,32", "--kept", "1,0.5"]],
 }
 WORKERS = {"muon": 4}  # of a recipe whose own number is one
 
@@ -83,12 +80,9 @@ def _on_two_machines(folder, commands, **variables):
     for rank, (name, command) in enumerate(commands.items()):
         (folder / name).mkdir(exist_ok=True)
         where = ["--nproc", "1", "--nnodes", "2", "--node_rank", str(rank), "--rdzv_endpoint", f"127.0.0.1:{port}"]
-        pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        machines.append(
-            subprocess.Popen(
-                ["bash", str(LAUNCHER), *command, *where], cwd=folder / name, env=environment(**variables), **pipes
-            )
-        )
+        how = {"cwd": folder / name, "env": environment(**variables), "text": True}
+        how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        machines.append(subprocess.Popen(["bash", str(LAUNCHER), *command, *where], **how))
     told = [machine.communicate(timeout=100) for machine in machines]
     return [(machine.returncode, *words) for machine, words in zip(machines, told, strict=True)]
 
@@ -103,7 +97,7 @@ def test_two_machines_equal_one_and_go_on_with_what_the_first_has_finished(few_n
     assert second[:2] == (0, "")
     _equal(torch.load(tmp_path / "first" / "w.pt", weights_only=True), expected)
     table = tmp_path / "first" / "runs.tsv"
-    pd.read_csv(table, sep="\t", dtype=str, keep_default_na=False).assign(runs="2").to_csv(table, sep="\t", index=False)
+    edit_table(table, runs="2")
     first, second = _on_two_machines(tmp_path, {"first": ["--resume"], "second": ["--resume"]}, OMP_NUM_THREADS=1)
     assert first[0] == 0, first
     assert ", 1 of 2 runs finished before\n" in first[1]

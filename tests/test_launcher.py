@@ -3,12 +3,11 @@
 import io
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO, TINY, environment, launch, train_here
+from conftest import REPO, TINY, launch, python, train_here, write_program
 
 from large_batch_cifar_10_fast import LAUNCH
 
@@ -26,7 +25,7 @@ def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
 def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported():
     code = "import large_batch_cifar_10_fast.options, sys; sys.exit('torch' in sys.modules)"
     for launcher, status in ((os.getpid(), 0), (1, 1)):
-        assert subprocess.call([sys.executable, "-c", code], cwd=REPO, env=environment(**{LAUNCH: launcher})) == status
+        assert python("-c", code, cwd=REPO, **{LAUNCH: launcher}).returncode == status
 
 
 SCRIPT = """
@@ -48,8 +47,7 @@ with exit_on_config_error("train_cifar_parallel.sh"):
 
 def test_a_config_error_of_any_process_is_one_line(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    how = {"env": environment(PYTHONPATH=REPO, **{LAUNCH: 0}), "capture_output": True, "text": True, "timeout": 100}
-    result = subprocess.run([sys.executable, tmp_path / "script.py"], cwd=tmp_path, **how)
+    result = python(tmp_path / "script.py", cwd=tmp_path, **{LAUNCH: 0})
     assert (result.returncode, result.stderr) == (2, "train_cifar_parallel.sh: only process 1 sees it\n")
 
 
@@ -106,6 +104,5 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
     (venv / "bin" / "python").unlink()
     assert message() == "Making"
     (venv / "bin" / "python").unlink()
-    (venv / "bin" / "python").write_text('#!/bin/sh\necho "/another (3, 11)"\n')
-    (venv / "bin" / "python").chmod(0o755)
+    write_program(venv / "bin" / "python", 'echo "/another (3, 11)"')
     assert message() == "Making"

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Recorder
+from conftest import CPU, Recorder
 from torch import nn
 
 from large_batch_cifar_10_fast.data.cifar10 import Images
@@ -18,8 +18,6 @@ from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.page import Page
 from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once
 
-CPU = torch.device("cpu")
-ALONE = DistContext(0, 1, CPU, 1)
 BATCH, SHARD, EPOCHS, SEED = 4, 10, 2, 5
 
 
@@ -97,24 +95,14 @@ def one_cycle(rate, slope, decay, up):
     return update
 
 
+PAGES_START = stock_resnet18(16, "activated", True, [maximum, mean])
+ONE_GPU = one_cycle(0.075, 1.425 / 12, 1e-4, 12)
 SYSTEMS = {
     "basenet": (Basenet, {"width": 16}, "mean", stock_resnet18(16, "raw", True, [mean, maximum]), torch_nesterov),
     "page": (Page, {"width": 16}, "sum", stock_resnet18(16, "activated", False, [maximum, mean]), page_nesterov),
-    "page's start": (
-        Page,
-        {"width": 16, "starting_point": True},
-        "sum",
-        stock_resnet18(16, "activated", True, [maximum, mean]),
-        page_nesterov,
-    ),
+    "page's start": (Page, {"width": 16, "starting_point": True}, "sum", PAGES_START, page_nesterov),
     "fastai": (FastAI, {"width": 3}, "mean", stock_wide_resnet(3), one_cycle(0.04, 1.96 / 17.5, 2e-4, 17.5)),
-    "fastai, one GPU": (
-        FastAI,
-        {"width": 3, "entry": "one_gpu"},
-        "mean",
-        stock_wide_resnet(3),
-        one_cycle(0.075, 1.425 / 12, 1e-4, 12),
-    ),
+    "fastai, one GPU": (FastAI, {"width": 3, "entry": "one_gpu"}, "mean", stock_wide_resnet(3), ONE_GPU),
 }
 
 

@@ -68,26 +68,6 @@ def test_evaluation_uses_the_mean_of_its_first_groups_running_statistics(groups)
     torch.testing.assert_close(ours.eval()(x), expected)
 
 
-def test_a_short_last_batch_of_two_workers_is_two_groups():
-    norm = GhostBatchNorm(5, 16).double()
-    prepare_norms(norm, workers=2, tracking=True)
-    x = _inputs(1).detach()[:14]
-    stock = nn.BatchNorm2d(5).double()
-    first, second = stock(x[:7]), nn.BatchNorm2d(5).double()(x[7:])
-    torch.testing.assert_close(norm(x), torch.cat([first, second]))
-    update_statistics(norm)
-    torch.testing.assert_close(norm.running_mean[0], stock.running_mean)
-    torch.testing.assert_close(norm.running_var[0], stock.running_var)
-
-
-def test_nothing_is_tracked_unless_asked_for():
-    norm = GhostBatchNorm(5, 16).double()
-    norm(_inputs(2))
-    update_statistics(norm)
-    assert norm.running_mean.eq(0).all()
-    assert norm.running_var.eq(1).all()
-
-
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 2), (torch.bfloat16, 3), (torch.float64, 6)])
 def test_pooling_and_its_gradient_are_pytorchs_also_for_equal_values(dtype, size):
     generator = torch.Generator().manual_seed(0)

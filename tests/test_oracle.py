@@ -122,17 +122,8 @@ def whitening(images: np.ndarray) -> torch.Tensor:
 @pytest.mark.parametrize("eval_stats", ["first", "average"])
 def test_training_and_evaluation_are_the_methods_to_nine_digits(eval_stats):
     images = Images("shapes", *draw_shapes(WORKERS * BATCH * STEPS + 3, 40))
-    recipe = Apple2019(
-        lr_scaler=1.2,
-        lr_scaler_end_fraction=0.2,
-        epochs=EPOCHS,
-        warmup_fraction=4,
-        ema_ep=0.3,
-        batch_size=BATCH,
-        ghost_batch=GHOST,
-        width=WIDTH,
-        eval_stats=eval_stats,
-    )
+    sizes = {"batch_size": BATCH, "ghost_batch": GHOST, "width": WIDTH, "epochs": EPOCHS, "eval_stats": eval_stats}
+    recipe = Apple2019(lr_scaler=1.2, lr_scaler_end_fraction=0.2, warmup_fraction=4, ema_ep=0.3, **sizes)
     model = make_model(recipe, ALONE, "fp64")
     data, log = prepare(images, model, Clock(ALONE.synchronize)), Recorder()
     train_once(1, SEED, model, data, make_step(model, data), Clock(ALONE.synchronize), log)

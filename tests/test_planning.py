@@ -1,10 +1,12 @@
-"""How many processes there are, on which devices, and where they meet."""
+"""What is chosen unless it was given: processes, their devices, precision, and whether to compile."""
 
 import pytest
+from conftest import ALONE
 
+from large_batch_cifar_10_fast import checks
 from large_batch_cifar_10_fast.devices import take_device
 from large_batch_cifar_10_fast.launch import plan_processes
-from large_batch_cifar_10_fast.options import ConfigError, Launch
+from large_batch_cifar_10_fast.options import ConfigError, Launch, RunConfig
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
 TWO_MACHINES = {"nnodes": 2, "node_rank": 1, "rdzv_endpoint": "ten.example:2911"}
@@ -45,3 +47,44 @@ def test_each_team_has_its_own_gpus_and_teams_share_where_there_are_too_few(gpus
         return take_device(team=team).index
 
     assert [gpu(team, rank) for team in (0, 1) for rank in range(processes)] == taken
+
+
+@pytest.fixture
+def defaults(monkeypatch):
+    """Return a function of a machine and options: cores, seconds of a run on one of them, whether bf16 is faster."""
+
+    def resolve(cores: int, seconds: float, bf16: bool, **options: object) -> RunConfig:
+        monkeypatch.setattr(checks, "run_flop", lambda recipe, images: seconds * checks.CORE)
+        monkeypatch.setattr(checks, "count_cores", lambda: cores)
+        monkeypatch.setattr(checks, "gains_by_bf16", lambda: bf16)
+        return checks.resolve_defaults(RunConfig(**options), Apple2019(), ALONE, 50_000)
+
+    return resolve
+
+
+@pytest.mark.parametrize(
+    ("seconds", "options", "compiles"),
+    [
+        *((700, {}, True), (500, {}, False), (250, {"runs": 3, "share": "2/3"}, True)),
+        *((1, {"compile": True}, True), (700, {"no_compile": True}, False)),
+    ],
+)
+def test_a_campaign_of_ten_minutes_or_more_compiles_all_shares_alike(defaults, seconds, options, compiles):
+    config = defaults(1, seconds, False, **options)
+    assert (config.compile, config.no_compile) == (compiles, not compiles)
+
+
+@pytest.mark.parametrize("cores", [1, 8])
+@pytest.mark.parametrize(
+    ("seconds", "bf16", "given", "precision", "hours"),
+    [
+        (700, True, "", "bf16", 3.5),
+        (700, True, "fp32", "fp32", 7),
+        (700, False, "", "fp32", 7),
+        (500, True, "", "fp32", 5),
+    ],
+)
+def test_bf16_is_for_long_runs_on_any_number_of_cores(defaults, capsys, cores, seconds, bf16, given, precision, hours):
+    """The seed decides a run, so neither cores nor runs may change the precision."""
+    assert defaults(cores, seconds, bf16, runs=36, precision=given).precision == precision
+    assert f"this takes about {hours / cores:.1f} hours" in capsys.readouterr().err

@@ -21,14 +21,6 @@ def drawn(tmp_path, *files: object) -> str:
     return (tmp_path / "p.svg").read_text().replace("> ", ">")
 
 
-def error_line(capsys, out) -> str:
-    with pytest.raises(SystemExit) as end:
-        main([str(CURVE), "--out", str(out)])
-    err = capsys.readouterr().err
-    assert (end.value.code, err.count("\n")) == (2, 1)
-    return err
-
-
 @pytest.mark.parametrize("suffix", MAGIC)
 def test_a_picture_replaces_what_a_link_leads_to(tmp_path, suffix):
     picture, link = tmp_path / f"picture{suffix}", tmp_path / f"link{suffix}"
@@ -63,12 +55,12 @@ def test_the_name_of_a_file_is_no_formula_and_other_images_are_named(tmp_path):
     ("out", "message"),
     [("p.xyz", "Format 'xyz' is not supported"), ("no/p.png", "No such file"), ("full.png", "is not a file")],
 )
-def test_a_picture_that_cannot_be_written_ends_with_one_line(tmp_path, capsys, out, message):
+def test_a_picture_that_cannot_be_written_ends_with_one_line(tmp_path, error_line, out, message):
     (tmp_path / "full.png").symlink_to("/dev/full")
-    assert message in error_line(capsys, tmp_path / out)
+    assert message in error_line(main, [str(CURVE), "--out", str(tmp_path / out)])
 
 
-def test_on_a_full_disk_the_picture_before_stays(tmp_path, capsys, monkeypatch):
+def test_on_a_full_disk_the_picture_before_stays(tmp_path, error_line, monkeypatch):
     (out := tmp_path / "p.png").write_bytes(b"before")
 
     def fill_the_disk(figure, path, **_):
@@ -76,5 +68,6 @@ def test_on_a_full_disk_the_picture_before_stays(tmp_path, capsys, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Figure, "savefig", fill_the_disk)
-    assert f"{out} cannot be written ([Errno 28] No space left on device)" in error_line(capsys, out)
+    line = error_line(main, [str(CURVE), "--out", str(out)])
+    assert f"{out} cannot be written ([Errno 28] No space left on device)" in line
     assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [("p.png", b"before")]

@@ -5,12 +5,10 @@ import os
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from conftest import train_here, write_npz
 
 from large_batch_cifar_10_fast.data.cifar10 import load_images
-from large_batch_cifar_10_fast.data.shards import MEAN, STD, normalize
-from large_batch_cifar_10_fast.layers import whitening_filters
+from large_batch_cifar_10_fast.data.shards import MEAN, STD
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("CIFAR10_NPZ" not in os.environ, reason="CIFAR10_NPZ is not set")]
 
@@ -26,14 +24,6 @@ def test_the_constants_are_the_images_own(cifar10):
     np.testing.assert_allclose(pixels.std(0), STD, rtol=0.01)
     assert np.bincount(cifar10.train_labels).tolist() == [5000] * 10
     assert np.bincount(cifar10.test_labels).tolist() == [1000] * 10
-
-
-def test_whitened_patches_have_variances_of_at_most_one_in_descending_order(cifar10):
-    images = normalize(torch.from_numpy(cifar10.train_images[:8000:8].copy()), torch.float64)
-    filters = whitening_filters(images, size=3, epsilon=0.01)
-    variance = torch.nn.functional.conv2d(images.permute(0, 3, 1, 2), filters).square().mean((0, 2, 3))
-    assert (variance.diff() < 1e-6).all()
-    assert variance[0].item() == pytest.approx(1, abs=1e-3)
 
 
 def test_a_small_network_learns_from_real_images(cifar10, tmp_path):

@@ -1,16 +1,15 @@
 """What a run prints and writes, in every precision; and what is left when it goes wrong."""
 
 import contextlib
+import itertools
 import math
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import REPO, TINY, environment, train_here, train_together
+from conftest import TINY, python, train_here, train_together
 
 from large_batch_cifar_10_fast import log as run_log
 from large_batch_cifar_10_fast import train
@@ -24,9 +23,8 @@ from large_batch_cifar_10_fast.options import exit_on_config_error
 
 pytestmark = pytest.mark.slow
 
-RUN_LINE = re.compile(
-    r"Train acc (\d\.\d{4}) loss (\d+\.\d{3}), validation acc (\d\.\d{4}) loss (\d+\.\d{3}) wall time (\d+\.\d{3})s"
-)
+RUN_LINE = r"Train acc (\d\.\d{4}) loss (\d+\.\d{3}), validation acc (\d\.\d{4}) loss (\d+\.\d{3}) "
+RUN_LINE += r"wall time (\d+\.\d{3})s"
 
 
 @pytest.fixture(scope="module")
@@ -34,95 +32,70 @@ def campaign(tiny_npz, tmp_path_factory):
     """Three tiny runs on two processes, from a folder that is not the repository's."""
     folder = tmp_path_factory.mktemp("campaign")
     result = train_together(2, "--demo", *TINY, "--data", tiny_npz, "--runs", 3, "--seed", 5, cwd=folder)
-    assert result.returncode == 0, result.stderr
+    assert (result.returncode, result.stderr) == (0, "")
     return folder, result
 
 
 def test_stdout_is_the_log_and_stderr_is_silent(campaign, tiny_npz):
     _, result = campaign
-    assert result.stderr == ""
     lines = result.stdout.splitlines()
-    first = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-    head, published = "\n".join(lines[:first]), [line for line in lines if not line.startswith("#")]
-    images = load_images(str(tiny_npz))
+    head = "\n".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
     for part in (
-        "8 workers on 2 processes",
-        f"torch {torch.__version__}",
-        "Python 3.",
-        "commit ",
-        "cuDNN ",
-        "seed=5",
-        "batch_size=16",
-        "643 training and 101 test images",
-        f"SHA-256 {images.digest}",
+        *("8 workers on 2 processes", f"torch {torch.__version__}", "Python 3.", "commit ", "cuDNN ", "seed=5"),
+        *("batch_size=16", "643 training and 101 test images", f"SHA-256 {load_images(str(tiny_npz)).digest}"),
     ):
         assert part in head
-    assert re.fullmatch(r"Uploaded data to GPUs \d+\.\d{3}s", published[0])
-    assert re.fullmatch(r"Compute patch whitening statistics:     \d+\.\d{3}s", published[1])
-    assert all(RUN_LINE.fullmatch(line) for line in published[2:5])
-    assert re.fullmatch(r"Maximum training time \d+\.\d+ median \d+\.\d+", published[5])
-    assert re.fullmatch(r"Lowest accuracy 0\.\d+ median 0\.\d+", published[6])
-    assert published[7:] == ["0 runs reached 0.94 out of 3"]
-    parts = re.fullmatch(
-        r"# wall time of the first run: upload ([\d.]+)s, preprocessing ([\d.]+)s, whitening ([\d.]+)s, "
-        r"training ([\d.]+)s",
-        lines[lines.index(published[2]) + 1],
-    )
-    total = float(RUN_LINE.fullmatch(published[2])[5])
-    aside = r"# not in it: the last validation (\d+\.\d{3})s \(with it (\d+\.\d{3})s\); peak memory \d+\.\d\d GiB"
-    validation, both = map(float, re.fullmatch(aside, lines[lines.index(published[2]) + 2]).groups())
-    assert both == pytest.approx(total + validation, abs=0.002)
-    assert sum(map(float, parts.groups())) == pytest.approx(total, abs=0.003)
+    published = "\n".join(line for line in lines if not line.startswith("#"))
+    upload, whitening = r"Uploaded data to GPUs \d+\.\d{3}s\n", r"Compute patch whitening statistics:     \d+\.\d{3}s\n"
+    summary = r"Maximum training time \d+\.\d+ median \d+\.\d+\nLowest accuracy 0\.\d+ median 0\.\d+\n"
+    summary += "0 runs reached 0.94 out of 3"
+    assert re.fullmatch(upload + whitening + f"({RUN_LINE}\n){{3}}" + summary, published)
+    parts = "upload {}, preprocessing {}, whitening {}, training {}\n".replace("{}", r"\d+\.\d{3}s")
+    assert re.search("# wall time of the first run: " + parts + "# not in it: the last validation ", result.stdout)
 
 
-def test_runs_table_has_a_row_for_each_run_that_the_log_confirms(campaign):
+def test_tables_hold_every_run_and_epoch_as_the_log_has_them(campaign):
     folder, result = campaign
-    rows = pd.read_csv(folder / "runs.tsv", sep="\t")
+    tables = [pd.read_csv(folder / f"{name}.tsv", sep="\t") for name in ("runs", "epochs", "timing_log")]
+    rows, epochs, curve = tables
     assert list(rows.columns) == COLUMNS
     assert rows["seed"].tolist() == [5, 6, 7]
     assert rows["campaign"].nunique() == 1
-    printed = [RUN_LINE.fullmatch(line) for line in result.stdout.splitlines() if line.startswith("Train")]
-    for (_, row), line in zip(rows.iterrows(), printed, strict=True):
+    printed = re.findall(RUN_LINE, result.stdout)
+    for (_, row), (_, train_loss, accuracy, *_) in zip(rows.iterrows(), printed, strict=True):
         assert row["validation_accuracy"] == row["validation_count"] / 101
-        assert f"{row['validation_accuracy']:.4f}" == line[3]
-        assert f"{row['train_loss']:.3f}" == line[2]
+        assert (f"{row['validation_accuracy']:.4f}", f"{row['train_loss']:.3f}") == (accuracy, train_loss)
         assert row[["upload", "preprocessing", "whitening", "training"]].sum() == pytest.approx(row["seconds"])
         assert 0 < row["last_validation"] < row["seconds"]
         assert 2**26 < row["peak_memory"] < 2**36
     maximum, median = re.search(r"Maximum training time (\S+) median (\S+)", result.stdout).groups()
     assert (float(maximum), float(median)) == (rows["seconds"].max(), rows["seconds"].median())
-
-
-def test_timing_log_is_dawnbenchs(campaign):
-    folder, _ = campaign
-    rows = pd.read_csv(folder / "runs.tsv", sep="\t")
-    table = pd.read_csv(folder / "timing_log.tsv", sep="\t")
-    assert list(table.columns) == ["epoch", "hours", "top1Accuracy"]
-    assert table["epoch"].tolist() == [1, 2]
-    assert table["hours"].is_monotonic_increasing
-    assert table["hours"].iloc[-1] * 3600 == pytest.approx(rows["seconds"][0])
-    assert table["top1Accuracy"].iloc[-1] == pytest.approx(100 * rows["validation_accuracy"][0], rel=1e-5)
-
-
-def test_epochs_tsv_has_every_epoch_of_every_run(campaign):
-    folder, _ = campaign
-    rows, epochs = (pd.read_csv(folder / name, sep="\t") for name in ("runs.tsv", "epochs.tsv"))
     assert epochs[["run", "epoch"]].to_numpy().tolist() == [[run, epoch] for run in rows["run"] for epoch in (1, 2)]
     assert set(epochs["campaign"]) == set(rows["campaign"])
     last = epochs[epochs["epoch"] == 2].reset_index(drop=True)
     for name in ("seconds", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy"):
         assert last[name].tolist() == pytest.approx(rows[name].tolist()), name
+    assert list(curve.columns) == ["epoch", "hours", "top1Accuracy"], "as DAWNBench's"
+    first = epochs[epochs["run"] == 0]
+    assert curve["epoch"].tolist() == first["epoch"].tolist()
+    assert (curve["hours"] * 3600).tolist() == pytest.approx(first["seconds"].tolist())
+    assert curve["top1Accuracy"].tolist() == pytest.approx((100 * first["validation_accuracy"]).tolist(), rel=1e-5)
 
 
-def test_a_run_of_a_campaign_equals_a_single_run_with_its_seed(tiny_npz, tmp_path):
-    base = ["--demo", *TINY, "--data", tiny_npz]
-    train_here(*base, "--runs", 3, "--seed", 5, "--out", tmp_path / "three", "--save", tmp_path / "three.pt")
-    train_here(*base, "--seed", 7, "--out", tmp_path / "one", "--save", tmp_path / "one.pt")
+MUON = ["--recipe", "muon", "--width", 4, "--batch_size", 100, "--epochs", 2, "--pixels", "24,32", "--kept", "1,0.5"]
+
+
+@pytest.mark.parametrize("options", [["--demo", *TINY], MUON], ids=["apple2019", "muon"])
+def test_the_last_run_of_a_campaign_equals_a_single_run_with_its_seed_after_a_warm_up(options, tiny_npz, tmp_path):
+    """Weights, statistics, resolution, what rests, what is kept and the order of flips begin anew with each run."""
+    base = [word for word in options if word != "--no_warmup"] + ["--data", tiny_npz, "--no_compile"]
+    several = ["--no_warmup", "--runs", 2, "--seed", 5, "--out", tmp_path / "several"]
+    train_here(*base, *several, "--save", tmp_path / "several.pt")
+    train_here(*base, "--seed", 6, "--out", tmp_path / "one", "--save", tmp_path / "one.pt")
     result = ["train_accuracy", "train_loss", "validation_count", "validation_loss"]
-    third = pd.read_csv(tmp_path / "three" / "runs.tsv", sep="\t").iloc[2]
-    single = pd.read_csv(tmp_path / "one" / "runs.tsv", sep="\t").iloc[0]
-    assert third[result].tolist() == single[result].tolist()
-    weights, expected = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("three", "one"))
+    rows = [pd.read_csv(tmp_path / name / "runs.tsv", sep="\t").iloc[-1] for name in ("several", "one")]
+    assert rows[0][result].tolist() == rows[1][result].tolist()
+    weights, expected = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("several", "one"))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
@@ -138,54 +111,25 @@ def test_one_process_trains_in_every_precision(tiny_npz, tmp_path, capsys, preci
     assert np.isfinite(row["train_loss"])
 
 
-def test_a_diverged_run_is_a_result_with_a_warning(tiny_npz, tmp_path, capsys):
+def test_a_diverged_run_is_a_result_with_a_warning_and_never_reached_the_goal(tiny_npz, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Score(95, 101, math.nan))
     train_here("--demo", *TINY, "--data", tiny_npz, "--lr_scaler", "100000", "--out", tmp_path)
     out, err = capsys.readouterr()
     assert re.match(r"Warning: run 0 \(seed 0\) stopped after epoch 1 of 2: its loss is not finite; .*\n$", err), err
     assert (tmp_path / "timing_log.tsv").read_text().count("\n") == 2, "its second epoch is not trained"
     assert "loss nan" in out
+    assert out.endswith("\n0 runs reached 0.94 out of 1\n")
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
-    assert np.isnan(row["train_loss"])
-    assert row["validation_images"] == 101
+    assert row[["train_loss", "goal_epoch", "goal_seconds"]].isna().all()
+    assert (row["validation_count"], row["validation_images"]) == (95, 101)
 
 
-def test_a_diverged_run_never_reached_the_goal(tiny_npz, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Score(95, 100, math.nan))
-    train_here("--demo", *TINY, "--data", tiny_npz, "--out", tmp_path)
-    assert capsys.readouterr().out.splitlines()[-1] == "0 runs reached 0.94 out of 1"
-    row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
-    assert row["validation_count"] == 95
-    assert row[["goal_epoch", "goal_seconds"]].isna().all()
-
-
-def test_warm_up_leaves_no_trace(tiny_npz, tmp_path):
-    for folder, arguments in (("with", TINY), ("without", [a for a in TINY if a != "--no_warmup"])):
-        train_here("--demo", *arguments, "--data", tiny_npz, "--out", tmp_path / folder)
-    rows = [pd.read_csv(tmp_path / folder / "runs.tsv", sep="\t").iloc[0] for folder in ("with", "without")]
-    result = ["train_accuracy", "train_loss", "validation_count", "validation_loss"]
-    assert rows[0][result].tolist() == rows[1][result].tolist()
-
-
-@pytest.mark.parametrize(("torchrun", "workers"), [([], "on 1 process,"), (["2"], "on 2 processes,")])
-def test_train_runs_without_the_launcher_alone_and_under_torchrun(torchrun, workers, tiny_npz, tmp_path):
-    start = ["torch.distributed.run", "--nproc_per_node", *torchrun, "-m"] if torchrun else []
-    command = [
-        sys.executable,
-        "-m",
-        *start,
-        "large_batch_cifar_10_fast.train",
-        "--demo",
-        *TINY,
-        "--data",
-        str(tiny_npz),
-    ]
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment(PYTHONPATH=REPO), capture_output=True, text=True, timeout=100
-    )
+def test_train_runs_without_the_launcher_under_torchrun(tiny_npz, tmp_path):
+    start = ["-m", "torch.distributed.run", "--nproc_per_node", 2, "-m", "large_batch_cifar_10_fast.train"]
+    result = python(*start, "--demo", *TINY, "--data", tiny_npz, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert workers in result.stdout
+    assert "on 2 processes," in result.stdout
     assert "0 runs reached 0.94 out of 1" in result.stdout
-    assert torchrun or result.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -196,18 +140,13 @@ def test_train_runs_without_the_launcher_alone_and_under_torchrun(torchrun, work
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_memory_running_out_is_explained(error, capsys):
-    ctx = DistContext(0, 1, torch.device("cuda", 0), 8)
-    with (
-        pytest.raises(SystemExit) as end,
-        exit_on_config_error("train"),
-        out_of_memory_hint(1, 256, ctx),
-    ):
-        raise error
-    assert end.value.code == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches (at most 8)" in err
+def test_memory_running_out_is_explained(error, error_line):
+    def run_out():
+        with exit_on_config_error("train"), out_of_memory_hint(1, 256, DistContext(0, 1, torch.device("cuda", 0), 8)):
+            raise error
+
+    hint = "8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches (at most 8)"
+    assert hint in error_line(run_out)
 
 
 def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):

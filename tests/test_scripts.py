@@ -1,19 +1,19 @@
-"""measure_gpu.sh and the scripts for Slurm, with stand-ins for the programs that they start."""
+"""measure_gpu.sh and the scripts for Slurm, with stand-ins for the programs that they start; links in documents."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
-from conftest import REPO, environment
+from conftest import REPO, environment, write_program
 
 from large_batch_cifar_10_fast.command_line import read_launch, read_request
 
 pytestmark = pytest.mark.slow
 
 PARTS = ["facts", "tests", "bench", "first", "compare", "profile", "nccl", "campaign", "modern", "lineage", "teams"]
-STAND_IN = f"""#!/bin/bash
-case $* in
+STAND_IN = f"""case $* in
     -c*torch.profiler*) shift 2; set -- profile "$@" ;;
     -m*ruff*) exit 1 ;;
     -m*) shift ;;
@@ -27,9 +27,7 @@ case $* in $FAILING) exit $STATUS ;; esac
 @pytest.fixture
 def measure(tmp_path, tiny_npz):
     """Return a function that runs parts, and returns the process and the programs that it started."""
-    python, calls = tmp_path / "python", tmp_path / "calls"
-    python.write_text(STAND_IN)
-    python.chmod(0o755)
+    python, calls = write_program(tmp_path / "python", STAND_IN), tmp_path / "calls"
 
     def run(*parts: str, failing: str = "", status: int = 1) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
         calls.write_text("")
@@ -82,8 +80,7 @@ STAND_INS = {
 def submit(tmp_path):
     """Return a function that runs a job's script as Slurm does, with stand-ins for srun, scontrol and the launcher."""
     for name, text in STAND_INS.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, text)
 
     def run(script: str, *arguments: str, **variables: object) -> subprocess.CompletedProcess:
         job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": tmp_path, **variables}
@@ -112,3 +109,11 @@ def test_the_machines_of_a_job_meet_at_the_first(submit):
     launches = [read_launch(line.split())[0] for line in result.stdout.splitlines()]
     assert [launch.node_rank for launch in launches] == [0, 1]
     assert {(launch.nnodes, launch.rdzv_endpoint) for launch in launches} == {(2, "n1:20001")}
+
+
+def test_every_relative_link_leads_to_a_file():
+    documents = [path for path in REPO.rglob("*.md") if not {".venv", ".git", "data"} & set(path.parts)]
+    links = [(path, link) for path in documents for link in re.findall(r"\]\(([^)#\s]+)", path.read_text())]
+    relative = [(path, link) for path, link in links if "://" not in link]
+    assert len(relative) > 40
+    assert [(path.name, link) for path, link in relative if not (path.parent / link).exists()] == []

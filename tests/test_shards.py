@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import random_pictures
+from conftest import CPU, random_pictures
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from large_batch_cifar_10_fast.data.augment import assign_balanced
-from large_batch_cifar_10_fast.data.shards import make_generator, normalize, shuffle_shards, upload_shards, upload_test
+from large_batch_cifar_10_fast.data.augment import CropAndAlternateFlip, assign_balanced, assign_independent
+from large_batch_cifar_10_fast.data.shards import make_generator, shuffle_shards, upload_shards, upload_test
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.recipe import images_for_every_step, images_of_an_epoch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -18,7 +18,6 @@ from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 
-CPU = torch.device("cpu")
 APPLE = Apple2019(batch_size=16)
 CROP_AND_FLIP = APPLE.augmentation
 
@@ -61,6 +60,7 @@ def test_an_epoch_of_fewer_pixels_has_the_batches_of_32_scaled_down():
     )
     for [(whole, labels)], [(scaled, same_labels)] in zip(large.epoch(0, 1), small.epoch(0, 1), strict=True):
         torch.testing.assert_close(scaled, F.interpolate(whole, (24, 24), mode="bilinear"))
+        assert scaled.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(labels, same_labels)
 
 
@@ -212,6 +212,24 @@ def test_crops_and_flips_are_independent_of_the_order():
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
 
 
+def test_flips_alternate_from_epoch_to_epoch_and_differ_from_run_to_run():
+    rows, augmentation = torch.arange(200)[None], MuonRecipe().augmentation
+    assert augmentation == CropAndAlternateFlip(padding=2, assign=assign_independent)
+
+    def flips(seed, worker, epoch):
+        [order], crops, [mirrored] = shuffle_shards(rows, augmentation, seed, [worker], epoch)
+        assert crops.min() == 0
+        assert crops.max() == 24
+        return mirrored[order.argsort()]
+
+    first = flips(1, 0, 1)
+    assert 60 < first.sum() < 140
+    assert torch.equal(flips(1, 0, 2), 1 - first)
+    assert torch.equal(flips(1, 0, 3), first)
+    for other in (flips(2, 0, 1), flips(1, 1, 1)):
+        assert 60 < (other == first).sum() < 140
+
+
 def test_of_more_than_200_options_200_are_assigned_equally_often():
     options, counts = assign_balanced(1000, 300, [torch.Generator().manual_seed(0)]).unique(return_counts=True)
     assert counts.tolist() == [5] * 200
@@ -229,12 +247,6 @@ def test_one_gather_is_reflection_padding_then_crop_then_flip():
         crop = padded[row, :, y : y + 32, x : x + 32]
         assert torch.equal(found, crop.flip(2) if flip else crop)
     assert batch.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_normalising_is_the_methods():
-    pixel = torch.tensor([0, 125, 255], dtype=torch.uint8).expand(1, 32, 32, 3)
-    expected = [(0 - 125.31) / 62.99, (125 - 122.95) / 62.09, (255 - 113.87) / 66.70]
-    assert normalize(pixel, torch.float64)[0, 0, 0].tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_test_images_are_shared_out_once_each():

@@ -21,7 +21,7 @@ def test_sh_and_variables_of_an_outer_launcher_or_of_openmp_change_nothing(tmp_p
     command = ["sh", LAUNCHER, "--demo", "--nproc", "3"]
     result = subprocess.run(command, cwd=tmp_path, env=environment(**left), capture_output=True, text=True)
     line = "train_cifar_parallel.sh: 8 workers cannot be split over 3 processes: use 1, 2, 4 or 8\n"
-    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+    assert (result.returncode, result.stdout, result.stderr, [*tmp_path.iterdir()]) == (2, "", line, [])
 
 
 @pytest.mark.slow
@@ -53,11 +53,8 @@ def test_cores_are_counted_by_affinity_and_by_the_quota_of_the_container(cpu_max
 
 
 def test_the_commit_is_not_that_of_a_repository_around_this_folder(tmp_path, monkeypatch):
-    for command in (
-        ["init", "-q"],
-        ["-c", "user.name=a", "-c", "user.email=a", "commit", "-q", "--allow-empty", "-ma"],
-    ):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    commit = "git -c user.name=a -c user.email=a commit -q --allow-empty -ma"
+    subprocess.run(f"git init -q && {commit}", shell=True, cwd=tmp_path, check=True)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
     monkeypatch.setattr(software, "REPO", tmp_path / "unpacked")
     assert software.commit.__wrapped__() == "unknown"
