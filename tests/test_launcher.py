@@ -89,6 +89,15 @@ def test_a_wrong_interpreter_is_one_line(script, python, message):
     assert result.stderr.startswith(message)
 
 
+def test_a_checkout_with_a_colon_in_its_name_is_one_line(script):
+    (colon := script.parent / "a:b").mkdir()
+    for name in ("train_cifar_parallel.sh", "choose_python.sh"):
+        (colon / name).write_text((script.parent / name).read_text())
+    result = launch(cwd=colon, script=colon / script.name)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert f"{colon} has a colon in its name" in result.stderr
+
+
 def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another_interpreter(script):
     venv = script.parent / ".venv"
 
