@@ -25,6 +25,14 @@ def test_sh_and_variables_of_an_outer_launcher_or_of_openmp_change_nothing(tmp_p
 
 
 @pytest.mark.slow
+def test_a_limit_of_file_sizes_at_which_torch_would_hang_is_one_line(tmp_path):
+    command = ["bash", "-c", f"ulimit -f 8; exec bash {LAUNCHER} --demo"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    line = "train_cifar_parallel.sh: ulimit -f allows files of 8192 bytes, and torch's rendezvous needs more: raise it"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", f"{line} to 1 MiB\n")
+
+
+@pytest.mark.slow
 def test_pythonpath_with_another_pythons_numpy_is_one_line(tmp_path):
     (tmp_path / "numpy.py").write_text("raise ImportError")
     result = launch("--version", cwd=tmp_path, PYTHONPATH=tmp_path)
