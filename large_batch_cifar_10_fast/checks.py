@@ -72,13 +72,20 @@ def check_out(out: Path, save: str) -> None:
         for path in (out / name for name in TABLES):
             if path.exists() and not (path.is_file() and os.access(path, os.R_OK | os.W_OK)):
                 raise ConfigError(f"{path} cannot be read and written: move it or choose another --out")
-        is_checkpoint = weights.is_file() and b"/data.pkl" in weights.read_bytes()[:300]  # torch.save writes it first
-        if save and (weights.name in TABLES or (weights.exists() and not is_checkpoint)):
+        if save and (weights.name in TABLES or (weights.exists() and not is_checkpoint(weights))):
             raise ConfigError(f"--save {save} would replace a table or another file: choose another name")
     except OSError as error:  # a name that is too long, say
         raise ConfigError(f"--out or --save cannot be written: {error}") from error
     if (out / "runs.tsv").exists():
         read_rows(out / "runs.tsv")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether torch.save wrote this file."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return b"/data.pkl" in file.read(300)  # torch.save writes this name first
 
 
 def check_agreement(config: RunConfig, recipe: Recipe, digest: str, finished: list[Row], ctx: DistContext) -> None:

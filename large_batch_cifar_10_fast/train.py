@@ -123,13 +123,14 @@ def make_model(
     if compile:
         sizes = [size for size in (recipe.batch_size, short) if size]
         forward = compiled(eager, network, recipe, sizes, micro_batches, ctx)
+    is_compiled = forward is not eager
     optimizers, evaluation = recipe.optimizers(network, ctx), None
     if ctx.on_gpu:
-        prepare_for_gpu(optimizers, compile=forward is not eager)
-        if forward is not eager and test_images:
+        prepare_for_gpu(optimizers, compile=is_compiled)
+        if is_compiled and test_images:
             sizes = chunk_sizes(len(range(ctx.rank, test_images, ctx.world_size)), ctx.device)
             evaluation = compiled_evaluation(network, recipe, precision, sizes, ctx)
-    return Model(recipe, network, optimizers, forward, forward is not eager, precision, micro_batches, ctx, evaluation)
+    return Model(recipe, network, optimizers, forward, is_compiled, precision, micro_batches, ctx, evaluation)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,16 @@ class Images:
 
 def count_training_images(data: str) -> int:
     """Return the number of training images in `--data`; download CIFAR-10 if it is missing. Raise ConfigError."""
-    return TRAIN_COUNT if data == SYNTHETIC else len(load_images(data).train_images)
+    if data == SYNTHETIC:
+        return TRAIN_COUNT
+    if not data.endswith(".npz") and (folder_of(data) / BATCHES).is_dir():
+        return 50_000  # reading them takes seconds
+    return len(load_images(data).train_images)
+
+
+def folder_of(data: str) -> Path:
+    """Return the folder that `--data` names, even by the archive or the unpacked folder in it."""
+    return Path(data).parent if Path(data).name in (ARCHIVE, BATCHES) else Path(data)
 
 
 def load_images(data: str) -> Images:
@@ -84,8 +93,7 @@ def load_images(data: str) -> Images:
         return Images(Path(data).name, *read_npz(Path(data)))
     if "://" in data:
         raise ConfigError(f"--data {data} is an address, not a folder: name a mirror of CIFAR-10 in CIFAR10_URL")
-    folder = Path(data).parent if Path(data).name in (ARCHIVE, BATCHES) else Path(data)
-    unpacked = folder / BATCHES
+    unpacked = (folder := folder_of(data)) / BATCHES
     return Images(CIFAR_10, *decode(read_unpacked(unpacked) if unpacked.is_dir() else unpack(load_archive(folder))))
 
 

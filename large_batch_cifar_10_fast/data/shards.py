@@ -50,11 +50,11 @@ class Shards:
         Hard-example selection uses `losses` [n], each image's latest loss.
         """
         stage, count = stage_of(self.recipe, epoch), images_of_an_epoch(self.recipe, self.total_images, epoch)
-        losses, samples = self.initial_losses() if losses is None else losses, []
+        samples = []
         for workers, rows in self.by_size():
             sample = shuffle_shards(rows, self.recipe.augmentation, seed, workers, epoch)
             if stage.keep_fraction < 1:
-                sample = select_hard_examples(sample, losses, count)
+                sample = select_hard_examples(sample, self.initial_losses() if losses is None else losses, count)
             samples.append([column[:, :count] for column in sample])
         columns = [torch.cat(columns) for columns in zip(*samples, strict=True)]
         steps = [self._split_steps(column) for column in columns]
@@ -138,7 +138,7 @@ def upload_shards(
 
 
 def upload_test(images: np.ndarray, labels: np.ndarray, ctx: DistContext) -> Batch:
-    """Copy every P-th test image, the share of this process, to its device."""
+    """Copy this process's share of the test images to its device; with P processes it is every Pth image."""
     return _upload(images, labels, slice(ctx.rank, None, ctx.world_size), ctx.device)
 
 
