@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .distributed import DistContext
 from .layers import prepare_norms
 from .options import first_line
-from .recipe import Logits, Recipe, TrainingPass, apply_stage, autocast, reset, weight_dtype
+from .recipe import Logits, Recipe, TrainingPass, apply_stage, autocast, image_dtype, reset
 
 # How far off a compiled gradient may be, as a share of its length. Rounding in another order reached 0.44 in a bias in
 # bf16, 0.09 in fp16 and 0.003 in fp32; a gradient that is lost, doubled or of the wrong sign is off by 1 or more.
@@ -22,14 +22,20 @@ Forward = Callable[[Tensor, Tensor, int], TrainingPass]  # of images, labels and
 
 
 def compiled(
-    eager: Forward, network: nn.Module, recipe: Recipe, sizes: Sequence[int], micro_batches: int, ctx: DistContext
+    eager: Forward,
+    network: nn.Module,
+    recipe: Recipe,
+    precision: str,
+    sizes: Sequence[int],
+    micro_batches: int,
+    ctx: DistContext,
 ) -> Forward:
     """Return the compiled training pass; warn and return the eager one if any process cannot compile it.
 
     All graphs of training are compiled here, for batches of all `sizes`. The gradients of each are compared with the
     eager ones, because a compiler can be wrong without an error (docs/performance.md, "A trap").
     """
-    workers, dtype = len(ctx.workers) // micro_batches, next(network.parameters()).dtype
+    workers, dtype = len(ctx.workers) // micro_batches, image_dtype(recipe, precision, ctx.device)
     images, _ = noise(recipe.batch_size * workers, 32, dtype, ctx)
     recipe.whiten(network, images.permute(0, 2, 3, 1))
     reset(network, recipe, seed=0)
@@ -59,7 +65,7 @@ def compiled_evaluation(
     @torch.no_grad()
     def check(forward: Logits) -> None:
         for size in set(sizes):  # each has one graph, for all views and epochs
-            images, _ = noise(size, 32, weight_dtype(recipe, precision), ctx)
+            images, _ = noise(size, 32, image_dtype(recipe, precision, ctx.device), ctx)
             with autocast(recipe, precision, ctx.device):
                 check_close("evaluation", forward(images), network(images), LOGITS_TOLERANCE)
 

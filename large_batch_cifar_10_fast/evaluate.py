@@ -23,7 +23,7 @@ from .layers import norms_of
 from .log import Clock, data_line, recipe_line, version_line
 from .metrics import Metrics, Score
 from .options import ConfigError, RunConfig, exit_on_config_error
-from .recipe import Logits, Prediction, Recipe, autocast, cast, make_network, sums_of, weight_dtype
+from .recipe import Logits, Prediction, Recipe, autocast, cast, image_dtype, make_network, sums_of, weight_dtype
 
 
 @torch.no_grad()
@@ -72,13 +72,14 @@ def evaluate_weights(path: Path, config: RunConfig, recipe: Recipe) -> None:
     with init_distributed(recipe.workers, device=config.device) as ctx:
         precision = precision_on(ctx, config.precision, recipe, len(images.train_images))
         allow_tf32(precision == "tf32")
-        dtype = weight_dtype(recipe, precision)
-        network = cast(make_network(recipe, seed=0), dtype, ctx.device)
+        computed, stored = weight_dtype(recipe, precision), image_dtype(recipe, precision, ctx.device)
+        network = cast(make_network(recipe, seed=0), computed, ctx.device)
         load_weights(network, path)
         test_images, labels = upload_test(*images.test, ctx)
         clock = Clock(ctx.synchronize)
         with clock.timed("validation"):
-            score = evaluate(network, recipe, recipe.tta, precision, (normalize(test_images, dtype), labels), ctx)
+            test = normalize(test_images, computed).to(stored), labels
+            score = evaluate(network, recipe, recipe.tta, precision, test, ctx)
         if ctx.is_main:
             print(version_line(), data_line(images.metadata()), recipe_line(recipe), sep="\n")
             result = f"validation acc {score.accuracy:.4f} loss {score.loss:.5f} of {path}"

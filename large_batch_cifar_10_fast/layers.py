@@ -179,4 +179,4 @@ def whitening_filters(images: Tensor, size: int, epsilon: float) -> Tensor:
     rows = patches.reshape(-1, 3 * size * size).to(dtype)
     eigenvalues, eigenvectors = torch.linalg.eigh(rows.T @ rows / (len(rows) - 1))
     filters = eigenvectors.T / (eigenvalues[:, None] + epsilon).sqrt()
-    return filters.flip(0).view(-1, 3, size, size).to(images.dtype)
+    return filters.flip(0).view(-1, 3, size, size)

@@ -136,9 +136,14 @@ def apply_stage(network: nn.Module, stage: Stage) -> None:
 
 
 def weight_dtype(recipe: Recipe, precision: str) -> torch.dtype:
-    """Return the type of weights and images: float32 for bf16, and for fp16 unless the recipe has half weights."""
+    """Return the type of weights: float32 for bf16, and for fp16 unless the recipe has half weights."""
     mixed = precision == "bf16" or (precision == "fp16" and not recipe.half_weights)
     return torch.float32 if mixed else DTYPES[precision]
+
+
+def image_dtype(recipe: Recipe, precision: str, device: torch.device) -> torch.dtype:
+    """Return the type of images: on a GPU the one the network computes in; on a CPU that of the weights."""
+    return DTYPES[precision] if device.type == "cuda" else weight_dtype(recipe, precision)
 
 
 def autocast(recipe: Recipe, precision: str, device: torch.device) -> torch.autocast:

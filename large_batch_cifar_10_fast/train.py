@@ -37,6 +37,7 @@ from .recipe import (
     autocast,
     cast,
     frozen_weights,
+    image_dtype,
     images_for_every_step,
     images_of_an_epoch,
     make_network,
@@ -122,7 +123,7 @@ def make_model(
     forward = eager = partial(training_pass, network, recipe, precision)
     if compile:
         sizes = [size for size in (recipe.batch_size, short) if size]
-        forward = compiled(eager, network, recipe, sizes, micro_batches, ctx)
+        forward = compiled(eager, network, recipe, precision, sizes, micro_batches, ctx)
     is_compiled = forward is not eager
     optimizers, evaluation = recipe.optimizers(network, ctx), None
     if ctx.on_gpu:
@@ -146,13 +147,13 @@ class Data:
 def prepare(images: Images, model: Model, clock: Clock) -> Data:
     """Upload and normalize the images, compute the whitening filters. All of it counts as training (section 6)."""
     recipe, network, ctx = model.recipe, model.network, model.ctx
-    dtype = weight_dtype(recipe, model.precision)
+    computed, stored = weight_dtype(recipe, model.precision), image_dtype(recipe, model.precision, ctx.device)
     with clock.timed("upload"):
         train = upload_shards(*images.train, recipe, ctx, model.micro_batches, compile=model.compiled and ctx.on_gpu)
         test_images, test_labels = upload_test(*images.test, ctx)
     with clock.timed("preprocessing"):
-        train = replace(train, images=normalize(train.images, dtype))
-        test_images = normalize(test_images, dtype)
+        train = replace(train, images=normalize(train.images, computed).to(stored))
+        test_images = normalize(test_images, computed).to(stored)
     with clock.timed("whitening"):
         if ctx.is_main:
             recipe.whiten(network, train.images[:: len(ctx.workers)])  # worker 0's

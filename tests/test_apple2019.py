@@ -1,12 +1,15 @@
 """The default recipe: its shapes and seeds. For its composition see test_oracle.py."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import CPU
 
 from large_batch_cifar_10_fast.layers import norms_of, prepare_norms
 from large_batch_cifar_10_fast.recipe import cast, frozen_weights, make_network, reset, run_flop
-from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019, whiten_and_mix
 
 SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
 
@@ -25,7 +28,8 @@ def test_parameters_work_and_shapes_are_the_methods():
     shapes = []
     for part in network.children():
         part.register_forward_hook(lambda module, images, y: shapes.append(tuple(y.shape[1:])))
-    network(torch.randn(16, 3, 32, 32))
+    network.prep(network.whitening(images := torch.randn(16, 3, 32, 32)))
+    network(images)
     assert shapes == [(27, 32, 32), (64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4), (10,)]
 
 
@@ -74,3 +78,14 @@ def test_whitening_looks_at_the_first_ten_thousand_images():
         Apple2019(width=4).whiten(network := Apple2019(width=4).network(), seen)
         filters.append(network.whitening.weight)
     assert torch.equal(*filters)
+
+
+def test_whitening_through_32_channels_gives_what_27_give():
+    draw = partial(torch.randn, dtype=torch.float64)
+    images, filters, weight = draw(2, 3, 8, 8), draw(27, 3, 3, 3), draw(5, 27, 1, 1).requires_grad_()
+    for channels in (27, 32):
+        mixed = whiten_and_mix(images, filters, weight, channels)
+        expected = torch.einsum("bchw,oc->bohw", F.conv2d(images, filters, padding=1), weight[:, :, 0, 0])
+        torch.testing.assert_close(mixed, expected)
+        gradients = [torch.autograd.grad(y.square().sum(), weight)[0] for y in (mixed, expected)]
+        torch.testing.assert_close(*gradients)

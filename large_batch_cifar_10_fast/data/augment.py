@@ -83,10 +83,11 @@ class CropJitterRotateFlip:
         """Make a batch [B, 3, 32, 32], channels-last, of `images` [n, 32, 32, 3]; both are normalized."""
         *factors, angles = changes
         crop = self.crop_and_flip(images, rows, crops, torch.zeros_like(flips))
+        crop = crop.to(torch.promote_types(crop.dtype, torch.float32))
         pixels = [crop[:, c] * (STD[c] / 255) + MEAN[c] / 255 for c in range(3)]  # 0 to 1
         rotated = rotate_and_flip(color_jitter(torch.stack(pixels, 1), *factors), angles, flips)
         normalized = [(rotated[:, c] - MEAN[c] / 255) * (255 / STD[c]) for c in range(3)]
-        return torch.stack(normalized, -1).permute(0, 3, 1, 2)
+        return torch.stack(normalized, -1).permute(0, 3, 1, 2).to(images.dtype)
 
 
 def color_jitter(images: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -118,8 +119,22 @@ class Network(nn.Module):
         self.whitening = convolution(3, 27).requires_grad_(False)  # last, so that no other initial weight depends on it
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.prep(self.whitening(images))
+        first, *norm_and_celu = self.prep
+        x = whiten_and_mix(images, self.whitening.weight, first.weight, channels=32 if images.is_cuda else 27)
+        for module in norm_and_celu:
+            x = module(x)
         return self.head(self.layer3(self.layer2(self.layer1(x)))) * LOGIT_SCALE
+
+
+def whiten_and_mix(images: Tensor, filters: Tensor, weight: Tensor, channels: int) -> Tensor:
+    """Convolve with the whitening filters [27, 3, 3, 3], then with a 1x1 `weight` [width, 27, 1, 1].
+
+    `channels` above 27 are zeros: tensor cores need multiples of 8.
+    """
+    zeros = channels - len(filters)
+    if zeros:
+        filters, weight = F.pad(filters, (0, 0, 0, 0, 0, 0, 0, zeros)), F.pad(weight, (0, 0, 0, 0, 0, zeros))
+    return F.conv2d(F.conv2d(images, filters, padding=1), weight)
 
 
 class Residual(nn.Module):
