@@ -24,7 +24,6 @@ from ..options import MOST, check_positive, check_within, option
 from ..recipe import Recipe, Stage
 
 RATE = PiecewiseLinear((0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
-SCHEDULED = 40  # epochs
 SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
 
@@ -32,7 +31,7 @@ SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 class Basenet(Recipe):
     """The entry's settings; a batch of another size does not change the rate."""
 
-    epochs: int = option(SCHEDULED, "epochs of a run: the first so many of the schedule, which is not stretched")
+    epochs: int = option(40, "epochs of a run: the first so many of the schedule, which is not stretched")
     batch_size: int = option(128, "images of a step")
     width: int = option(64, "channels of the first stage; the others scale with it")
 
@@ -50,7 +49,7 @@ class Basenet(Recipe):
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size")
-        check_within(self, "epochs", 1, SCHEDULED, "the schedule has no more")
+        check_within(self, "epochs", 1, type(self).epochs, "the schedule has no more")
         check_within(self, "width", 16, MOST, TOO_NARROW)
 
     def network(self) -> "Network":

@@ -12,46 +12,25 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
-from ..data.augment import CropAndFlip, assign_independent
 from ..distributed import DistContext
-from ..layers import TOO_NARROW, GhostBatchNorm
-from ..metrics import ONE_VIEW
+from ..layers import GhostBatchNorm
 from ..optim import NesterovSGD, PiecewiseLinear
-from ..options import MOST, check_positive, check_within, option
-from ..recipe import Recipe, Stage
-from .basenet import Network
+from ..options import option, same_option
+from .basenet import SGD_MOMENTUM, WEIGHT_DECAY, Basenet, Network
 
 RATE = PiecewiseLinear((0, 15, 30, 35), (0, 0.1, 0.005, 0))
 RATE_WITH_KINK = PiecewiseLinear((0, 15, 15, 30, 35), (0, 0.1, 0.105, 0.005, 0))
-SCHEDULED = 35  # epochs
-SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
 
 @dataclass(frozen=True)
-class Page(Recipe):
-    """The article's settings; a batch of another size does not change the rate."""
+class Page(Basenet):
+    """The article's settings: Johnson's but for the loss, the optimizer, the network's details and the schedule."""
 
-    epochs: int = option(SCHEDULED, "epochs of a run: the first so many of the schedule, which is not stretched")
-    batch_size: int = option(128, "images of a step")
-    width: int = option(64, "channels of the first stage; the others scale with it")
+    epochs: int = same_option(Basenet, "epochs", 35)
     starting_point: bool = option(False, "Page's first version: one norm and ReLU more, and the kink in the rate")
 
     name: ClassVar = "page"
-    workers: ClassVar = 1
-    augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_independent)
-    whole_epochs: ClassVar = True
     reduction: ClassVar = "sum"
-    half: ClassVar = "fp16"
-    half_weights: ClassVar = True
-    loss_scale: ClassVar = 1
-    stages: ClassVar = (Stage(),)
-    tta: ClassVar = ONE_VIEW
-    tta_early: ClassVar = ONE_VIEW
-
-    def __post_init__(self) -> None:
-        check_positive(self, "batch_size")
-        check_within(self, "epochs", 1, SCHEDULED, "the schedule has no more")
-        check_within(self, "width", 16, MOST, TOO_NARROW)
 
     def network(self) -> Network:
         """5,205,834 parameters at width 64; 5,205,962 with the surplus norm."""
