@@ -151,9 +151,8 @@ def start_processes(arguments: Sequence[str], launch: Launch, processes: int, ou
     Raise ConfigError if a process raised it.
     """
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) < 2**20:  # torch would wait for its file for ever
-        raise ConfigError(
-            f"ulimit -f allows files of {limit} bytes, and torch's rendezvous needs more: raise it to 1 MiB"
-        )
+        small = f"ulimit -f allows files of {limit} bytes, and torch's rendezvous needs more"
+        raise ConfigError(f"{small}: raise it to 1 MiB")
     try:
         scratch = tempfile.TemporaryDirectory(prefix="large_batch_cifar_10_fast_")
     except OSError as error:

@@ -56,9 +56,8 @@ class TestTimeAugmentation:
     def __call__(self, network: Logits, images: Tensor) -> Tensor:
         """Return logits [n, 10] for images [n, 32, 32, 3]."""
         chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(chunk_sizes(len(images), images.device)))
-        return torch.cat(
-            [sum(weight * at_least_float32(network(v(chunk))) for v, weight in self.views.items()) for chunk in chunks]
-        )
+        views = self.views.items()
+        return torch.cat([sum(w * at_least_float32(network(view(chunk))) for view, w in views) for chunk in chunks])
 
 
 def unchanged(images: Tensor) -> Tensor:

@@ -66,9 +66,8 @@ class Apple2019:
             raise ConfigError(f"{groups}: use {fitting}, or choose --ghost_batch")
         object.__setattr__(self, "ghost_batch", self.ghost_batch or self.batch_size // GROUPS)
         if self.batch_size % self.ghost_batch:
-            raise ConfigError(
-                f"{spelled(self, 'ghost_batch')} does not divide {spelled(self, 'batch_size')}: use one that does"
-            )
+            both = f"{spelled(self, 'ghost_batch')} does not divide {spelled(self, 'batch_size')}"
+            raise ConfigError(f"{both}: use one that does")
         if self.warmup_fraction < 1:
             raise ConfigError(f"{spelled(self, 'warmup_fraction')} must be at least 1: the peak lies inside the run")
         peak, end = self.epochs / self.warmup_fraction, self.epochs - self.ema_ep

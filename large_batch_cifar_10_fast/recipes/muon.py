@@ -113,9 +113,8 @@ class MuonRecipe:
 
     def whiten(self, network: "Network", images: Tensor) -> None:
         filters = whitening_filters(images[:5000], size=2, epsilon=5e-4)
-        network.whitening.weight.copy_(
-            torch.cat([filters, -filters])
-        )  # both signs, since the activation suppresses negative values
+        both_signs = torch.cat([filters, -filters])  # since the activation suppresses negative values
+        network.whitening.weight.copy_(both_signs)
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         """SGD's rates are for the sum of the loss over a step; ours is the mean of the workers' sums."""
