@@ -1,4 +1,4 @@
-"""The Muon recipe: its sizes, its stages, its work, and what it refuses."""
+"""The Muon recipe: its figures, its stages, its work. For its composition see test_muon_oracle.py."""
 
 from dataclasses import asdict
 
@@ -27,19 +27,6 @@ def test_every_figure_of_2024s_is_what_its_authors_state():
     assert {*as_pairs(asdict(Muon2024())).split()} == {*figures.split()}
 
 
-def test_parameters_and_work_are_the_published_ones():
-    network = Muon2024().network()
-    assert sum(weight.numel() for weight in network.parameters() if weight.requires_grad) == 1_971_352
-    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
-        Muon2024().network().eval()(torch.empty(1, 3, 32, 32))
-    dropped = 2 * 9 * (24 * 64 * (31**2 - 30**2) + 64 * 256 * (15**2 - 14**2) + 256 * 256 * (7**2 - 6**2))
-    assert counter.get_total_flops() + dropped == pytest.approx(0.236e9, rel=2e-3)
-    assert run_flop(Muon2024(), 50_000) + 3 * dropped * 50_000 * 8 == pytest.approx(0.278e15, rel=0.01)
-    assert run_flop(MuonRecipe(), 50_000) == pytest.approx(0.1737e15, rel=1e-3)
-    whole, halved = (MuonRecipe(epochs=2, pixels="32", whitening_epochs=0, kept=kept) for kept in ("1", "1,0.5"))
-    assert run_flop(halved, 50_000) / run_flop(whole, 50_000) == (25 + 12) / 50, "full batches alone"
-
-
 def test_work_is_what_torch_counts_over_a_run_that_is_made(monkeypatch):
     recipe = MuonRecipe(width=4, batch_size=100, epochs=4, pixels="9,9,12,12", kept="1,1,1,0.5")
     model = make_model(recipe, ALONE, "fp32")
@@ -61,21 +48,6 @@ def test_stages_begin_where_the_resolution_changes_or_the_bias_comes_to_rest():
     assert MuonRecipe(epochs=3, pixels="32", whitening_epochs=0, kept="1").stages == (Stage(1, 32, rest),)
     halved = MuonRecipe(epochs=3, pixels="24,32,32", whitening_epochs=0, kept="1,1,0.5").stages
     assert halved == (Stage(1, 24, rest), Stage(2, 32, rest), Stage(3, 32, rest, 0.5))
-
-
-def test_whitening_sees_every_patch_and_its_negative_and_blows_up_no_faint_pattern():
-    recipe, images = Muon2024(width=8), torch.randn(50, 32, 32, 3)
-    recipe.whiten(network := recipe.network(), images)
-    network.whitening.bias.data.zero_()
-    outputs = network.whitening(images.permute(0, 3, 1, 2))
-    assert outputs.shape == (50, 24, 31, 31)
-    torch.testing.assert_close(outputs[:, 12:], -outputs[:, :12])
-    assert outputs.square().mean((0, 2, 3)).sub(1).abs().max() < 0.01, "of variance 1, uncorrelated noise that it is"
-    faint = torch.randn(5001, 32, 32, 3) * 1e-3
-    faint[5000] += 1e3  # whitening looks at 5000 images
-    recipe.whiten(network, faint)
-    sizes = network.whitening.weight[:12].flatten(1).norm(dim=1)
-    torch.testing.assert_close(sizes, torch.full((12,), 5e-4**-0.5), rtol=1e-2, atol=0)
 
 
 def test_filters_begin_as_the_identity_and_the_head_with_deviation_one():
