@@ -1,9 +1,12 @@
-"""Ghost batch norm and pooling against PyTorch's own layers; which images whitening looks at."""
+"""Ghost batch norm, pooling and the CPU's convolutions against PyTorch's own; which images whitening looks at."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from large_batch_cifar_10_fast import cpu
+from large_batch_cifar_10_fast.cpu import Convolution, ConvolutionToPool
 from large_batch_cifar_10_fast.layers import GhostBatchNorm, MaxPool, MaxPoolFunction
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.muon import Muon2024
@@ -32,7 +35,7 @@ def test_pooling_and_its_gradient_are_pytorchs_also_for_equal_values(dtype, size
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(0, 3, (5, 3, 6, 12), generator=generator).to(dtype)
     x = x.to(memory_format=torch.channels_last).requires_grad_()
-    ours, expected = MaxPoolFunction.apply(x, size), nn.functional.max_pool2d(x, size)
+    ours, expected = MaxPoolFunction.apply(x, size), F.max_pool2d(x, size)
     factors = torch.randn(expected.shape, generator=generator).to(dtype)
     assert torch.equal(ours, expected)
     (gradient,), (expected_gradient,) = (torch.autograd.grad(y, x, factors) for y in (ours, expected))
@@ -58,3 +61,31 @@ def test_whitening_looks_at_the_first_images(recipe, count):
         filters.append(network.whitening.weight)
     assert torch.equal(filters[0], filters[1])
     assert not torch.equal(filters[1], filters[2])
+
+
+@pytest.mark.parametrize("compiling", [True, False])
+@pytest.mark.parametrize("kind", [Convolution, ConvolutionToPool])
+@pytest.mark.parametrize("side", [2, 3, 4, 5, 8, 31])
+def test_convolutions_and_their_gradients_are_pytorchs_without_what_pooling_drops(side, kind, compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    ours = kind(3, 4, 3, padding=1, bias=False, dtype=torch.float64)
+    x = torch.randn(2, 3, side, side, dtype=torch.float64).requires_grad_()
+    kept = side if kind is Convolution else side // 2 * 2
+    expected = F.conv2d(x, ours.weight, padding=1)[..., :kept, :kept]
+    factors = torch.randn_like(expected)
+    found = ours(x)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad((y * factors).sum(), (x, ours.weight)) for y in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("device", "compiling"), [("cpu", True), ("cpu", False), ("meta", True)])
+def test_fast_paths_are_taken_only_where_a_network_is_compiled_for_a_cpu(device, compiling, monkeypatch):
+    fast, sides = device == "cpu" and compiling, []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    monkeypatch.setattr(cpu, "convolve_by_position", lambda x, weight, side: sides.append(side))
+    for side in (2, 4, 5):
+        images = torch.empty(1, 3, side, side, device=device, requires_grad=True)
+        for kind in (Convolution, ConvolutionToPool):
+            kind(3, 4, 3, padding=1, bias=False, device=device)(images)
+    assert sides == ([2, 2, 4, 4, 4] if fast else [])
