@@ -110,11 +110,7 @@ def test_training_and_evaluation_equal_stock_layers_to_nine_digits(system):
 
 SCHEDULES = {  # of the first group of parameters: known values by epoch
     "apple2019": (Apple2019(), "lr", {1 / 24: 1 / 57.6, 1.8: 0.75, 3.6: 1.5, 9.8: 0.825, 16: 0.15, 18: 0.15}),
-    "basenet": (
-        Basenet(),
-        "lr",
-        {0: 0, 7.5: 0.05, 14.7: 0.098, 15: 0.105, 20: 0.005 + 0.2 * 10 / 30, 30: 0.005, 32.5: 0.0025, 36: 5e-4},
-    ),
+    "basenet": (Basenet(), "lr", {7.5: 0.05, 14.7: 0.098, 15: 0.105, 20: 0.215 / 3, 30: 0.005, 32.5: 0.0025, 36: 5e-4}),
     "page": (Page(), "lr", {0: 0, 7.5: 0.05, 15: 0.1, 22.5: 0.0525, 30: 0.005, 35: 0}),
     "page's start": (Page(starting_point=True), "lr", {7.5: 0.05, 15: 0.105, 22.5: 0.055, 32.5: 0.0025}),
     "fastai": (FastAI(), "lr", {0: 0.04, 8.75: 1.02, 17.5: 2.0, 26.25: 1.02, 35: 0.04, 37.5: 0.0202, 40: 0.0004}),

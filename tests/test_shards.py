@@ -63,19 +63,20 @@ def test_an_epoch_of_fewer_pixels_has_the_batches_of_32_scaled_down():
         assert torch.equal(labels, same_labels)
 
 
-def test_hard_examples_have_the_highest_losses_and_keep_their_order_crops_and_flips():
-    losses = torch.rand(640, generator=torch.Generator().manual_seed(0))
+def test_hard_examples_have_the_highest_losses_or_none_yet_and_keep_their_order_crops_and_flips():
     whole, half = (
-        _shards(recipe=MuonRecipe(epochs=1, batch_size=10, workers=4, kept=kept), images=_numbered(640)).epoch(
-            3, 1, losses
-        )
+        _shards(recipe=MuonRecipe(epochs=1, batch_size=10, workers=4, kept=kept), images=_numbered(640))
         for kept in ("1", "0.5")
     )
-    assert (len(whole), len(half)) == (16, 8)
+    losses = half.initial_losses()
+    losses[40:] = torch.rand(600, generator=torch.Generator().manual_seed(0))
+    epochs = whole.epoch(3, 1, losses), half.epoch(3, 1, losses)
+    assert [len(epoch) for epoch in epochs] == [16, 8]
+    assert {*range(40)} <= {*_rows(epochs[1]).tolist()}, "images never seen"
     for worker in range(4):
         everything, found = (
             torch.stack([torch.cat([step.columns[i].view(4, 10)[worker] for step in epoch]) for i in range(3)])
-            for epoch in (whole, half)
+            for epoch in epochs
         )
         hard = losses[everything[0]] > losses[everything[0]].median()
         assert torch.equal(found, everything[:, hard])
@@ -84,15 +85,6 @@ def test_hard_examples_have_the_highest_losses_and_keep_their_order_crops_and_fl
 def test_hard_examples_are_rounded_to_images_and_then_to_full_batches():
     recipe = MuonRecipe(epochs=2, batch_size=29, kept="1,0.29")
     assert [images_of_an_epoch(recipe, 100, epoch) for epoch in (1, 2)] == [87, 29], "0.29 * 100 is 28.999..."
-
-
-def test_images_never_seen_are_selected_before_others():
-    recipe = MuonRecipe(epochs=2, batch_size=10, workers=4, kept="0.5")
-    shards = _shards(recipe=recipe)
-    losses = shards.initial_losses()
-    first = _rows(shards.epoch(3, 1, losses))
-    losses[first] = 100.0
-    assert not set(first.tolist()) & set(_rows(shards.epoch(3, 2, losses)).tolist())
 
 
 @pytest.mark.parametrize("recipe", [APPLE, Basenet(batch_size=100), FastAI(batch_size=24), FastAI(batch_size=20)])
@@ -137,15 +129,15 @@ def test_batches_do_not_depend_on_processes_or_micro_batches(processes, micro_ba
         assert torch.equal(torch.cat([piece[1] for piece in pieces]), labels)
 
 
-def test_each_worker_draws_from_a_stream_of_its_own():
-    sample = shuffle_shards(torch.arange(3 * 100).view(3, 100), CROP_AND_FLIP, seed=5, workers=[2, 6, 7], epoch=3)
-    for worker, *found in zip([2, 6, 7], *sample, strict=True):
+def test_each_worker_draws_from_a_stream_of_its_own_by_seed_and_epoch():
+    recipe = Apple2019(batch_size=100, ghost_batch=10)
+    [step] = _shards(recipe=recipe, images=_numbered(800)).epoch(seed=5, epoch=3)
+    for worker, *found in zip(range(8), *(column.view(8, 100) for column in step.columns), strict=True):
         [key] = np.random.SeedSequence([5, worker, 3]).generate_state(1, np.uint64)
         randperm = partial(torch.randperm, generator=torch.Generator().manual_seed(int(key) // 2))
         crops, flips = (randperm(options)[randperm(100).argsort() * options // 100] for options in (81, 2))
         order = randperm(100)
-        rows = torch.arange(100) + 100 * [2, 6, 7].index(worker)
-        for column, expected in zip(found, (rows, crops, flips), strict=True):
+        for column, expected in zip(found, (torch.arange(worker, 800, 8), crops, flips), strict=True):
             assert torch.equal(column, expected[order])
 
 

@@ -51,8 +51,12 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
     monkeypatch.setattr(torch, "rand", lambda n, generator, device: torch.ones(n, device=device))
     ctx = DistContext(0, 1, gpu, recipe.workers)
     with FakeTensorMode(allow_non_fake_inputs=False):
-        with gpu:
-            network = make_network(recipe, seed=0)
+        network = make_network(recipe, seed=0)
+        for module in network.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                setattr(module, name, torch.nn.Parameter(weight.to(gpu), requires_grad=weight.requires_grad))
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(gpu))
         weights = [weight for weight in network.parameters() if weight.requires_grad]
         set_zero = lambda _: [setattr(weight, "grad", torch.zeros_like(weight)) for weight in weights]  # noqa: E731
         monkeypatch.setattr(torch.Tensor, "backward", set_zero)
