@@ -34,9 +34,9 @@ def one_view(network, images, last):
 def check_run(recipe, reference, update, losses, reduce, images, steps, predict=one_view) -> nn.Module:
     """Compare scores and weights of a run to nine digits; return our network.
 
-    `reference` has parameters in our order, frozen ones at any place. `update` makes a weight of name, weight, mean
-    gradient over the workers, a state of its own and the time in epochs. `losses` are those of images, a worker's loss
-    is what `reduce` makes of them. `steps` are a worker's images and their pixels in each step, by epoch.
+    `reference` has its parameters in our order, frozen ones anywhere. `update` returns a new weight; it takes the name,
+    the weight, its mean gradient over the workers, a state, at first zero, and the time in epochs. `losses` returns
+    those of images, `reduce` a worker's loss. `steps` are a worker's images and their pixels in each step, by epoch.
     """
     ctx = DistContext(0, 1, CPU, recipe.workers)
     model, reference = make_model(recipe, ctx, "fp64"), reference.double()
@@ -51,11 +51,9 @@ def check_run(recipe, reference, update, losses, reduce, images, steps, predict=
     seen = torch.full((len(images.train_images),), torch.inf)  # each image's latest loss
     test, labels = normalised(images.test_images).permute(0, 3, 1, 2), torch.from_numpy(images.test_labels)
     for epoch, sizes in enumerate(steps, 1):
-        right = total = 0
-        for number, (step, (size, pixels)) in enumerate(
-            zip(data.train.epoch(SEED, epoch, seen), sizes, strict=True), 1
-        ):
-            [(x, y)] = step
+        right, total, now = 0, 0, epoch - 1
+        for step, (size, pixels) in zip(data.train.epoch(SEED, epoch, seen), sizes, strict=True):
+            [(x, y)], now = step, now + 1 / len(sizes)
             assert x.shape == (size * recipe.workers, 3, pixels, pixels)
             gradients = dict.fromkeys(state, 0)
             for mine in torch.arange(len(y)).split(size):
@@ -70,7 +68,7 @@ def check_run(recipe, reference, update, losses, reduce, images, steps, predict=
                 total += found.sum().item()
             for name, gradient in gradients.items():
                 weight = reference.get_parameter(name).data
-                weight.copy_(update(name, weight, gradient, state[name], epoch - 1 + number / len(sizes)))
+                weight.copy_(update(name, weight, gradient, state[name], now))
         reference.eval()
         with torch.no_grad():
             logits = predict(reference, test, epoch == len(steps))

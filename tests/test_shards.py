@@ -108,6 +108,7 @@ def test_a_batch_has_images_of_each_workers_shard_and_an_epoch_no_image_twice(re
         *((APPLE, 8 * 16), (Basenet(batch_size=100), 100 + 43), (FastAI(batch_size=24), 8 * (24 + 80 % 24))),
         *((FastAI(batch_size=20), 8 * 20), (MuonRecipe(batch_size=30, workers=2, kept="1,0.7"), 2 * 43)),
     ],
+    ids=lambda value: getattr(value, "name", None),
 )
 def test_some_of_the_images_make_steps_of_all_batch_sizes_in_all_stages(recipe, few):
     """Of 643 images. 0.7 x 43 are 30.1, a batch."""
