@@ -9,6 +9,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from large_batch_cifar_10_fast.data.augment import color_jitter, rotate_and_flip
 from large_batch_cifar_10_fast.data.shards import MEAN, STD, normalize
+from large_batch_cifar_10_fast.recipe import image_dtype
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 
 AUGMENTATION = FastAI.augmentation
@@ -55,3 +56,12 @@ def test_an_augmented_batch_is_normalised_again_and_nothing_is_drawn_twice():
         assert low <= drawn.min() < low + (high - low) / 5
         assert high - (high - low) / 5 < drawn.max() <= high
     assert len({tuple(drawn.tolist()) for drawn in choices}) == 6
+
+
+def test_half_precision_images_are_augmented_in_float32():
+    """As on GPUs, which store them so."""
+    images = normalize((255 * _pixels(20)).to(torch.uint8).permute(0, 2, 3, 1), torch.float32).half()
+    choices = [column[0] for column in AUGMENTATION.sample(20, [torch.Generator().manual_seed(3)])]
+    assert image_dtype(FastAI(), "fp16", torch.device("cuda")) == images.dtype
+    expected = AUGMENTATION(images.float(), torch.arange(20), *choices).half()
+    assert torch.equal(AUGMENTATION(images, torch.arange(20), *choices), expected)

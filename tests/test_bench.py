@@ -62,7 +62,7 @@ def test_a_run_has_the_steps_of_each_stage_and_a_step_its_parts(measure, monkeyp
     assert len(made) == 2 + 4, "a step of each kind, and an epoch's augmentation"
     seconds = {name: part["median"] for name, part in result["seconds"].items()}
     of_a_step = {"forward", "backward", "averaging", "update"}
-    assert sum(seconds[part] for part in of_a_step) == pytest.approx(seconds["step"], rel=0.8)
+    assert 0.2 < sum(seconds[part] for part in of_a_step) / seconds["step"] < 5, "once each, on a busy machine"
     assert all({"baseline", "speedup"} <= result["seconds"][part].keys() for part in ("step", *of_a_step))
     assert all(
         row["speedup"] == row["baseline"] / row["median"] for row in result["seconds"].values() if "speedup" in row

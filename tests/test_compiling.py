@@ -19,7 +19,6 @@ from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.evaluate import evaluate
 from large_batch_cifar_10_fast.layers import prepare_norms, update_statistics
 from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.metrics import Metrics
 from large_batch_cifar_10_fast.optim import follow_schedules
 from large_batch_cifar_10_fast.recipe import apply_stage, cast, make_network, reset, stage_of, training_pass
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -87,19 +86,32 @@ def without_kernels(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-def test_every_stage_of_a_recipe_is_compiled_before_it_is_trained(without_kernels):
-    recipe = MuonRecipe(width=4, batch_size=20, pixels="24,32", epochs=2, kept="1")
-    alone = replace(ALONE, total_workers=recipe.workers)
-    model = make_model(recipe, alone, "fp64", compile=True)
+@pytest.mark.parametrize(
+    ("recipe", "images", "steps"),
+    [
+        (MuonRecipe(width=4, batch_size=20, pixels="24,32", epochs=2, kept="1"), 20, [(20, 24), (20, 32)]),
+        (Stock(batch_size=16, epochs=1), 2 * 19, [(32, 32), (6, 32)]),
+    ],
+    ids=["of each stage", "of a short last batch"],
+)
+def test_all_graphs_are_compiled_before_a_run_which_they_do_not_change(recipe, images, steps, without_kernels):
+    ctx, weights = replace(ALONE, total_workers=recipe.workers), []
+    for compile in (False, True):
+        model = make_model(recipe, ctx, "fp64", compile, short=images // recipe.workers % recipe.batch_size)
+        data, taken = prepare(random_images(images, 10), model, Clock(ctx.synchronize)), []
+        reset(model.network, recipe, seed=0)
+        follow_schedules(model.optimizers, epoch=1)
+        for epoch in range(1, recipe.epochs + 1):
+            apply_stage(model.network, stage_of(recipe, epoch))
+            for micro_batches in data.train.epoch(0, epoch):
+                taken.append((len(micro_batches[0][0]), micro_batches[0][0].shape[-1]))
+                with torch._dynamo.config.patch(error_on_recompile=True):
+                    take_step(model, micro_batches, data.metrics)
+        assert taken == steps
+        weights.append([*model.network.parameters(), *model.network.buffers()])
     assert model.compiled, "no compiler here?"
-    data = prepare(random_images(20, 10), model, Clock(alone.synchronize))
-    reset(model.network, recipe, seed=0)
-    for epoch in (1, 2):
-        apply_stage(model.network, stage_of(recipe, epoch))
-        (micro_batches,) = data.train.epoch(0, epoch)
-        assert micro_batches[0][0].shape[-1] == {1: 24, 2: 32}[epoch]
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            take_step(model, micro_batches, Metrics(alone))
+    for eager, compiled in zip(*weights, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="convolutions here know no bfloat16")
@@ -165,42 +177,15 @@ def test_the_warm_up_evaluates_early_and_last_views_compiled():
     assert len(calls) == 1 + 6
 
 
-def test_a_compiled_network_takes_a_short_last_batch_too(without_kernels):
-    recipe, weights = Stock(batch_size=16), []
-    for compile in (False, True):
-        model = make_model(recipe, ALONE, "fp64", compile, short=19 % 16)
-        data = prepare(random_images(2 * 19, 10), model, Clock(ALONE.synchronize))
-        reset(model.network, recipe, seed=0)
-        follow_schedules(model.optimizers, epoch=1)
-        sizes = []
-        for micro_batches in data.train.epoch(0, 1):
-            sizes.append(len(micro_batches[0][1]))
-            with torch._dynamo.config.patch(error_on_recompile=True):  # all graphs are compiled before
-                take_step(model, micro_batches, Metrics(ALONE))
-        assert sizes == [32, 6]
-        weights.append([*model.network.parameters(), *model.network.buffers()])
-    assert model.compiled, "no compiler here?"
-    for eager, compiled in zip(*weights, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-11)
-
-
 def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
     """As torch 2.11 did, without a word, for a norm whose last operation was a cast that changed nothing."""
 
-    class Forgetful(torch.nn.Module):
-        def __init__(self, network):
-            super().__init__()
-            self.network = network
-
-        def forward(self, images):
-            net = self.network
-            x = net.prep(net.whitening(images)).detach()
-            lost = sum(weight.sum() for weight in net.prep.parameters())
-            return net.head(net.layer3(net.layer2(net.layer1(x)))) / 16 + 0 * lost
-
     def compile(eager, **_):
-        network, *others = eager.args
-        return partial(training_pass, Forgetful(network), *others)
+        def forgetful(*batch):
+            made = eager(*batch)
+            return made._replace(loss=0 * made.loss)
+
+        return forgetful
 
     monkeypatch.setattr(torch, "compile", compile)
     model = make_model(SMALL, ALONE, "fp64", compile=True)

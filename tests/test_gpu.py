@@ -1,6 +1,5 @@
 """What only a GPU can show. Skipped without one; every program here is started with the GPU that conftest.py hides."""
 
-import subprocess
 import sys
 
 import pandas as pd
@@ -43,8 +42,6 @@ torch.cuda.set_per_process_memory_fraction(0.25 * 2**30 / torch.cuda.mem_get_inf
 with exit_on_config_error("train"):
     main(sys.argv[1:])
 """
-
-
 IEEE = """
 import sys, torch
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
@@ -59,10 +56,6 @@ with init_distributed(1) as ctx, torch.no_grad():
 """
 
 
-def _python(*arguments: object, folder) -> subprocess.CompletedProcess:
-    return python(*arguments, cwd=folder, **GPU)
-
-
 def test_the_demo_passes_94_percent_compiled_in_half_precision(tmp_path):
     result = launch("--demo", cwd=tmp_path, nproc=1, **GPU)
     assert result.returncode == 0, result.stderr
@@ -73,19 +66,19 @@ def test_the_demo_passes_94_percent_compiled_in_half_precision(tmp_path):
 
 
 def test_an_epoch_neither_waits_for_the_gpu_nor_copies_from_it(tmp_path):
-    result = _python("-c", EPOCH_WITHOUT_WAITING, folder=tmp_path)
+    result = python("-c", EPOCH_WITHOUT_WAITING, cwd=tmp_path, **GPU)
     assert result.returncode == 0, result.stderr
 
 
 def test_two_processes_on_one_gpu_equal_one_over_nccl(tiny_npz, tmp_path):
     """NCCL takes two ranks with the same GPU for a mistake unless they name different hosts."""
     options = ["--demo", *TINY, "--data", tiny_npz, "--precision", "fp64", "--no_compile"]
-    alone = _python("-m", TRAIN, *options, "--save", "alone.pt", folder=tmp_path)
+    alone = python("-m", TRAIN, *options, "--save", "alone.pt", cwd=tmp_path, **GPU)
     assert alone.returncode == 0, alone.stderr
     own_host = 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$0" "$@"'
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node", 2]
     program = ["--no-python", "bash", "-c", own_host, sys.executable, "-m", TRAIN]
-    both = _python(*torchrun, *program, *options, "--save", "both.pt", "--out", "both", folder=tmp_path)
+    both = python(*torchrun, *program, *options, "--save", "both.pt", "--out", "both", cwd=tmp_path, **GPU)
     assert both.returncode == 0, both.stderr
     assert "8 workers on 2 processes" in both.stdout
     expected = torch.load(tmp_path / "alone.pt", weights_only=True)
@@ -104,15 +97,15 @@ def test_two_teams_share_a_gpu(tiny_npz, tmp_path):
 
 def test_too_little_memory_is_told_with_what_to_lower(tmp_path):
     options = ("--data", "synthetic", "--epochs", "3", "--ema_ep", "1", "--no_compile")
-    result = _python("-c", LITTLE_MEMORY, *options, folder=tmp_path)
+    result = python("-c", LITTLE_MEMORY, *options, cwd=tmp_path, **GPU)
     assert result.returncode == 2, result.stderr
     hint = "out of memory with 8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches (at most 8)"
     assert hint in result.stderr
 
 
 def test_fp32_is_ieee_float32_and_tf32_is_not(tmp_path):
-    capability = _python("-c", "import torch; print(torch.cuda.get_device_capability() >= (8, 0))", folder=tmp_path)
-    error = {name: float(_python("-c", IEEE, name, folder=tmp_path).stdout) for name in ("fp32", "tf32")}
+    capability = python("-c", "import torch; print(torch.cuda.get_device_capability() >= (8, 0))", cwd=tmp_path, **GPU)
+    error = {name: float(python("-c", IEEE, name, cwd=tmp_path, **GPU).stdout) for name in ("fp32", "tf32")}
     assert error["fp32"] < 1e-5
     assert error["tf32"] > 1e-4 or capability.stdout == "False\n"
 
@@ -123,7 +116,7 @@ def test_every_recipe_trains_compiled_in_half_precision(recipe, tmp_path):
     result = launch("--recipe", recipe, *options, cwd=tmp_path, nproc=1, **GPU)
     assert result.returncode == 0, result.stderr
     assert result.stderr == "", "not compiled?"
-    capability = _python("-c", "import torch; print(torch.cuda.get_device_capability() >= (8, 0))", folder=tmp_path)
+    capability = python("-c", "import torch; print(torch.cuda.get_device_capability() >= (8, 0))", cwd=tmp_path, **GPU)
     half = "bf16" if recipe == "muon" and capability.stdout == "True\n" else "fp16"
     assert f" precision={half} " in result.stdout
     assert "nan" not in result.stdout.split("Train acc")[1]

@@ -1,47 +1,136 @@
-"""The systems of 2018: their sizes, their schedules, what they refuse, and their table."""
+"""The systems of 2018: they train and evaluate as stock layers in float64 do; schedules; the table of all recipes."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ALONE, CPU, REPO
+from test_oracle import check_run
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast.command_line import RECIPES, read_request
 from large_batch_cifar_10_fast.compiling import gradients, noise
+from large_batch_cifar_10_fast.data.cifar10 import Images
+from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import norms_of
 from large_batch_cifar_10_fast.optim import NesterovSGD
 from large_batch_cifar_10_fast.recipe import autocast, run_flop, weight_dtype
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
-from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
+from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe
 from large_batch_cifar_10_fast.recipes.page import Page
 from large_batch_cifar_10_fast.train import make_model
 
-BASENET_RATES = {0: 0, 7.5: 0.05, 14.7: 0.098, 15: 0.105, 20: 0.005 + 0.2 * 10 / 30, 30: 0.005, 32.5: 0.0025, 36: 5e-4}
-EIGHT_GPU_RATES = {0: 0.04, 8.75: 1.02, 17.5: 2.0, 26.25: 1.02, 35: 0.04, 37.5: 0.0202, 40: 0.0004}
-ONE_GPU_RATES = {0: 0.075, 6: 0.7875, 12: 1.5, 24: 0.075, 27: 0.037875, 30: 0.00075}
+BATCH, SHARD = 4, 10
+MEAN, MAX = nn.AdaptiveAvgPool2d(1), nn.AdaptiveMaxPool2d(1)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "name", "known"),
-    [
-        (Basenet(), "lr", BASENET_RATES),
-        (Page(), "lr", {e: r / 128 for e, r in {0: 0, 7.5: 0.05, 15: 0.1, 22.5: 0.0525, 30: 0.005, 35: 0}.items()}),
-        (Page(starting_point=True), "lr", {7.5: 0.05 / 128, 15: 0.105 / 128, 22.5: 0.055 / 128, 32.5: 0.0025 / 128}),
-        (FastAI(), "lr", EIGHT_GPU_RATES),
-        (FastAI(), "momentum", {0: 0.95, 8.75: 0.9, 17.5: 0.85, 26.25: 0.9, 35: 0.95, 40: 0.95}),
-        (FastAI(entry="one_gpu"), "lr", ONE_GPU_RATES),
-    ],
-)
-def test_schedules_have_their_known_answers(recipe, name, known):
-    (group,) = recipe.optimizers(recipe.network(), ALONE)[0].param_groups
-    assert {epoch: pytest.approx(value, rel=1e-9, abs=1e-12) for epoch, value in known.items()} == {
-        epoch: group["schedules"][name](epoch) for epoch in known
-    }
+class Block(nn.Module):
+    """As the issue of each system says it, `identity` being `raw` or `activated`."""
+
+    def __init__(self, c_in, c_out, stride, identity):
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(c_in), nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)
+        self.norm2, self.conv2 = nn.BatchNorm2d(c_out), nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False)
+        same = stride == 1 and c_in == c_out
+        self.shortcut = nn.Identity() if same else nn.Conv2d(c_in, c_out, 1, stride, bias=False)
+        self.from_activated = not same or identity == "activated"
+
+    def forward(self, x):
+        a = self.norm1(x).relu()
+        y = self.conv2(self.norm2(self.conv1(a)).relu())
+        return y + self.shortcut(a if self.from_activated else x)
+
+
+class Pools(nn.ModuleList):
+    def forward(self, x):
+        return torch.cat([pool(x).flatten(1) for pool in self], 1)
+
+
+def stock_resnet18(w, identity, surplus_norm, pools):
+    shapes = [(w, w, 1), (w, w, 1), (w, 2 * w, 2), (2 * w, 2 * w, 1)]
+    shapes += [(2 * w, 4 * w, 2), (4 * w, 4 * w, 1), (4 * w, 4 * w, 2), (4 * w, 4 * w, 1)]
+    blocks = [nn.BatchNorm2d(w), nn.ReLU()] * surplus_norm + [Block(*shape, identity) for shape in shapes]
+    return nn.Sequential(nn.Conv2d(3, w, 3, padding=1, bias=False), *blocks, Pools(pools), nn.Linear(8 * w, 10))
+
+
+def stock_wide_resnet(w):
+    a, b, c = 6 * w, 12 * w, 24 * w
+    shapes = [(w, a, 1), (a, a, 1), (a, a, 1), (a, b, 2), (b, b, 1), (b, b, 1), (b, c, 2), (c, c, 1), (c, c, 1)]
+    blocks = [*(Block(*shape, "raw") for shape in shapes), nn.BatchNorm2d(c), nn.ReLU()]
+    return nn.Sequential(nn.Conv2d(3, w, 3, padding=1, bias=False), *blocks, Pools([MEAN]), nn.Linear(c, 10))
+
+
+def torch_nesterov(name, w, g, v, epoch):
+    g = g + 5e-4 * w
+    v[:] = 0.9 * v + g
+    return w - 0.1 * epoch / 15 * (g + 0.9 * v)
+
+
+def page_nesterov(name, w, g, v, epoch):
+    d = -(0.1 * epoch / 15 / BATCH) * (g + 5e-4 * BATCH * w)
+    v[:] = 0.9 * v + d
+    return w + d + 0.9 * v
+
+
+def one_cycle(rate, slope, decay, up):
+    def update(name, w, g, v, epoch):
+        v[:] = (0.95 - 0.1 * epoch / up) * v + g + decay * w
+        return w - (rate + slope * epoch) * v
+
+    return update
+
+
+PAGES_START = stock_resnet18(16, "activated", True, [MAX, MEAN])
+ONE_GPU = one_cycle(0.075, 1.425 / 12, 1e-4, 12)
+SYSTEMS = {
+    "basenet": (Basenet, {"width": 16}, torch.mean, stock_resnet18(16, "raw", True, [MEAN, MAX]), torch_nesterov),
+    "page": (Page, {"width": 16}, torch.sum, stock_resnet18(16, "activated", False, [MAX, MEAN]), page_nesterov),
+    "page's start": (Page, {"width": 16, "starting_point": True}, torch.sum, PAGES_START, page_nesterov),
+    "fastai": (FastAI, {"width": 3}, torch.mean, stock_wide_resnet(3), one_cycle(0.04, 1.96 / 17.5, 2e-4, 17.5)),
+    "fastai, one GPU": (FastAI, {"width": 3, "entry": "one_gpu"}, torch.mean, stock_wide_resnet(3), ONE_GPU),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_training_and_evaluation_equal_stock_layers_to_nine_digits(system):
+    """Two epochs of two full batches and a short one."""
+    kind, options, reduce, reference, update = SYSTEMS[system]
+    recipe = kind(epochs=2, batch_size=BATCH, **options)
+    images = Images("shapes", *draw_shapes(SHARD * recipe.workers + recipe.workers // 2, 40))
+    losses, steps = partial(F.cross_entropy, reduction="none"), 2 * [[(4, 32), (4, 32), (2, 32)]]
+    check_run(recipe, reference, update, losses, reduce, images, steps)
+
+
+SCHEDULES = {  # of the first group of parameters: known values by epoch
+    "apple2019": (Apple2019(), "lr", {1 / 24: 1 / 57.6, 1.8: 0.75, 3.6: 1.5, 9.8: 0.825, 16: 0.15, 18: 0.15}),
+    "basenet": (Basenet(), "lr", {7.5: 0.05, 14.7: 0.098, 15: 0.105, 20: 0.215 / 3, 30: 0.005, 32.5: 0.0025, 36: 5e-4}),
+    "page": (Page(), "lr", {0: 0, 7.5: 0.05, 15: 0.1, 22.5: 0.0525, 30: 0.005, 35: 0}),
+    "page's start": (Page(starting_point=True), "lr", {7.5: 0.05, 15: 0.105, 22.5: 0.055, 32.5: 0.0025}),
+    "fastai": (FastAI(), "lr", {0: 0.04, 8.75: 1.02, 17.5: 2.0, 26.25: 1.02, 35: 0.04, 37.5: 0.0202, 40: 0.0004}),
+    "fastai's momentum": (FastAI(), "momentum", {0: 0.95, 8.75: 0.9, 17.5: 0.85, 26.25: 0.9, 35: 0.95, 40: 0.95}),
+    "fastai, one GPU": (
+        FastAI(entry="one_gpu"),
+        "lr",
+        {0: 0.075, 6: 0.7875, 12: 1.5, 24: 0.075, 27: 0.037875, 30: 0.00075},
+    ),
+    "muon2024": (Muon2024(), "lr", {1 / 25: 0.24, 26 / 25: 0.21, 101 / 25: 0.12, 201 / 25: 0}),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_have_their_known_answers(name):
+    recipe, option, known = SCHEDULES[name]
+    optimizer = recipe.optimizers(recipe.network(), ALONE)[0]
+    divisor = recipe.batch_size if isinstance(optimizer, NesterovSGD) else 1  # for the summed loss
+    schedule = optimizer.param_groups[0]["schedules"][option]
+    assert {epoch: divisor * schedule(epoch) for epoch in known} == pytest.approx(known, rel=1e-9, abs=1e-12)
 
 
 def test_scales_start_uniform_and_wide_ones_at_one():
@@ -81,7 +170,7 @@ HALVES = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "precision", "least"), HALVES)
+@pytest.mark.parametrize(("recipe", "precision", "least"), HALVES, ids=lambda value: getattr(value, "name", None))
 def test_in_half_precision_gradients_point_where_those_of_float64_do(recipe, precision, least):
     """Float32 weights; on few images, at once through up to 22 layers. In fp16 nothing is too small for Muon."""
     found = {}

@@ -1,111 +1,90 @@
-"""The composition of the default recipe against an independent one of PyTorch's stock layers, in float64.
+"""A recipe against an independent one of PyTorch's stock layers, in float64, and other tests of the default recipe.
 
-Eight workers one after the other, each with its own shard, its own norms and its own loss; two epochs of three steps
-with an evaluation after each, through `train_once` and `evaluate`. Shared with our code are only the initial seeds
-and the augmented batches, which test_shards.py is about.
+Whole runs through `train_once` and `evaluate`, with an evaluation after each epoch. The reference takes the workers one
+after the other, each with its own images, its own statistics and its own loss. Shared with our code are only initial
+weights and the augmented batches, which test_shards.py is about.
 """
+
+import copy
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Recorder
+from conftest import CPU, Recorder
 from torch import nn
 
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
+from large_batch_cifar_10_fast.layers import norms_of, prepare_norms
 from large_batch_cifar_10_fast.log import Clock
+from large_batch_cifar_10_fast.recipe import cast, frozen_weights, make_network, reset
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once
 
-WORKERS, BATCH, GHOST, WIDTH, STEPS, EPOCHS, SEED = 8, 16, 8, 3, 3, 2, 11
-ALONE = DistContext(0, 1, torch.device("cpu"), WORKERS)
+WORKERS, BATCH, GHOST, WIDTH, SEED = 8, 16, 8, 3, 11
+SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
 
 
-class Reference:
-    """Method, sections 3 to 5, written down from the text."""
+def one_view(network, images, last):
+    return network(images)
 
-    def __init__(self, seed: int, filters: torch.Tensor, eval_stats: str):
-        torch.manual_seed(seed)
-        w = WIDTH
-        shapes = [(27, w, 1), (w, 2 * w, 3), (2 * w, 2 * w, 3), (2 * w, 2 * w, 3)]
-        shapes += [(2 * w, 4 * w, 3), (4 * w, 8 * w, 3), (8 * w, 8 * w, 3), (8 * w, 8 * w, 3)]
-        self.convolutions = [nn.Conv2d(i, o, k, padding=k // 2, bias=False).double() for i, o, k in shapes]
-        self.linear = nn.Linear(8 * w, 10, bias=False).double()
-        self.biases = [nn.Parameter(torch.zeros(o, dtype=torch.float64)) for _, o, _ in shapes]
-        self.filters, self.eval_stats = filters, eval_stats
-        # norms[layer][worker][group]
-        self.norms = [
-            [[nn.BatchNorm2d(o, affine=False).double() for _ in range(BATCH // GHOST)] for _ in range(WORKERS)]
-            for _, o, _ in shapes
-        ]
-        self.weights = [c.weight for c in self.convolutions] + [self.linear.weight]
-        self.velocities = [torch.zeros_like(p) for p in (*self.weights, *self.biases)]
-        self.celu = nn.CELU(alpha=0.3)
 
-    def norm(self, layer: int, x, worker: int | None):
-        if worker is not None:
-            groups = zip(x.split(GHOST), self.norms[layer][worker], strict=True)
-            y = torch.cat([norm(group) for group, norm in groups])
-        else:
-            kept = self.norms[layer][0][: 1 if self.eval_stats == "first" else None]
-            mean = sum(norm.running_mean for norm in kept) / len(kept)
-            variance = sum(norm.running_var for norm in kept) / len(kept)
-            y = F.batch_norm(x, mean, variance, training=False, eps=1e-5)
-        return self.celu(y + self.biases[layer][:, None, None])
+def check_run(recipe, reference, update, losses, reduce, images, steps, predict=one_view) -> nn.Module:
+    """Compare scores and weights of a run to nine digits; return our network.
 
-    def logits(self, x, worker: int | None):
-        """A worker's training batch, or test images where no worker is named."""
-        c, pool = self.convolutions, nn.MaxPool2d(2)
-        x = F.conv2d(x, self.filters, padding=1)
-        x = self.norm(0, c[0](x), worker)
-        x = self.norm(1, pool(c[1](x)), worker)
-        x = x + self.norm(3, c[3](self.norm(2, c[2](x), worker)), worker)
-        x = self.norm(4, pool(c[4](x)), worker)
-        x = self.norm(5, pool(c[5](x)), worker)
-        x = x + self.norm(7, c[7](self.norm(6, c[6](x), worker)), worker)
-        return self.linear(nn.MaxPool2d(4)(x).flatten(1)) / 16
+    `reference` has its parameters in our order, frozen ones anywhere. `update` returns a new weight; it takes the name,
+    the weight, its mean gradient over the workers, a state, at first zero, and the time in epochs. `losses` returns
+    those of images, `reduce` a worker's loss. `steps` are a worker's images and their pixels in each step, by epoch.
+    """
+    ctx = DistContext(0, 1, CPU, recipe.workers)
+    model, reference = make_model(recipe, ctx, "fp64"), reference.double()
+    data, log = prepare(images, model, Clock(ctx.synchronize)), Recorder()
+    reset(model.network, recipe, SEED)
+    pairs = [*zip(frozen_last(model.network), frozen_last(reference), strict=True)]
+    for ours, theirs in pairs:
+        theirs.data.copy_(ours)
+    train_once(0, SEED, model, data, make_step(model, data), Clock(ctx.synchronize), log)
 
-    def losses(self, logits, labels):
-        log_p = logits.log_softmax(1)
-        return -0.8 * log_p[torch.arange(len(labels)), labels] - 0.2 * log_p.mean(1)
-
-    def step(self, images, labels, number: int):
-        """One step of all workers; how many were right, and the losses' sum."""
-        parameters = [*self.weights, *self.biases]
-        mean = [torch.zeros_like(p) for p in parameters]
-        right = total = 0
-        for worker, (x, y) in enumerate(zip(images.split(BATCH), labels.split(BATCH), strict=True)):
-            logits = self.logits(x, worker)
-            loss = self.losses(logits, y).sum()
-            for m, g in zip(mean, torch.autograd.grad(loss, parameters), strict=True):
-                m += g / WORKERS
-            right += (logits.argmax(1) == y).sum().item()
-            total += loss.item()
-        rate = self.rate(number / STEPS)
-        decay = 5e-4 * 1.2 * BATCH
+    state = {name: torch.zeros_like(w) for name, w in reference.named_parameters() if w.requires_grad}
+    seen = torch.full((len(images.train_images),), torch.inf)  # each image's latest loss
+    test, labels = normalised(images.test_images).permute(0, 3, 1, 2), torch.from_numpy(images.test_labels)
+    for epoch, sizes in enumerate(steps, 1):
+        right, total, now = 0, 0, epoch - 1
+        for step, (size, pixels) in zip(data.train.epoch(SEED, epoch, seen), sizes, strict=True):
+            [(x, y)], now = step, now + 1 / len(sizes)
+            assert x.shape == (size * recipe.workers, 3, pixels, pixels)
+            gradients = dict.fromkeys(state, 0)
+            for mine in torch.arange(len(y)).split(size):
+                replica = reference if mine[0] == 0 else copy.deepcopy(reference)  # whose statistics are thrown away
+                logits = replica(x[mine].contiguous())
+                found = losses(logits, y[mine])
+                of_worker = torch.autograd.grad(reduce(found), [replica.get_parameter(name) for name in state])
+                for name, gradient in zip(state, of_worker, strict=True):
+                    gradients[name] += gradient / recipe.workers
+                seen[step.rows[mine]] = found.detach().float()
+                right += (logits.argmax(1) == y[mine]).sum()
+                total += found.sum().item()
+            for name, gradient in gradients.items():
+                weight = reference.get_parameter(name).data
+                weight.copy_(update(name, weight, gradient, state[name], now))
+        reference.eval()
         with torch.no_grad():
-            for i, (w, g, v) in enumerate(zip(parameters, mean, self.velocities, strict=True)):
-                bias = i >= len(self.weights)
-                lr, wd = (64 * rate / BATCH, decay / 64) if bias else (rate / BATCH, decay)
-                d = -lr * (g + wd * w)
-                v.copy_(0.9 * v + d)
-                w += d + 0.9 * v
-        return right, total
+            logits = predict(reference, test, epoch == len(steps))
+        reference.train()
+        score = log.validations[epoch - 1]
+        assert (score.correct, score.images) == ((logits.argmax(1) == labels).sum(), len(labels))
+        assert score.loss == pytest.approx(losses(logits, labels).mean().item(), rel=1e-9)
+    assert (log.train.correct, log.train.images) == (right, sum(size for size, _ in sizes) * recipe.workers)
+    assert log.train.loss == pytest.approx(total / log.train.images, rel=1e-9)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    return model.network
 
-    def rate(self, epoch: float) -> float:
-        """0 at 0, 1.2 at 2/4, 0.24 at 1.7, constant to 2."""
-        if epoch <= 0.5:
-            return 1.2 * epoch / 0.5
-        if epoch <= 1.7:
-            return 1.2 + (0.24 - 1.2) * (epoch - 0.5) / 1.2
-        return 0.24
 
-    @torch.no_grad()
-    def evaluate(self, images, labels):
-        logits = (self.logits(images, None) + self.logits(images[:, :, :, torch.arange(31, -1, -1)], None)) / 2
-        return (logits.argmax(1) == labels).sum().item(), self.losses(logits, labels).mean().item()
+def frozen_last(network: nn.Module) -> list[nn.Parameter]:
+    return sorted(network.parameters(), key=lambda weight: not weight.requires_grad)
 
 
 def normalised(images: np.ndarray) -> torch.Tensor:
@@ -113,42 +92,136 @@ def normalised(images: np.ndarray) -> torch.Tensor:
     return torch.from_numpy((images - mean) / std)
 
 
-def whitening(images: np.ndarray) -> torch.Tensor:
-    patches = F.unfold(normalised(images).permute(0, 3, 1, 2), 3).transpose(1, 2).reshape(-1, 27).numpy()
+def check_whitening(filters: torch.Tensor, images: np.ndarray, epsilon: float) -> None:
+    """Compare with scaled eigenvectors, whose sign is anyone's."""
+    size = filters.shape[-1]
+    patches = F.unfold(normalised(images).permute(0, 3, 1, 2), size).transpose(1, 2).flatten(0, 1).numpy()
     values, vectors = np.linalg.eigh(patches.T @ patches / (len(patches) - 1))
-    return torch.from_numpy((vectors / np.sqrt(values + 0.01)).T[::-1].copy()).view(27, 3, 3, 3)
+    expected = torch.from_numpy((vectors / np.sqrt(values + epsilon)).T[::-1].copy()).view(filters.shape)
+    signs = (filters * expected).sum((1, 2, 3)).sign().view(-1, 1, 1, 1)
+    torch.testing.assert_close(filters, signs * expected, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("eval_stats", ["first", "average"])
-def test_training_and_evaluation_are_the_methods_to_nine_digits(eval_stats):
-    images = Images("shapes", *draw_shapes(WORKERS * BATCH * STEPS + 3, 40))
-    sizes = {"batch_size": BATCH, "ghost_batch": GHOST, "width": WIDTH, "epochs": EPOCHS, "eval_stats": eval_stats}
+class Norm(nn.Module):
+    """A batch norm for each ghost group, of which evaluation uses the first ones' mean statistics; bias and CELU."""
+
+    def __init__(self, channels, used):
+        super().__init__()
+        self.groups = nn.ModuleList(nn.BatchNorm2d(channels, affine=False) for _ in range(BATCH // GHOST))
+        self.used, self.bias = self.groups[:used], nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x):
+        if self.training:
+            y = torch.cat([norm(group) for norm, group in zip(self.groups, x.split(GHOST), strict=True)])
+        else:
+            mean = sum(norm.running_mean for norm in self.used) / len(self.used)
+            variance = sum(norm.running_var for norm in self.used) / len(self.used)
+            y = F.batch_norm(x, mean, variance, training=False, eps=1e-5)
+        return F.celu(y + self.bias[:, None, None], 0.3)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Head(nn.Linear):
+    def __init__(self, features, divisor):
+        super().__init__(features, 10, bias=False)
+        self.divisor = divisor
+
+    def forward(self, x):
+        return super().forward(x) / self.divisor
+
+
+def stock_network(w, groups_used):
+    """Method, section 3, written down from the text."""
+
+    def layer(channels_in, channels_out, size=3, pool=1):
+        convolution = nn.Conv2d(channels_in, channels_out, size, padding=size // 2, bias=False)
+        return nn.Sequential(convolution, nn.MaxPool2d(pool), Norm(channels_out, groups_used))
+
+    layers = [layer(27, w, size=1)]
+    layers += [layer(w, 2 * w, pool=2), Residual(layer(2 * w, 2 * w), layer(2 * w, 2 * w))]
+    layers += [layer(2 * w, 4 * w, pool=2)]
+    layers += [layer(4 * w, 8 * w, pool=2), Residual(layer(8 * w, 8 * w), layer(8 * w, 8 * w))]
+    head = nn.Sequential(nn.MaxPool2d(4), nn.Flatten(), Head(8 * w, 16))
+    whitening = nn.Conv2d(3, 27, 3, padding=1, bias=False).requires_grad_(False)
+    return nn.Sequential(whitening, *layers, head)
+
+
+def _losses(logits, labels):
+    log_p = logits.log_softmax(1)
+    return -0.8 * log_p[torch.arange(len(labels)), labels] - 0.2 * log_p.mean(1)
+
+
+def _update(name, w, g, v, epoch):
+    """The rate is 0 at 0, 1.2 at 2/4, 0.24 at 1.7, constant to 2; biases have 64 times as much, and less decay."""
+    rate = 1.2 * epoch / 0.5 if epoch <= 0.5 else max(0.24, 1.2 + (0.24 - 1.2) * (epoch - 0.5) / 1.2)
+    factor = 64 if w.ndim == 1 else 1
+    d = -rate / BATCH * factor * (g + 5e-4 * 1.2 * BATCH / factor * w)
+    v.copy_(0.9 * v + d)
+    return w + d + 0.9 * v
+
+
+def _two_views(network, images, last):
+    return (network(images) + network(images[:, :, :, torch.arange(31, -1, -1)])) / 2
+
+
+@pytest.mark.parametrize(("eval_stats", "groups"), [("first", 1), ("average", BATCH // GHOST)])
+def test_training_and_evaluation_are_the_methods_to_nine_digits(eval_stats, groups):
+    images = Images("shapes", *draw_shapes(WORKERS * BATCH * 3 + 3, 40))
+    sizes = {"batch_size": BATCH, "ghost_batch": GHOST, "width": WIDTH, "epochs": 2, "eval_stats": eval_stats}
     recipe = Apple2019(lr_scaler=1.2, lr_scaler_end_fraction=0.2, warmup_fraction=4, ema_ep=0.3, **sizes)
-    model = make_model(recipe, ALONE, "fp64")
-    data, log = prepare(images, model, Clock(ALONE.synchronize)), Recorder()
-    train_once(1, SEED, model, data, make_step(model, data), Clock(ALONE.synchronize), log)
+    torch.manual_seed(SEED)
+    reference = stock_network(WIDTH, groups)
+    for ours, theirs in zip(make_network(recipe, SEED).parameters(), frozen_last(reference), strict=True):
+        assert torch.equal(ours, theirs), "initial weights"
+    steps = 2 * [3 * [(BATCH, 32)]]
+    network = check_run(recipe, reference, _update, _losses, torch.sum, images, steps, _two_views)
+    check_whitening(network.whitening.weight, images.train_images[::WORKERS], epsilon=0.01)
 
-    filters = whitening(images.train_images[::WORKERS])
-    # An eigenvector's sign is anyone's: ours are taken over, once they are seen to be the same but for that.
-    ours = model.network.whitening.weight.data
-    signs = (ours * filters).sum((1, 2, 3)).sign().view(-1, 1, 1, 1)
-    torch.testing.assert_close(ours, signs * filters, rtol=1e-7, atol=1e-9)
-    reference, test = Reference(SEED, ours, eval_stats), normalised(images.test_images).permute(0, 3, 1, 2)
-    for epoch in range(1, EPOCHS + 1):
-        metrics = []
-        for step, [(x, y)] in enumerate(data.train.epoch(SEED, epoch), (epoch - 1) * STEPS + 1):
-            metrics.append(reference.step(x.contiguous(), y, step))
-        assert len(metrics) == STEPS
-        right, loss = reference.evaluate(test, torch.from_numpy(images.test_labels))
-        told = log.validations[epoch - 1]
-        assert (told.correct, told.images) == (right, 40)
-        assert told.loss == pytest.approx(loss, rel=1e-9)
-    assert (log.train.correct, log.train.images) == (sum(right for right, _ in metrics), WORKERS * BATCH * STEPS)
-    assert log.train.loss == pytest.approx(sum(loss for _, loss in metrics) / log.train.images, rel=1e-9)
 
-    trained = {name: weight for name, weight in model.network.named_parameters() if weight.requires_grad}
-    weights = [weight for weight in trained.values() if weight.ndim > 1]
-    biases = [weight for weight in trained.values() if weight.ndim == 1]
-    expected = [*reference.weights, *reference.biases]
-    for ours, theirs in zip([*weights, *biases], expected, strict=True):
-        assert (ours - theirs).norm() / theirs.norm() < 1e-9
+@pytest.mark.parametrize(("batch_size", "ghost_batch"), [(256, 16), (512, 32), (64, 4)])
+def test_a_batch_is_sixteen_ghost_groups_unless_told_otherwise(batch_size, ghost_batch):
+    assert Apple2019(batch_size=batch_size).ghost_batch == ghost_batch
+    assert {norm.ghost_batch for norm in norms_of(Apple2019(batch_size=batch_size, width=4).network())} == {ghost_batch}
+    assert Apple2019(batch_size=batch_size, ghost_batch=8).ghost_batch == 8
+
+
+def test_half_precision_keeps_norms_and_losses_in_float32():
+    network = cast(SMALL.network(), torch.float16, CPU)
+    kinds = {name: p.dtype for name, p in network.named_parameters()}
+    assert {kind for name, kind in kinds.items() if name.endswith("bias")} == {torch.float32}
+    assert {kind for name, kind in kinds.items() if name.endswith("weight")} == {torch.float16}
+    assert norms_of(network)[0].running_var.dtype == torch.float32
+    assert network.prep(torch.randn(8, 27, 4, 4).half()).dtype == torch.float16
+    assert SMALL.loss(torch.zeros(1, 10).half(), torch.tensor([0])).dtype == torch.float32
+
+
+def test_seed_alone_decides_the_weights():
+    def weights(seed):
+        torch.manual_seed(seed * 7)  # the global stream must not matter
+        trained = [p for p in make_network(SMALL, seed).parameters() if p.requires_grad]
+        return torch.cat([p.detach().flatten() for p in trained])
+
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    make_network(SMALL, 0)
+    assert torch.equal(torch.rand(1), expected), "building a network must leave the global stream alone"
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+def test_a_reset_network_is_a_fresh_one_but_for_its_whitening():
+    used = cast(make_network(SMALL, seed=3), torch.float64, CPU)
+    SMALL.whiten(used, torch.randn(9, 32, 32, 3, dtype=torch.float64))
+    whitening = used.whitening.weight.clone()
+    prepare_norms(used, 1, tracking=True)
+    used(torch.randn(16, 3, 32, 32, dtype=torch.float64)).sum().backward()
+    reset(used, SMALL, seed=4)
+    assert list(frozen_weights(used)) == ["whitening.weight"]
+    fresh = cast(make_network(SMALL, seed=4), torch.float64, CPU).state_dict() | {"whitening.weight": whitening}
+    for name, tensor in fresh.items():
+        assert torch.equal(used.state_dict()[name], tensor), name

@@ -1,0 +1,102 @@
+"""Ghost batch norm, pooling and the CPU's convolutions against PyTorch's own; which images whitening looks at."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from large_batch_cifar_10_fast import cpu
+from large_batch_cifar_10_fast.cpu import Convolution, ConvolutionToPool
+from large_batch_cifar_10_fast.layers import GhostBatchNorm, MaxPool, MaxPoolFunction
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019, whiten_and_mix
+from large_batch_cifar_10_fast.recipes.muon import Muon2024
+
+
+@pytest.mark.parametrize(("ghost_batch", "affine"), [(16, False), (16, True), (8, False), (48, True)])
+def test_it_is_batch_norm_on_each_group_alone_forward_and_backward(ghost_batch, affine):
+    torch.manual_seed(0)
+    ours, theirs = GhostBatchNorm(5, ghost_batch, affine).double(), nn.BatchNorm2d(5, dtype=torch.float64)
+    if not affine:
+        theirs.weight = None
+    for weight, same in zip(ours.parameters(), theirs.parameters(), strict=True):
+        same.data.copy_(nn.init.normal_(weight))
+    x = 3 * torch.randn(48, 5, 4, 6, dtype=torch.float64) + 2
+    x = x.to(memory_format=torch.channels_last).requires_grad_()
+    y, expected = ours(x), torch.cat([theirs(group) for group in x.split(ghost_batch)])
+    torch.testing.assert_close(y, expected)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    factors = torch.randn_like(y)
+    gradients = torch.autograd.grad(y, [x, *ours.parameters()], factors)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, [x, *theirs.parameters()], factors))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 2), (torch.bfloat16, 3), (torch.float64, 6)])
+def test_pooling_and_its_gradient_are_pytorchs_also_for_equal_values(dtype, size):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 3, (5, 3, 6, 12), generator=generator).to(dtype)
+    x = x.to(memory_format=torch.channels_last).requires_grad_()
+    ours, expected = MaxPoolFunction.apply(x, size), F.max_pool2d(x, size)
+    factors = torch.randn(expected.shape, generator=generator).to(dtype)
+    assert torch.equal(ours, expected)
+    (gradient,), (expected_gradient,) = (torch.autograd.grad(y, x, factors) for y in (ours, expected))
+    assert torch.equal(gradient, expected_gradient)
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("compiling", "size", "side", "ours"), [(True, 2, 4, True), (True, 2, 5, False), (False, 2, 4, False)]
+)
+def test_pooling_has_its_own_gradient_where_it_is_compiled(compiling, size, side, ours, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    pooled = MaxPool(size)(torch.empty(1, 3, side, side, requires_grad=True))
+    assert ("MaxPoolFunction" in type(pooled.grad_fn).__name__) == ours
+    assert MaxPool()(pooled).shape == (1, 3, 1, 1)
+
+
+@pytest.mark.parametrize(("recipe", "count"), [(Apple2019(width=4), 10_000), (Muon2024(width=4), 5_000)])
+def test_whitening_looks_at_the_first_images(recipe, count):
+    images, filters = torch.rand(count + 50, 3, 3, 3, generator=torch.Generator().manual_seed(0)), []
+    for seen in (count + 50, count, count - 1):
+        recipe.whiten(network := recipe.network(), images[:seen])
+        filters.append(network.whitening.weight)
+    assert torch.equal(filters[0], filters[1])
+    assert not torch.equal(filters[1], filters[2])
+
+
+@pytest.mark.parametrize("compiling", [True, False])
+@pytest.mark.parametrize("kind", [Convolution, ConvolutionToPool])
+@pytest.mark.parametrize("side", [2, 3, 4, 5, 8, 31])
+def test_convolutions_and_their_gradients_are_pytorchs_without_what_pooling_drops(side, kind, compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    ours = kind(3, 4, 3, padding=1, bias=False, dtype=torch.float64)
+    x = torch.randn(2, 3, side, side, dtype=torch.float64).requires_grad_()
+    kept = side if kind is Convolution else side // 2 * 2
+    expected = F.conv2d(x, ours.weight, padding=1)[..., :kept, :kept]
+    factors = torch.randn_like(expected)
+    found = ours(x)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad((y * factors).sum(), (x, ours.weight)) for y in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("device", "compiling"), [("cpu", True), ("cpu", False), ("meta", True)])
+def test_fast_paths_are_taken_only_where_a_network_is_compiled_for_a_cpu(device, compiling, monkeypatch):
+    fast, sides = device == "cpu" and compiling, []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    monkeypatch.setattr(cpu, "convolve_by_position", lambda x, weight, side: sides.append(side))
+    for side in (2, 4, 5):
+        images = torch.empty(1, 3, side, side, device=device, requires_grad=True)
+        for kind in (Convolution, ConvolutionToPool):
+            kind(3, 4, 3, padding=1, bias=False, device=device)(images)
+    assert sides == ([2, 2, 4, 4, 4] if fast else [])
+
+
+def test_whitening_through_32_channels_gives_what_27_give():
+    torch.manual_seed(0)
+    images, filters, weight = (
+        torch.randn(s, dtype=torch.float64) for s in ((2, 3, 8, 8), (27, 3, 3, 3), (5, 27, 1, 1))
+    )
+    expected = F.conv2d(F.conv2d(images, filters, padding=1), weight.requires_grad_())
+    padded = whiten_and_mix(images, filters, weight, channels=32)
+    torch.testing.assert_close(padded, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), weight) for y in (padded, expected)))
