@@ -12,7 +12,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from conftest import LAUNCHER, RESULT, TINY, edit_table, environment, is_alive, launch, options_among, train_together
+from attack import processes_of
+from conftest import LAUNCHER, RESULT, TINY, edit_table, environment, launch, options_among, train_together
 
 from large_batch_cifar_10_fast.launch import check_launch, lock_folder
 from large_batch_cifar_10_fast.options import ConfigError
@@ -42,14 +43,13 @@ def started(folder: Path, *arguments: str, **options: object) -> Iterator[subpro
     """Start a launch of two processes in `folder`, under nohup; kill all processes at the end."""
     command = ["nohup", "bash", str(LAUNCHER), *arguments, *options_among({"nproc": 2} | options)]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    how = {"cwd": folder, "env": environment(OMP_NUM_THREADS=1), "start_new_session": True}
+    how = {"cwd": folder, "env": environment(OMP_NUM_THREADS=1, TMPDIR=folder), "start_new_session": True}
     with subprocess.Popen(command, **how, **pipes) as process:
         try:
             yield process
         finally:
-            for pid in (*children_of(process.pid), process.pid):
-                if is_alive(pid):
-                    os.kill(pid, signal.SIGKILL)
+            for pid in processes_of(folder):
+                os.kill(pid, signal.SIGKILL)
 
 
 def wait_for_rows(table: Path, rows: int, process: subprocess.Popen) -> None:
@@ -60,32 +60,24 @@ def wait_for_rows(table: Path, rows: int, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the processes below a process, at every depth."""
-    with contextlib.suppress(OSError):
-        children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
-        return [found for child in map(int, children) for found in (child, *children_of(child))]
-    return []
-
-
-def trainers_of(process: subprocess.Popen) -> list[int]:
-    command = b"large_batch_cifar_10_fast.train\0"
-    return [pid for pid in children_of(process.pid) if command in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def kill_process_1(folder: Path) -> None:
+    trains = b"large_batch_cifar_10_fast.train\0"
+    trainers = [pid for pid in processes_of(folder) if trains in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(max(trainers), signal.SIGKILL)
 
 
 def listening(pids: list[int]) -> set[str]:
     """Return the addresses on which processes listen, in hexadecimal."""
     links = [os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    entries = [line.split() for table in tables for line in table]
+    entries = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     return {entry[1].split(":")[0] for entry in entries if entry[3] == "0A" and f"socket:[{entry[9]}]" in links}
 
 
 ENDS = [  # how to end a launch, its status, and the beginning of its closing line
-    (lambda launch: os.kill(trainers_of(launch)[1], signal.SIGKILL), 1, "process 1 was ended by SIGKILL"),
-    (lambda launch: launch.send_signal(signal.SIGUSR1), 128 + signal.SIGUSR1, "ended by SIGUSR1"),  # as Slurm does
-    (lambda launch: os.killpg(launch.pid, signal.SIGINT), 128 + signal.SIGINT, "ended by SIGINT"),  # as Ctrl-C does
-    (lambda launch: launch.kill(), -signal.SIGKILL, ""),
+    (lambda launch, folder: kill_process_1(folder), 1, "process 1 was ended by SIGKILL"),
+    (lambda launch, _: launch.send_signal(signal.SIGUSR1), 128 + signal.SIGUSR1, "ended by SIGUSR1"),  # as Slurm does
+    (lambda launch, _: os.killpg(launch.pid, signal.SIGINT), 128 + signal.SIGINT, "ended by SIGINT"),  # as Ctrl-C does
+    (lambda launch, _: launch.kill(), -signal.SIGKILL, ""),
 ]
 
 
@@ -96,13 +88,12 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(
     for end, status, reason in ENDS:
         with started(tmp_path, *(["--resume"] if made else arguments)) as process:
             wait_for_rows(table, made + 1, process)
-            children = children_of(process.pid)
-            assert set() < listening(children) <= LOOPBACK, "the rendezvous is on this machine"
-            end(process)
+            assert set() < listening(processes_of(tmp_path)) <= LOOPBACK, "the rendezvous is on this machine"
+            end(process, tmp_path)
             assert process.wait(timeout=10) == status
             errors = process.stderr.read()
             time.sleep(1)
-            assert not any(map(is_alive, children))
+            assert not processes_of(tmp_path)
         assert table.read_text().startswith(kept), "finished rows are not touched"
         kept = table.read_text()
         made = kept.count("\n") - 1
@@ -130,10 +121,10 @@ def test_with_restarts_a_campaign_completes_by_itself_and_ignores_sighup(argumen
     (table := tmp_path / "runs.tsv").write_text(uninterrupted[0].read_text())  # another campaign's rows
     with started(tmp_path, *arguments, restarts=1) as process:
         wait_for_rows(table, RUNS + 1, process)
-        for pid in (process.pid, *children_of(process.pid)):
+        for pid in processes_of(tmp_path):
             os.kill(pid, signal.SIGHUP)
         wait_for_rows(table, RUNS + 2, process)
-        os.kill(trainers_of(process)[-1], signal.SIGKILL)
+        kill_process_1(tmp_path)
         output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert "process 1 was ended by SIGKILL" in errors
@@ -151,8 +142,8 @@ def test_two_teams_make_the_rows_and_weights_of_one(arguments, tmp_path):
         result = launch(*arguments, "--no_compile", cwd=folder, **more)
         assert (result.returncode, result.stderr, result.stdout.count("Train acc")) == (0, "", 5)
         rows = pd.read_csv(folder / "runs.tsv", sep="\t").sort_values("run", ignore_index=True)
-        summary = [rows["campaign"].nunique(), result.stdout.splitlines()[-2:]]
-        made.append((rows[RESULT].drop(columns="device"), torch.load(folder / "w.pt", weights_only=True), summary))
+        weights, summary = torch.load(folder / "w.pt", weights_only=True), result.stdout.splitlines()[-2:]
+        made.append((rows[RESULT].drop(columns="device"), weights, [rows["campaign"].nunique(), *summary]))
     (rows, weights, summary), (rows_of_two, weights_of_two, summary_of_two) = made
     pd.testing.assert_frame_equal(rows_of_two, rows)
     assert all(torch.equal(weights_of_two[name], weights[name]) for name in weights)
