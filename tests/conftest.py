@@ -87,15 +87,16 @@ def environment(**variables: object) -> dict[str, str]:
 
 def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:
     """Start the launcher in `cwd` and wait for it. Lower-case keywords are options, others environment variables."""
-    command = ["bash", str(script), *map(str, arguments), *options_among(variables)]
-    how = {"capture_output": True, "text": True, "timeout": 280}
-    return subprocess.run(command, cwd=cwd, env=environment(**variables), **how)
+    return _ended("bash", script, *arguments, *options_among(variables), cwd=cwd, env=environment(**variables))
 
 
 def python(*arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
     """Start a Python program that can import the package, and wait for it."""
-    how = {"capture_output": True, "text": True, "timeout": 280, "env": environment(PYTHONPATH=REPO, **variables)}
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, **how)
+    return _ended(sys.executable, *arguments, cwd=cwd, env=environment(PYTHONPATH=REPO, **variables))
+
+
+def _ended(*command: object, **how: object) -> subprocess.CompletedProcess:
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=280, **how)
 
 
 @pytest.fixture
@@ -180,10 +181,3 @@ class Recorder:
     def run(self, run, clock, train, validation, network):
         self.train = train
         assert validation is self.validations[-1]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

@@ -1,19 +1,24 @@
-"""The launcher as a user meets it: the demo, its interpreter, its errors."""
+"""The launcher as a user meets it: the demo, interpreters, shells, variables, quotas, repositories, closed outputs."""
 
 import io
 import os
-import re
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO, TINY, launch, python, train_here, write_program
+from conftest import LAUNCHER, REPO, TINY, environment, launch, python, train_here, write_program
 
-from large_batch_cifar_10_fast import LAUNCH
+from large_batch_cifar_10_fast import LAUNCH, devices, distributed
+from large_batch_cifar_10_fast import environment as software
+from large_batch_cifar_10_fast.campaign import read_rows
+from large_batch_cifar_10_fast.options import ConfigError, RunConfig
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 
+@slow
 def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
     package = REPO / "large_batch_cifar_10_fast"
     result = launch("--demo", "--out", tmp_path, cwd=package, script=package / "train_cifar_parallel.sh")
@@ -22,82 +27,94 @@ def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"runs.tsv", "epochs.tsv", "timing_log.tsv"}
 
 
+@slow
 def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported():
     code = "import large_batch_cifar_10_fast.options, sys; sys.exit('torch' in sys.modules)"
     for launcher, status in ((os.getpid(), 0), (1, 1)):
         assert python("-c", code, cwd=REPO, **{LAUNCH: launcher}).returncode == status
 
 
-SCRIPT = """
-import os, sys, time
-from pathlib import Path
-from large_batch_cifar_10_fast import distributed, launch
-from large_batch_cifar_10_fast.options import ConfigError, Launch, exit_on_config_error
-if "RANK" in os.environ:
-    with distributed.exit_process():
-        if os.environ["RANK"] == "1":
-            raise ConfigError("only process 1 sees it")
-        time.sleep(60)
-arguments = launch.torchrun_arguments
-launch.torchrun_arguments = lambda *given: [*arguments(*given)[:-3], __file__]
-with exit_on_config_error("train_cifar_parallel.sh"):
-    launch.start_processes([], Launch(), 2, Path(), str)
-"""
-
-
-def test_a_config_error_of_any_process_is_one_line(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    result = python(tmp_path / "script.py", cwd=tmp_path, **{LAUNCH: 0})
-    assert (result.returncode, result.stderr) == (2, "train_cifar_parallel.sh: only process 1 sees it\n")
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_shown_only_on_a_terminal(tiny_npz, tmp_path, monkeypatch, is_terminal):
+@slow
+def test_progress_is_shown_on_a_terminal(tiny_npz, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
-    stderr.isatty = lambda: is_terminal
+    stderr.isatty = lambda: True
     train_here("--demo", *TINY, "--no_compile", "--data", tiny_npz, "--out", tmp_path)
-    assert ("run 1 epoch 2, 0 of 0 runs over 94%: " in stderr.getvalue()) == is_terminal == bool(stderr.getvalue())
+    assert "run 1 epoch 2, 0 of 0 runs over 94%: " in stderr.getvalue()
 
 
-def test_files_in_the_current_folder_named_like_modules_are_not_run(tmp_path):
+OPENMP = {"OMP_PROC_BIND": "true", "PYTHONOPTIMIZE": 2}
+OUTER = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "outer", "PYTHONPATH": REPO / "tests"}
+
+
+@slow
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        ("exec sh {} --demo --nproc 3", "8 workers cannot be split over 3 processes: use 1, 2, 4 or 8"),
+        ("ulimit -f 8; exec sh {} --demo", "ulimit -f allows files of 8192 bytes, and torch's rendezvous needs more"),
+    ],
+    ids=["workers", "a limit of file sizes at which torch would hang"],
+)
+def test_sh_variables_of_an_outer_launcher_and_files_named_like_modules_change_nothing(tmp_path, start, told):
     for name in ("re", "csv", "email", "numpy", "importlib", "torch"):
         (tmp_path / f"{name}.py").write_text("print('run')")
-    result = launch("--version", cwd=tmp_path)
-    assert re.fullmatch(r"large_batch_cifar_10_fast [^\n]*\n", result.stdout)
-    assert result.stderr == ""
+    command = ["bash", "-c", start.format(LAUNCHER)]
+    how = {"cwd": tmp_path, "env": environment(**OUTER, **OPENMP), "capture_output": True, "text": True, "timeout": 60}
+    result = subprocess.run(command, **how)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(f"train_cifar_parallel.sh: {told}")
+    assert {path.suffix for path in tmp_path.iterdir()} == {".py"}, "nothing is written"
+
+
+@slow
+def test_pythonpath_with_another_pythons_numpy_is_one_line(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise ImportError")
+    result = launch("--version", cwd=tmp_path, PYTHONPATH=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert f"PYTHONPATH={tmp_path}" in result.stderr
+
+
+@slow
+def test_a_campaign_whose_log_cannot_be_written_goes_on(tiny_npz, tmp_path):
+    command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", "--demo", *TINY, "--data", str(tiny_npz)]
+    command += ["--runs", "2", "--out", str(tmp_path)]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, cwd=REPO, env=environment(), stdout=full, stderr=subprocess.PIPE)
+    assert (result.returncode, len(read_rows(tmp_path / "runs.tsv"))) == (0, 2)
+    assert result.stderr.decode().count("STDOUT cannot be written (No space left on device)") == 1
 
 
 @pytest.fixture
 def script(tmp_path) -> Path:
     """Return a launcher that needs a package that nobody has, with an empty requirements.txt: it needs no network."""
+    (folder := tmp_path / "checkout").mkdir()
     for name in ("train_cifar_parallel.sh", "choose_python.sh"):
-        (tmp_path / name).write_text((REPO / name).read_text().replace("torch torchvision numpy", "absent-thing"))
-    (tmp_path / "requirements.txt").write_text("")
-    (module := tmp_path / "large_batch_cifar_10_fast").mkdir()
+        (folder / name).write_text((REPO / name).read_text().replace("torch torchvision numpy", "absent-thing"))
+    (folder / "requirements.txt").write_text("")
+    (module := folder / "large_batch_cifar_10_fast").mkdir()
     (module / "__init__.py").write_text("")
     (module / "launch.py").write_text("import sys; print(sys.prefix)")
-    return tmp_path / "train_cifar_parallel.sh"
+    return folder / "train_cifar_parallel.sh"
 
 
+@slow
 @pytest.mark.parametrize(
-    ("python", "message"),
-    [("/absent/python", "There is no interpreter /absent"), ("/bin/true", "Python 3.11 or newer is")],
+    ("python", "folder", "message"),
+    [
+        ("/absent/python", "checkout", "There is no interpreter /absent"),
+        ("/bin/true", "checkout", "Python 3.11 or newer is"),
+        (sys.executable, "a:b", "/a:b has a colon in its name"),
+    ],
+    ids=["absent", "no Python", "colon"],
 )
-def test_a_wrong_interpreter_is_one_line(script, python, message):
-    result = launch(cwd=script.parent, script=script, PYTHON=python)
+def test_a_wrong_interpreter_and_a_colon_in_the_checkouts_name_are_one_line(script, python, folder, message):
+    folder = script.parent.rename(script.parent.with_name(folder))
+    result = launch(cwd=folder, script=folder / script.name, PYTHON=python)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(message)
+    assert message in result.stderr
 
 
-def test_a_checkout_with_a_colon_in_its_name_is_one_line(script):
-    (colon := script.parent / "a:b").mkdir()
-    for name in ("train_cifar_parallel.sh", "choose_python.sh"):
-        (colon / name).write_text((script.parent / name).read_text())
-    result = launch(cwd=colon, script=colon / script.name)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert f"{colon} has a colon in its name" in result.stderr
-
-
+@slow
 def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another_interpreter(script):
     venv = script.parent / ".venv"
 
@@ -115,3 +132,50 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
     (venv / "bin" / "python").unlink()
     write_program(venv / "bin" / "python", 'echo "/another (3, 11)"')
     assert message() == "Making"
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "v1", "cores"),
+    [("max 100000", "", 4), ("250000 100000", "", 2), ("", "50000\n100000", 1), ("", "-1\n100000", 4), ("", "", 4)],
+)
+def test_cores_are_counted_by_affinity_and_by_the_quota_of_the_container(cpu_max, v1, cores, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(4), raising=False)
+    monkeypatch.setattr(devices, "output_of", lambda *command: cpu_max if command[-1].endswith("cpu.max") else v1)
+    assert devices.count_cores() == cores
+
+
+def test_the_commit_is_not_that_of_a_repository_around_this_folder(tmp_path, monkeypatch):
+    commit = "git -c user.name=a -c user.email=a commit -q --allow-empty -ma"
+    subprocess.run(f"git init -q && {commit}", shell=True, cwd=tmp_path, check=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    monkeypatch.setattr(software, "REPO", tmp_path / "unpacked")
+    assert software.commit.__wrapped__() == "unknown"
+    monkeypatch.setattr(software, "REPO", tmp_path)
+    assert software.commit.__wrapped__() != "unknown"
+
+
+def test_one_process_says_which_variables_make_it_wait_for_others(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set, but not RANK, MASTER_ADDR, MASTER_PORT: unset it"):
+        next(distributed.init_distributed().gen)
+    for name, value in {"RANK": "1", "MASTER_ADDR": "far.example", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.check_variables(2)
+    assert "RANK=1, MASTER_ADDR=far.example" in capsys.readouterr().err
+
+
+def test_a_host_name_that_is_a_loopback_address_is_an_error_on_several_machines(monkeypatch):
+    addresses = {socket.gethostname(): "127.0.1.1", "near.example": "127.0.0.1", "far.example": "10.1.1.1"}
+    monkeypatch.setattr(socket, "gethostbyname", addresses.__getitem__)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    distributed.check_host_name("near.example")
+    with pytest.raises(ConfigError, match=r"set GLOO_SOCKET_IFNAME to the interface that leads to far\.example"):
+        distributed.check_host_name("far.example")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    distributed.check_host_name("far.example")
+
+
+def test_a_tilde_that_the_shell_left_alone_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = RunConfig(data="~/d.npz", out="~/out", save="~/w.pt")
+    assert (config.data, config.out, config.save) == ("/home/me/d.npz", "/home/me/out", "/home/me/w.pt")

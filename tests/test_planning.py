@@ -49,42 +49,28 @@ def test_each_team_has_its_own_gpus_and_teams_share_where_there_are_too_few(gpus
     assert [gpu(team, rank) for team in (0, 1) for rank in range(processes)] == taken
 
 
-@pytest.fixture
-def defaults(monkeypatch):
-    """Return a function of a machine and options: cores, seconds of a run on one of them, whether bf16 is faster."""
-
-    def resolve(cores: int, seconds: float, bf16: bool, **options: object) -> RunConfig:
-        monkeypatch.setattr(checks, "run_flop", lambda recipe, images: seconds * checks.CORE)
-        monkeypatch.setattr(checks, "count_cores", lambda: cores)
-        monkeypatch.setattr(checks, "gains_by_bf16", lambda: bf16)
-        return checks.resolve_defaults(RunConfig(**options), Apple2019(), ALONE, 50_000)
-
-    return resolve
-
-
 @pytest.mark.parametrize(
-    ("seconds", "options", "compiles"),
+    ("cores", "seconds", "bf16_is_faster", "options", "precision", "compiles", "hours"),
     [
-        *((700, {}, True), (500, {}, False), (250, {"runs": 3, "share": "2/3"}, True)),
-        *((1, {"compile": True}, True), (700, {"no_compile": True}, False)),
+        (1, 700, True, {"runs": 36}, "bf16", True, 3.5),
+        (8, 700, True, {"runs": 36}, "bf16", True, 0.4),
+        (8, 700, True, {"runs": 36, "precision": "fp32"}, "fp32", True, 0.9),
+        (8, 700, False, {"runs": 36}, "fp32", True, 0.9),
+        (8, 500, True, {"runs": 36}, "fp32", True, 0.6),
+        (1, 700, False, {"no_compile": True}, "fp32", False, 0.2),
+        (1, 500, False, {}, "fp32", False, None),
+        (1, 500, False, {"compile": True}, "fp32", True, None),
+        (1, 250, False, {"runs": 3, "share": "2/3"}, "fp32", True, 0.1),
     ],
 )
-def test_a_campaign_of_ten_minutes_or_more_compiles_all_shares_alike(defaults, seconds, options, compiles):
-    config = defaults(1, seconds, False, **options)
-    assert (config.compile, config.no_compile) == (compiles, not compiles)
-
-
-@pytest.mark.parametrize("cores", [1, 8])
-@pytest.mark.parametrize(
-    ("seconds", "bf16", "given", "precision", "hours"),
-    [
-        (700, True, "", "bf16", 3.5),
-        (700, True, "fp32", "fp32", 7),
-        (700, False, "", "fp32", 7),
-        (500, True, "", "fp32", 5),
-    ],
-)
-def test_bf16_is_for_long_runs_on_any_number_of_cores(defaults, capsys, cores, seconds, bf16, given, precision, hours):
-    """The seed decides a run, so neither cores nor runs may change the precision."""
-    assert defaults(cores, seconds, bf16, runs=36, precision=given).precision == precision
-    assert f"this takes about {hours / cores:.1f} hours" in capsys.readouterr().err
+def test_bf16_is_for_long_runs_and_the_compiler_for_long_campaigns_all_shares_alike(
+    cores, seconds, bf16_is_faster, options, precision, compiles, hours, monkeypatch, capsys
+):
+    """The seed decides a run, so neither cores nor runs may change the precision. A run takes `seconds` on one core."""
+    monkeypatch.setattr(checks, "run_flop", lambda recipe, images: seconds * checks.CORE)
+    monkeypatch.setattr(checks, "count_cores", lambda: cores)
+    monkeypatch.setattr(checks, "gains_by_bf16", lambda: bf16_is_faster)
+    config = checks.resolve_defaults(RunConfig(**options), Apple2019(), ALONE, 50_000)
+    assert (config.precision, config.compile, config.no_compile) == (precision, compiles, not compiles)
+    told = capsys.readouterr().err
+    assert f"this takes about {hours} hours" in told if hours else not told
