@@ -1,15 +1,18 @@
-"""Conclusions, statuses and the choice of the reference, of any two logs."""
+"""Conclusions, statuses and the choice of the reference, of any two logs; statistics against textbooks and SciPy."""
 
 import json
+import math
 import re
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 from conftest import REPO, python
+from scipy import stats
 from test_read_logs import WITHOUT_SUMMARY, our_form, runs_rows, written
 
 from large_batch_cifar_10_fast import compare
+from large_batch_cifar_10_fast import stats as ours
 from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.options import as_pairs
 from large_batch_cifar_10_fast.read_logs import read_log
@@ -19,13 +22,13 @@ DEMO = REPO / "logs" / "demo" / "runs.tsv"
 
 @pytest.fixture
 def conclusion(capsys):
-    """Return a function that runs the command with --json; it returns the output and the exit status."""
+    """Return a function that runs the command with --json. It returns the output, and verdicts with the exit status."""
 
-    def run(*arguments) -> tuple[dict, int]:
+    def run(*arguments) -> dict:
         status = compare.main([*map(str, arguments), "--json"])
         found = json.loads(capsys.readouterr().out)
-        found["verdicts"] = [found["conclusions"][name]["verdict"] for name in ("accuracy", "time", "goal")]
-        return found | {"rows": {row["name"]: row for row in found["rows"]}}, status
+        verdicts = {name: (found["conclusions"][name]["verdict"], status) for name in ("accuracy", "time", "goal")}
+        return found | {"rows": {row["name"]: row for row in found["rows"]}} | verdicts
 
     return run
 
@@ -40,8 +43,9 @@ def log(tmp_path):
 
 
 def test_published_against_itself_is_equivalent(conclusion):
-    found, status = conclusion("published", "published")
-    assert (found["verdicts"], status) == (["equivalent", "equivalent", "significant"], 0)
+    found = conclusion("published", "published")
+    verdicts = [found[name] for name in ("accuracy", "time", "goal")]
+    assert verdicts == [("equivalent", 0), ("equivalent", 0), ("significant", 0)]
     assert found["rows"]["reached 94%"]["mine"] == "41 of 50, 82% [69%, 90%]"
     np.testing.assert_allclose(found["rows"]["accuracy mean, %"]["interval"], [-0.073, 0.073], atol=5e-4)
     np.testing.assert_allclose(found["rows"]["seconds mean"]["interval"], [0.982, 1.019], atol=5e-4)
@@ -50,20 +54,18 @@ def test_published_against_itself_is_equivalent(conclusion):
 def test_three_tenths_of_a_point_less_is_worse_and_three_runs_are_too_few(log, conclusion):
     less = re.sub(r"(?<=validation acc )\S+", lambda accuracy: f"{float(accuracy[0]) - 0.003:.3f}", WITHOUT_SUMMARY)
     mine, few = log("less.txt", less), log("few.txt", "".join(WITHOUT_SUMMARY.splitlines(keepends=True)[:7]))
-    for pair, expected in (((mine, "published"), ("worse", 1)), (("published", mine), ("better", 0))):
-        found, status = conclusion(*pair)
-        assert (found["verdicts"][0], status) == expected
-    found, status = conclusion(few, "published")
-    assert (found["rows"]["runs"]["mine"], found["verdicts"][0], status) == ("3", "open", 0)
+    assert conclusion(mine, "published")["accuracy"] == ("worse", 1)
+    assert conclusion("published", mine)["accuracy"] == ("better", 0)
+    assert conclusion(few, "published")["accuracy"] == ("open", 0)
 
 
 def test_slower_counts_only_on_the_same_hardware(log, conclusion):
     fast = log("fast", our_form(0.9410 + 0.0001 * np.arange(20)))
     slow = log("slow", fast.read_text().replace("time 4.", "time 8."))
     other = log("other", slow.read_text().replace("H200", "A100"))
-    found, status = conclusion(slow, fast)
-    assert (found["verdicts"][:2], status) == (["equivalent", "worse"], 1)
-    assert (conclusion(other, fast)[1], conclusion(fast, slow)[1]) == (0, 0)
+    found = conclusion(slow, fast)
+    assert (found["accuracy"], found["time"]) == (("equivalent", 1), ("worse", 1))
+    assert (conclusion(other, fast)["time"], conclusion(fast, slow)["time"]) == (("worse", 0), ("better", 0))
 
 
 def test_a_picture_a_folder_or_an_empty_file_ends_with_status_2_and_one_line(tmp_path, log, error_line):
@@ -83,14 +85,13 @@ def test_differing_conditions_are_listed_above_the_table(log):
 
 def test_diverged_runs_are_counted_and_left_out_of_the_mean_loss(log, conclusion):
     good = our_form([0.9410, 0.9412, 0.1000])
-    found, _ = conclusion(log("log.txt", "loss nan".join(good.rsplit("loss 0.991", 1))), "published")
+    found = conclusion(log("log.txt", "loss nan".join(good.rsplit("loss 0.991", 1))), "published")
     rows = found["rows"]
     assert (rows["loss mean"]["mine"], rows["accuracy lowest, %"]["mine"]) == ("0.991", "10.000")
     assert any("1 runs diverged" in note for note in found["notes"])
     path = log("log.txt", our_form([0.1, 0.1, 0.1]).replace("loss 0.991", "loss nan"))
-    for arguments, expected in (((path, "published"), ("worse", 1)), (("published", path), ("open", 0))):
-        found, status = conclusion(*arguments)
-        assert (found["verdicts"][0], status) == expected
+    assert conclusion(path, "published")["accuracy"] == ("worse", 1)
+    assert conclusion("published", path)["accuracy"] == ("open", 0)
 
 
 def test_the_reference_is_made_under_the_same_conditions(tmp_path, conclusion, monkeypatch):
@@ -100,9 +101,9 @@ def test_the_reference_is_made_under_the_same_conditions(tmp_path, conclusion, m
         _, recipe = read_request(arguments, {})
         fields |= {"recipe": recipe.name, "options": as_pairs(asdict(recipe)), "workers": str(recipe.workers)}
         path = written(tmp_path / "runs.tsv", runs_rows("c", ["9400"], **fields))
-        assert conclusion(path)[0]["reference"] == reference
+        assert conclusion(path)["reference"] == reference
     path = written(tmp_path / "runs.tsv", runs_rows("c", ["9400"], **fields | {"digest": "another"}))
-    assert conclusion(path)[0]["reference"] == str(DEMO), "synthetic images differ in a few bits between CPUs"
+    assert conclusion(path)["reference"] == str(DEMO), "synthetic images differ in a few bits between CPUs"
     with pytest.raises(SystemExit):
         conclusion(written(tmp_path / "runs.tsv", runs_rows("c", ["9400"], **fields | {"images": "cifar10.npz"})))
     conditions = {"images": "cifar10.npz", "recipe": "muon", "precision": "bf16"}
@@ -115,5 +116,67 @@ def test_the_reference_is_made_under_the_same_conditions(tmp_path, conclusion, m
         written(tmp_path / "logs" / f"runs_{name}.tsv", runs_rows(name, ["9400"] * runs, **(conditions | more)))
     monkeypatch.setattr(compare, "LOGS", tmp_path / "logs")
     mine = written(tmp_path / "mine.tsv", runs_rows("mine", ["9400"] * 2, **conditions))
-    assert conclusion(mine)[0]["reference"].endswith("runs_more.tsv"), "same precision, most runs"
-    assert conclusion(tmp_path / "logs" / "runs_more.tsv")[0]["reference"].endswith("runs_few.tsv"), "not mine itself"
+    assert conclusion(mine)["reference"].endswith("runs_more.tsv"), "same precision, most runs"
+    assert conclusion(tmp_path / "logs" / "runs_more.tsv")["reference"].endswith("runs_few.tsv"), "not mine itself"
+
+
+def test_welch_interval_is_the_textbooks():
+    a = np.array([27.5, 21.0, 19.0, 23.6, 17.0, 17.9, 16.9, 20.1, 21.9, 22.6, 23.1, 19.6, 19.0, 21.7, 21.4])
+    b = np.array([27.1, 22.0, 20.8, 23.4, 23.4, 23.5, 25.8, 22.0, 24.8, 20.2, 21.9, 22.1, 22.9, 20.5, 24.4])
+    va, vb = a.var(ddof=1) / 15, b.var(ddof=1) / 15
+    freedom = (va + vb) ** 2 / (va**2 / 14 + vb**2 / 14)
+    assert freedom == pytest.approx(24.99, abs=0.01)  # published with this example
+    half = stats.t.ppf(0.975, freedom) * math.sqrt(va + vb)
+    expected = a.mean() - b.mean() - half, a.mean() - b.mean() + half
+    assert ours.welch_interval(a, b) == pytest.approx(expected)
+    assert ours.welch_interval(a[:1], b) is None
+    assert ours.welch_interval(np.ones(3), np.ones(2)) == (0, 0)
+
+
+def test_two_one_sided_tests_are_scipys():
+    random = np.random.default_rng(0)
+    for spread in (0.1, 0.2, 0.3, 0.5):
+        a, b = random.normal(94.15, spread, 30), random.normal(94.2, spread, 40)
+        p = max(
+            stats.ttest_ind(a + 0.1, b, equal_var=False, alternative="greater").pvalue,
+            stats.ttest_ind(a - 0.1, b, equal_var=False, alternative="less").pvalue,
+        )
+        verdict = ours.judge(a, b, 0.1, "Accuracy", str, more_is_better=True).verdict
+        assert (verdict == "equivalent") == (p < 0.05)
+
+
+def test_wilson_and_newcombe_are_the_textbooks():
+    # Newcombe (1998), Statistics in Medicine 17: 81 of 263, and 56/70 against 48/80.
+    assert ours.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert ours.newcombe(56, 70, 48, 80) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+
+
+def test_resampled_interval_is_scipys_and_needs_five_runs():
+    random = np.random.default_rng(5)
+    a, b = random.normal(5, 1, 100), random.normal(4, 1, 50)
+    between = lambda x, y: np.median(x) / np.median(y)  # noqa: E731
+    how = {"vectorized": False, "n_resamples": 5000, "method": "percentile", "rng": np.random.default_rng(0)}
+    expected = stats.bootstrap((a, b), between, **how).confidence_interval
+    assert ours.resampled_interval(a, b, between) == (expected.low, expected.high)
+    assert ours.resampled_interval(a[:4], b, between) is None
+
+
+def test_the_runs_needed_are_the_textbooks_and_give_the_power_they_promise():
+    needed = ours.runs_needed(spread=0.16, margin=0.10)
+    assert needed == 44  # 2 (0.16 (1.645 + 1.282) / 0.10)^2 = 43.9
+    pairs = np.random.default_rng(2).normal(0, 0.16, (300, 2, needed))
+    hits = sum(ours.judge(a, b, 0.1, "", str, more_is_better=True).verdict == "equivalent" for a, b in pairs)
+    assert 0.7 < hits / 300 < 0.9
+    few = 94.03 + 0.15 * np.array([-1, 0, 1])
+    assert "about 251 runs" in ours.judge_goal(few, 94.0).text  # (0.15 (2.326 + 0.842) / 0.03)^2 = 250.9
+
+
+def test_the_mean_at_94_percent_is_students_one_sided_test():
+    """By the tables: of five runs (four degrees of freedom) t is above 3.747 with p = 0.01, above 2.132 with 0.05."""
+    scattered = np.array([-1.0, -0.5, 0.0, 0.5, 1.0]) / 0.625**0.5
+    for t, verdict, p in ((3.80, "significant", "0.0096"), (3.70, "open", "0.01"), (2.132, "open", "0.05")):
+        conclusion = ours.judge_goal(94.0 + 0.15 * (scattered + t / 5**0.5), 94.0)
+        assert conclusion.verdict == verdict
+        assert re.search(rf"std 0.150, n = 5, one-sided t-test p = {p}[;.]", conclusion.text)
+    below = 94.0 + 0.15 * (scattered - 0.5)
+    assert [ours.judge_goal(runs, 94.0).verdict for runs in (below, below[:1])] == ["open", "open"]

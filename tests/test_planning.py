@@ -1,9 +1,14 @@
-"""What is chosen unless it was given: processes, their devices, precision, and whether to compile."""
+"""What is chosen unless it was given: processes, devices, precision, compilation; and what surroundings decide."""
+
+import os
+import socket
+import subprocess
 
 import pytest
 from conftest import ALONE
 
-from large_batch_cifar_10_fast import checks
+from large_batch_cifar_10_fast import checks, devices, distributed
+from large_batch_cifar_10_fast import environment as software
 from large_batch_cifar_10_fast.devices import take_device
 from large_batch_cifar_10_fast.launch import plan_processes
 from large_batch_cifar_10_fast.options import ConfigError, Launch, RunConfig
@@ -74,3 +79,50 @@ def test_bf16_is_for_long_runs_and_the_compiler_for_long_campaigns_all_shares_al
     assert (config.precision, config.compile, config.no_compile) == (precision, compiles, not compiles)
     told = capsys.readouterr().err
     assert f"this takes about {hours} hours" in told if hours else not told
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "v1", "cores"),
+    [("max 100000", "", 4), ("250000 100000", "", 2), ("", "50000\n100000", 1), ("", "-1\n100000", 4), ("", "", 4)],
+)
+def test_cores_are_counted_by_affinity_and_by_the_quota_of_the_container(cpu_max, v1, cores, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(4), raising=False)
+    monkeypatch.setattr(devices, "output_of", lambda *command: cpu_max if command[-1].endswith("cpu.max") else v1)
+    assert devices.count_cores() == cores
+
+
+def test_the_commit_is_not_that_of_a_repository_around_this_folder(tmp_path, monkeypatch):
+    commit = "git -c user.name=a -c user.email=a commit -q --allow-empty -ma"
+    subprocess.run(f"git init -q && {commit}", shell=True, cwd=tmp_path, check=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    monkeypatch.setattr(software, "REPO", tmp_path / "unpacked")
+    assert software.commit.__wrapped__() == "unknown"
+    monkeypatch.setattr(software, "REPO", tmp_path)
+    assert software.commit.__wrapped__() != "unknown"
+
+
+def test_one_process_says_which_variables_make_it_wait_for_others(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set, but not RANK, MASTER_ADDR, MASTER_PORT: unset it"):
+        next(distributed.init_distributed().gen)
+    for name, value in {"RANK": "1", "MASTER_ADDR": "far.example", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.check_variables(2)
+    assert "RANK=1, MASTER_ADDR=far.example" in capsys.readouterr().err
+
+
+def test_a_host_name_that_is_a_loopback_address_is_an_error_on_several_machines(monkeypatch):
+    addresses = {socket.gethostname(): "127.0.1.1", "near.example": "127.0.0.1", "far.example": "10.1.1.1"}
+    monkeypatch.setattr(socket, "gethostbyname", addresses.__getitem__)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    distributed.check_host_name("near.example")
+    with pytest.raises(ConfigError, match=r"set GLOO_SOCKET_IFNAME to the interface that leads to far\.example"):
+        distributed.check_host_name("far.example")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    distributed.check_host_name("far.example")
+
+
+def test_a_tilde_that_the_shell_left_alone_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = RunConfig(data="~/d.npz", out="~/out", save="~/w.pt")
+    assert (config.data, config.out, config.save) == ("/home/me/d.npz", "/home/me/out", "/home/me/w.pt")

@@ -30,10 +30,14 @@ def test_a_picture_replaces_what_a_link_leads_to(tmp_path, suffix):
     assert picture.read_bytes().startswith(MAGIC[suffix])
 
 
-def test_every_line_and_distribution_is_labelled(tmp_path):
+def test_every_line_and_distribution_is_labelled_and_the_name_of_a_file_is_no_formula(tmp_path):
     text = drawn(tmp_path, CAMPAIGN)
     for label in (*ENTRIES.values(), "mine", "94%", "published", "final test accuracy, %", "seconds", "share of runs"):
         assert f">{label}<" in text, label
+    (tmp_path / "a$\\b$.tsv").write_text(CAMPAIGN.read_text())
+    text = drawn(tmp_path, tmp_path / "a$\\b$.tsv", CURVE)
+    assert text.count(">a$\\b$.tsv<") == 3, "at its line, and over each of two distributions"
+    assert "mine, on synthetic<" in drawn(tmp_path, REPO / "logs" / "demo" / "runs.tsv")
 
 
 def test_labels_are_spread_in_order_with_a_gap():
@@ -42,13 +46,6 @@ def test_labels_are_spread_in_order_with_a_gap():
     assert np.argsort(moved).tolist() == np.argsort(places).tolist()
     assert np.diff(np.sort(moved)).min() > 0.2 - 1e-6
     assert (moved[3], moved[2]) == (0.0, 3.0)
-
-
-def test_the_name_of_a_file_is_no_formula_and_other_images_are_named(tmp_path):
-    (tmp_path / "a$\\b$.tsv").write_text(CAMPAIGN.read_text())
-    text = drawn(tmp_path, tmp_path / "a$\\b$.tsv", CURVE)
-    assert text.count(">a$\\b$.tsv<") == 3, "at its line, and over each of two distributions"
-    assert "mine, on synthetic<" in drawn(tmp_path, REPO / "logs" / "demo" / "runs.tsv")
 
 
 @pytest.mark.parametrize(
