@@ -85,18 +85,20 @@ def environment(**variables: object) -> dict[str, str]:
     return {**inherited, "PYTHON": sys.executable, **{name: str(value) for name, value in variables.items()}}
 
 
+def run_program(*command: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
+    """Start a program with some environment variables, and wait for it."""
+    how = {"capture_output": True, "text": True, "timeout": 280, "cwd": cwd, "env": environment(**variables)}
+    return subprocess.run([*map(str, command)], **how)
+
+
 def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:
     """Start the launcher in `cwd` and wait for it. Lower-case keywords are options, others environment variables."""
-    return _ended("bash", script, *arguments, *options_among(variables), cwd=cwd, env=environment(**variables))
+    return run_program("bash", script, *arguments, *options_among(variables), cwd=cwd, **variables)
 
 
 def python(*arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
     """Start a Python program that can import the package, and wait for it."""
-    return _ended(sys.executable, *arguments, cwd=cwd, env=environment(PYTHONPATH=REPO, **variables))
-
-
-def _ended(*command: object, **how: object) -> subprocess.CompletedProcess:
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=280, **how)
+    return run_program(sys.executable, *arguments, cwd=cwd, PYTHONPATH=REPO, **variables)
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import LAUNCHER, REPO, TINY, environment, launch, python, train_here, write_program
+from conftest import LAUNCHER, REPO, TINY, launch, python, run_program, train_here, write_program
 
 from large_batch_cifar_10_fast import LAUNCH
 from large_batch_cifar_10_fast.campaign import read_rows
@@ -36,8 +35,8 @@ def test_progress_is_shown_on_a_terminal(tiny_npz, tmp_path, monkeypatch):
     assert "run 1 epoch 2, 0 of 0 runs over 94%: " in stderr.getvalue()
 
 
-OPENMP = {"OMP_PROC_BIND": "true", "PYTHONOPTIMIZE": 2}
-OUTER = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "outer", "PYTHONPATH": REPO / "tests"}
+SET = {"OMP_PROC_BIND": "true", "PYTHONOPTIMIZE": 2, "PYTHONPATH": REPO / "tests"}
+SET |= {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "outer"}
 
 
 @pytest.mark.parametrize(
@@ -51,9 +50,7 @@ OUTER = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "ou
 def test_sh_variables_of_an_outer_launcher_and_files_named_like_modules_change_nothing(tmp_path, start, told):
     for name in ("re", "csv", "email", "numpy", "importlib", "torch"):
         (tmp_path / f"{name}.py").write_text("print('run')")
-    command = ["bash", "-c", start.format(LAUNCHER)]
-    how = {"cwd": tmp_path, "env": environment(**OUTER, **OPENMP), "capture_output": True, "text": True, "timeout": 60}
-    result = subprocess.run(command, **how)
+    result = run_program("bash", "-c", start.format(LAUNCHER), cwd=tmp_path, **SET)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith(f"train_cifar_parallel.sh: {told}")
     assert {path.suffix for path in tmp_path.iterdir()} == {".py"}, "nothing is written"
@@ -67,12 +64,10 @@ def test_pythonpath_with_another_pythons_numpy_is_one_line(tmp_path):
 
 
 def test_a_campaign_whose_log_cannot_be_written_goes_on(tiny_npz, tmp_path):
-    command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", "--demo", *TINY, "--data", str(tiny_npz)]
-    command += ["--runs", "2", "--out", str(tmp_path)]
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(command, cwd=REPO, env=environment(), stdout=full, stderr=subprocess.PIPE)
-    assert (result.returncode, len(read_rows(tmp_path / "runs.tsv"))) == (0, 2)
-    assert result.stderr.decode().count("STDOUT cannot be written (No space left on device)") == 1
+    train = f"'{sys.executable}' -m large_batch_cifar_10_fast.train --demo {' '.join(TINY)} --runs 2 >/dev/full"
+    result = run_program("bash", "-c", f"{train} --data '{tiny_npz}'", cwd=tmp_path, PYTHONPATH=REPO)
+    assert (result.returncode, len(read_rows(tmp_path / "runs.tsv"))) == (0, 2), result.stderr
+    assert result.stderr.count("STDOUT cannot be written (No space left on device)") == 1
 
 
 @pytest.fixture
@@ -112,8 +107,7 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
         assert result.stdout == f"{venv}\n", result.stderr
         return result.stderr.split(" ")[0]
 
-    assert message() == "Making"
-    assert message() == ""
+    assert (message(), message()) == ("Making", "")
     (venv / "complete").unlink()
     assert message() == "Finishing"
     (venv / "bin" / "python").unlink()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPO, environment, write_program
+from conftest import REPO, run_program, write_program
 
 from large_batch_cifar_10_fast.command_line import read_launch, read_request
 
@@ -31,9 +31,8 @@ def measure(tmp_path, tiny_npz):
 
     def run(*parts: str, failing: str = "", status: int = 1) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
         calls.write_text("")
-        command = ["bash", str(REPO / "measure_gpu.sh"), "--data", str(tiny_npz), "--out", str(tmp_path), *parts]
-        variables = environment(PYTHON=python, CALLS=calls, FAILING=failing, STATUS=status)
-        result = subprocess.run(command, env=variables, capture_output=True, text=True)
+        command = ["bash", REPO / "measure_gpu.sh", "--data", tiny_npz, "--out", tmp_path, *parts]
+        result = run_program(*command, cwd=tmp_path, PYTHON=python, CALLS=calls, FAILING=failing, STATUS=status)
         text = calls.read_text().replace("large_batch_cifar_10_fast.", "")
         return result, [line.split("\t") for line in text.splitlines()]
 
@@ -84,8 +83,7 @@ def submit(tmp_path):
 
     def run(script: str, *arguments: str, **variables: object) -> subprocess.CompletedProcess:
         job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": tmp_path, **variables}
-        how = {"cwd": tmp_path, "env": environment(**job), "capture_output": True, "text": True}
-        return subprocess.run(["bash", str(REPO / "docs" / script), *arguments], **how)
+        return run_program("bash", REPO / "docs" / script, *arguments, cwd=tmp_path, **job)
 
     return run
 
