@@ -1,8 +1,9 @@
-"""A campaign loses nothing: killed and resumed, it equals an uninterrupted one."""
+"""A campaign loses nothing: killed and resumed, or merged from shares, it equals an uninterrupted one."""
 
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -13,10 +14,12 @@ import pandas as pd
 import pytest
 import torch
 from attack import processes_of
-from conftest import LAUNCHER, RESULT, TINY, edit_table, environment, launch, options_among, train_together
+from conftest import DIFFERENT, LAUNCHER, RESULT, TINY, edit_table, environment, launch, train_here, train_together
 
+from large_batch_cifar_10_fast import campaign
+from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.launch import check_launch, lock_folder
-from large_batch_cifar_10_fast.options import ConfigError
+from large_batch_cifar_10_fast.options import ConfigError, RunConfig
 
 pytestmark = pytest.mark.slow
 
@@ -39,9 +42,9 @@ def uninterrupted(arguments, tmp_path_factory) -> tuple[Path, list[str]]:
 
 
 @contextlib.contextmanager
-def started(folder: Path, *arguments: str, **options: object) -> Iterator[subprocess.Popen]:
+def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
     """Start a launch of two processes in `folder`, under nohup; kill all processes at the end."""
-    command = ["nohup", "bash", str(LAUNCHER), *arguments, *options_among({"nproc": 2} | options)]
+    command = ["nohup", "bash", str(LAUNCHER), *arguments, "--nproc", "2"]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     how = {"cwd": folder, "env": environment(OMP_NUM_THREADS=1, TMPDIR=folder), "start_new_session": True}
     with subprocess.Popen(command, **how, **pipes) as process:
@@ -120,7 +123,7 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(
 def test_two_teams_one_killed_and_restarted_make_the_rows_and_weights_of_one(arguments, tmp_path, uninterrupted):
     expected = pd.read_csv(uninterrupted[0], sep="\t")
     (table := tmp_path / "runs.tsv").write_text(uninterrupted[0].read_text())  # another campaign's rows
-    with started(tmp_path, *arguments, teams=2, restarts=1, save="w.pt") as process:
+    with started(tmp_path, *arguments, "--teams", "2", "--restarts", "1", "--save", "w.pt") as process:
         wait_for_rows(table, RUNS + 1, process)
         for pid in processes_of(tmp_path):
             os.kill(pid, signal.SIGHUP)  # which nohup ignores
@@ -181,3 +184,64 @@ def test_a_second_campaign_in_the_same_folder_is_refused(arguments, tmp_path):
     result = launch(*arguments, cwd=tmp_path)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "another campaign is running in" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def tables(tiny_npz, tmp_path_factory) -> dict[str, Path]:
+    """Return the runs.tsv of a whole campaign and of its two shares."""
+    folder = tmp_path_factory.mktemp("shares")
+    small = ["--demo", *TINY, "--epochs", 1, "--no_compile", "--data", tiny_npz, "--seed", 7, "--runs", 5]
+    for name, share in {"whole": "0/1", "even": "0/2", "odd": "1/2"}.items():
+        train_here(*small, "--share", share, "--out", folder / name)
+        time.sleep(1)  # the name of a campaign has its second
+    return {path.parent.name: path for path in folder.glob("*/runs.tsv")}
+
+
+def _rows(path: Path) -> pd.DataFrame:
+    rows = pd.read_csv(path, sep="\t", dtype=str).sort_values("run", kind="stable", ignore_index=True)
+    return rows.drop(columns=[*DIFFERENT, "share"], errors="ignore")
+
+
+def test_merged_shares_equal_the_tables_of_one_launch_and_missing_runs_are_named_and_made(tables, tmp_path, capsys):
+    both, half, whole = tmp_path / "both", tmp_path / "half", tables["whole"]
+    campaign.main([str(tables["odd"]), str(tables["even"]), "--out", str(both)])
+    pd.testing.assert_frame_equal(_rows(both / "runs.tsv"), _rows(whole))
+    pd.testing.assert_frame_equal(_rows(both / "epochs.tsv"), _rows(whole.with_name("epochs.tsv")))
+    assert pd.read_csv(both / "epochs.tsv", sep="\t")["campaign"].nunique() == 1
+    assert re.fullmatch(f"{both}/runs.tsv: 5 of campaign .*'s 5 runs\n", capsys.readouterr().out)
+    campaign.main([str(tables["even"]), "--out", str(half)])
+    assert f"; missing: 1, 3 (train_cifar_parallel.sh --resume --out {half} " in capsys.readouterr().out
+    train_here("--resume", "--out", half)
+    pd.testing.assert_frame_equal(_rows(half / "runs.tsv"), _rows(whole))
+
+
+def test_an_interrupted_share_is_resumed_as_this_share(tables, tmp_path):
+    (tmp_path / "runs.tsv").write_text("".join(tables["even"].read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(ConfigError, match=r"had other share \(0/2 then, 1/2 now\)"):
+        read_request(["--resume", "--out", str(tmp_path), "--share", "1/2"])
+    train_here("--resume", "--out", tmp_path)
+    pd.testing.assert_frame_equal(_rows(tmp_path / "runs.tsv"), _rows(tables["even"]))
+
+
+@pytest.mark.parametrize("column", [*campaign.ALIKE, "seed"])
+def test_tables_of_other_images_code_or_options_are_refused(tables, tmp_path, error_line, column):
+    rows = pd.read_csv(tables["odd"], sep="\t")
+    other = rows[column] + 1 if column in campaign.INTEGERS else "other"
+    edit_table(edited := shutil.copy(tables["odd"], tmp_path), **{column: other})
+    merge = [str(tables["even"]), str(edited), "--out", str(tmp_path / "merged")]
+    assert f"runs.tsv has other {column}" in error_line(campaign.main, merge)
+
+
+def test_tables_with_the_same_run_and_a_folder_with_tables_are_refused(tables, tmp_path, error_line):
+    whole, even, odd = (str(tables[name]) for name in ("whole", "even", "odd"))
+    assert "campaign: run 1 is in " in error_line(campaign.main, [whole, odd, "--out", str(tmp_path)])
+    assert "was given twice" in error_line(campaign.main, [even, even, "--out", str(tmp_path)])
+    (tmp_path / "epochs.tsv").write_text("mine")
+    assert "has tables already: choose another --out" in error_line(campaign.main, [even, "--out", str(tmp_path)])
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("epochs.tsv", "mine")]
+
+
+@pytest.mark.parametrize("share", ["2/2", "1", "1/", "-1/2", "1/2/3", "a/b", "1/0", "9/99", "1/9999999", " 0/1"])
+def test_an_invalid_share_is_refused(share):
+    with pytest.raises(ConfigError, match=r"share .* has none of 5 runs: give I/N"):
+        RunConfig(runs=5, share=share)

@@ -1,21 +1,25 @@
-"""Conclusions, statuses and the choice of the reference, of any two logs; statistics against textbooks and SciPy."""
+"""Conclusions, statuses and the choice of the reference, of any two logs; their statistics, and the picture."""
 
+import errno
 import json
 import math
+import os
 import re
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 from conftest import REPO, python
+from matplotlib.figure import Figure
 from scipy import stats
 from test_read_logs import WITHOUT_SUMMARY, our_form, runs_rows, written
 
-from large_batch_cifar_10_fast import compare
+from large_batch_cifar_10_fast import compare, plot
 from large_batch_cifar_10_fast import stats as ours
 from large_batch_cifar_10_fast.command_line import read_request
 from large_batch_cifar_10_fast.options import as_pairs
-from large_batch_cifar_10_fast.read_logs import read_log
+from large_batch_cifar_10_fast.plot import ENTRIES, separate_labels
+from large_batch_cifar_10_fast.read_logs import PUBLISHED, read_log
 
 DEMO = REPO / "logs" / "demo" / "runs.tsv"
 
@@ -180,3 +184,62 @@ def test_the_mean_at_94_percent_is_students_one_sided_test():
         assert re.search(rf"std 0.150, n = 5, one-sided t-test p = {p}[;.]", conclusion.text)
     below = 94.0 + 0.15 * (scattered - 0.5)
     assert [ours.judge_goal(runs, 94.0).verdict for runs in (below, below[:1])] == ["open", "open"]
+
+
+CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"
+CAMPAIGN = PUBLISHED / "apple_8xv100_50_runs.tsv"
+MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
+
+
+def drawn(tmp_path, *files: object) -> str:
+    plot.main([*map(str, files), "--out", str(tmp_path / "p.svg")])
+    return (tmp_path / "p.svg").read_text().replace("> ", ">")
+
+
+@pytest.mark.parametrize("suffix", MAGIC)
+def test_a_picture_replaces_what_a_link_leads_to(tmp_path, suffix):
+    picture, link = tmp_path / f"picture{suffix}", tmp_path / f"link{suffix}"
+    link.symlink_to(picture)
+    plot.main([str(CURVE), "--out", str(link)])
+    assert link.is_symlink()
+    assert picture.read_bytes().startswith(MAGIC[suffix])
+
+
+def test_every_line_and_distribution_is_labelled_and_the_name_of_a_file_is_no_formula(tmp_path):
+    text = drawn(tmp_path, CAMPAIGN)
+    for label in (*ENTRIES.values(), "mine", "94%", "published", "final test accuracy, %", "seconds", "share of runs"):
+        assert f">{label}<" in text, label
+    (tmp_path / "a$\\b$.tsv").write_text(CAMPAIGN.read_text())
+    text = drawn(tmp_path, tmp_path / "a$\\b$.tsv", CURVE)
+    assert text.count(">a$\\b$.tsv<") == 3, "at its line, and over each of two distributions"
+    assert "mine, on synthetic<" in drawn(tmp_path, REPO / "logs" / "demo" / "runs.tsv")
+
+
+def test_labels_are_spread_in_order_with_a_gap():
+    places = np.array([1.0, 1.02, 3.0, 0.0, 1.01])
+    moved = separate_labels(places, 0.2, -0.5, 3.5)
+    assert np.argsort(moved).tolist() == np.argsort(places).tolist()
+    assert np.diff(np.sort(moved)).min() > 0.2 - 1e-6
+    assert (moved[3], moved[2]) == (0.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [("p.xyz", "Format 'xyz' is not supported"), ("no/p.png", "No such file"), ("full.png", "is not a file")],
+)
+def test_a_picture_that_cannot_be_written_ends_with_one_line(tmp_path, error_line, out, message):
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    assert message in error_line(plot.main, [str(CURVE), "--out", str(tmp_path / out)])
+
+
+def test_on_a_full_disk_the_picture_before_stays(tmp_path, error_line, monkeypatch):
+    (out := tmp_path / "p.png").write_bytes(b"before")
+
+    def fill_the_disk(figure, path, **_):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Figure, "savefig", fill_the_disk)
+    line = error_line(plot.main, [str(CURVE), "--out", str(out)])
+    assert f"{out} cannot be written ([Errno 28] No space left on device)" in line
+    assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [("p.png", b"before")]

@@ -1,7 +1,9 @@
-"""The launcher as a user meets it: the demo, its interpreter, what surrounds it, its errors."""
+"""The scripts as a user meets them: the launcher, measure_gpu.sh and those for Slurm. And links in documents."""
 
 import io
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from conftest import LAUNCHER, REPO, TINY, launch, python, run_program, train_he
 
 from large_batch_cifar_10_fast import LAUNCH
 from large_batch_cifar_10_fast.campaign import read_rows
+from large_batch_cifar_10_fast.command_line import read_launch, read_request
 
 pytestmark = pytest.mark.slow
 
@@ -115,3 +118,108 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
     (venv / "bin" / "python").unlink()
     write_program(venv / "bin" / "python", 'echo "/another (3, 11)"')
     assert message() == "Making"
+
+
+PARTS = ["facts", "tests", "bench", "first", "compare", "profile", "nccl", "campaign", "modern", "lineage", "teams"]
+STAND_IN = f"""case $* in
+    -c*torch.profiler*) shift 2; set -- profile "$@" ;;
+    -m*ruff*) exit 1 ;;
+    -m*) shift ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+(IFS=$'\\t'; echo "$*" >>"$CALLS")
+case $* in $FAILING) exit $STATUS ;; esac
+"""
+
+
+@pytest.fixture
+def measure(tmp_path, tiny_npz):
+    """Return a function that runs parts, and returns the process and the programs that it started."""
+    python, calls = write_program(tmp_path / "python", STAND_IN), tmp_path / "calls"
+
+    def run(*parts: str, failing: str = "", status: int = 1) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
+        calls.write_text("")
+        command = ["bash", REPO / "measure_gpu.sh", "--data", tiny_npz, "--out", tmp_path, *parts]
+        result = run_program(*command, cwd=tmp_path, PYTHON=python, CALLS=calls, FAILING=failing, STATUS=status)
+        text = calls.read_text().replace("large_batch_cifar_10_fast.", "")
+        return result, [line.split("\t") for line in text.splitlines()]
+
+    return run
+
+
+def test_each_part_calls_programs_with_options_that_they_have(measure, tiny_npz):
+    result, calls = measure(*PARTS)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert list(dict.fromkeys(line.split()[0].split(".")[0] for line in result.stdout.splitlines())) == PARTS
+    assert [program for program, *_ in calls].count("launch") == 12
+    for program, *arguments in calls:
+        if program in ("launch", "profile"):
+            assert read_request(arguments)[0].data == str(tiny_npz)
+
+
+@pytest.mark.parametrize(
+    ("table", "status", "resumes"),
+    [("", 0, [False]), ("rows", 0, [True]), ("rows", 1, [True]), ("rows", 2, [True, False])],
+)
+def test_a_campaign_is_resumed_or_begun_anew_and_if_it_fails_other_parts_run(measure, tmp_path, table, status, resumes):
+    (tmp_path / "campaign").mkdir()
+    (tmp_path / "campaign" / "runs.tsv").write_text(table)
+    result, calls = measure("campaign", "modern.bench", failing="*--resume", status=status)
+    assert result.returncode == (status == 1)
+    assert [line.split()[2] for line in result.stdout.splitlines()] == [f"{status % 2},", "0,"]
+    assert ["--resume" in call for call in calls[:-1]] == resumes
+
+
+@pytest.mark.parametrize("argument", ["everything", "first.fp8", "facts tests", "--out"])
+def test_an_invalid_part_is_refused_in_one_line(measure, argument):
+    result, calls = measure(argument)
+    assert (result.returncode, result.stdout, result.stderr.count("\n"), calls) == (2, "", 1, [])
+
+
+STAND_INS = {
+    "srun": '[ "$1" = bash ] || shift; for n in $(seq $SLURM_JOB_NUM_NODES); do SLURM_NODEID=$((n - 1)) "$@"; done',
+    "scontrol": '[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"',
+    "train_cifar_parallel.sh": 'echo "$*"',
+}
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """Return a function that runs a job's script as Slurm does, with stand-ins for srun, scontrol and the launcher."""
+    for name, text in STAND_INS.items():
+        write_program(tmp_path / name, text)
+
+    def run(script: str, *arguments: str, **variables: object) -> subprocess.CompletedProcess:
+        job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": tmp_path, **variables}
+        return run_program("bash", REPO / "docs" / script, *arguments, cwd=tmp_path, **job)
+
+    return run
+
+
+def test_each_task_of_an_array_makes_its_share_and_is_resumed_if_it_has_runs(submit, tmp_path):
+    array = {"SLURM_JOB_NUM_NODES": 1, "SLURM_ARRAY_TASK_COUNT": 2, "SLURM_ARRAY_JOB_ID": 9}
+    for task, made in ((0, ""), (1, "head\nrow\n")):
+        (out := tmp_path / "campaign_9" / str(task)).mkdir(parents=True)
+        (out / "runs.tsv").write_text(made)
+        task_of_two = {"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_MAX": 1}
+        _, config = read_launch(submit("slurm_shares.sbatch", "--runs", "5", **array, **task_of_two).stdout.split())
+        assert (config.runs, config.share, config.out) == (5, f"{task}/2", f"campaign_9/{task}")
+        assert config.resume == bool(made)
+    with_gaps = submit("slurm_shares.sbatch", **array, SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MAX=3)
+    assert (with_gaps.returncode, with_gaps.stdout, with_gaps.stderr.count("\n")) == (2, "", 1)
+
+
+def test_the_machines_of_a_job_meet_at_the_first(submit):
+    job = {"SLURM_JOB_NUM_NODES": 2, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": 12001}
+    result = submit("slurm_machines.sbatch", "--runs", "5", **job)
+    launches = [read_launch(line.split())[0] for line in result.stdout.splitlines()]
+    assert [launch.node_rank for launch in launches] == [0, 1]
+    assert {(launch.nnodes, launch.rdzv_endpoint) for launch in launches} == {(2, "n1:20001")}
+
+
+def test_every_relative_link_leads_to_a_file():
+    documents = [path for path in REPO.rglob("*.md") if not {".venv", ".git", "data"} & set(path.parts)]
+    links = [(path, link) for path in documents for link in re.findall(r"\]\(([^)#\s]+)", path.read_text())]
+    relative = [(path, link) for path, link in links if "://" not in link]
+    assert len(relative) > 40
+    assert [(path.name, link) for path, link in relative if not (path.parent / link).exists()] == []

@@ -7,16 +7,14 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, Recorder, train_here
+from conftest import TINY, train_here
 from torch import nn
 
 from large_batch_cifar_10_fast import command_line, train
 from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independent
-from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.environment import code_digest
 from large_batch_cifar_10_fast.layers import GhostBatchNorm
-from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.metrics import ONE_VIEW, Score
 from large_batch_cifar_10_fast.optim import PiecewiseLinear
 from large_batch_cifar_10_fast.options import ConfigError, option
@@ -93,35 +91,6 @@ class Stock:
 
     def loss(self, logits, labels):
         return F.cross_entropy(logits, labels, reduction="none")
-
-
-def test_another_recipe_trains_as_stock_pytorch_would():
-    recipe, ctx = Stock(), DistContext(0, 1, torch.device("cpu"), 2)
-    model = train.make_model(recipe, ctx, "fp64")
-    data = train.prepare(random_images(2 * 16 * 3, 30), model, Clock(ctx.synchronize))
-    train.train_once(0, 4, model, data, train.make_step(model, data), Clock(ctx.synchronize), log := Recorder())
-
-    torch.manual_seed(4)
-    convolution, linear = nn.Conv2d(3, 6, 3, bias=False), nn.Linear(6, 10)
-    norms = [nn.BatchNorm2d(6) for _ in range(2)]
-    norms[1].weight, norms[1].bias = norms[0].weight, norms[0].bias
-    tail = nn.Sequential(nn.ReLU(), nn.AvgPool2d(30), nn.Flatten(), linear)
-    replicas = [nn.Sequential(convolution, norm, *tail).double() for norm in norms]
-    sgd = torch.optim.SGD(replicas[0].parameters(), lr=1.0, momentum=0.9, nesterov=True, weight_decay=0.01)
-    for step in range(1, 7):
-        epoch = step / 3
-        sgd.param_groups[0]["lr"] = 0.1 * epoch if epoch <= 1 else 0.1 + (0.01 - 0.1) * (epoch - 1)
-        sgd.param_groups[0]["momentum"] = 0.95 + (0.8 - 0.95) * epoch / 2
-        images, labels = list(data.train.epoch(4, (step + 2) // 3))[(step - 1) % 3][0]
-        sgd.zero_grad()
-        for replica, x, y in zip(replicas, images.split(16), labels.split(16), strict=True):
-            (F.cross_entropy(replica(x.contiguous()), y) / 2).backward()
-        sgd.step()
-    for ours, theirs in zip(model.network.parameters(), replicas[0].parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
-    logits = replicas[0].eval()(data.test[0].permute(0, 3, 1, 2))
-    assert log.validations[-1].correct == (logits.argmax(1) == data.test[1]).sum()
-    assert log.validations[-1].loss == pytest.approx(F.cross_entropy(logits, data.test[1]).item(), rel=1e-9)
 
 
 def test_a_campaign_of_another_recipe_is_written_and_resumed(tiny_npz, tmp_path, capsys, monkeypatch):

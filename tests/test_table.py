@@ -5,11 +5,14 @@ import fcntl
 import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
 from large_batch_cifar_10_fast.campaign import COLUMNS, append, read_rows
 from large_batch_cifar_10_fast.options import ConfigError
+
+FAIL = Mock(side_effect=OSError(errno.ENOLCK, "full or without locks"))
 
 
 def _row(run, campaign="mine"):
@@ -60,13 +63,9 @@ def test_on_a_full_disk_a_half_written_row_is_set_aside_and_written_again_when_t
     assert _runs(table) == [0, 1, 2, 3]
     assert table.with_name("runs.tsv.broken").read_bytes() == b"mine\t2\n"
     assert "runs.tsv was half-written" in capsys.readouterr().err
-    monkeypatch.setattr(os, "fsync", _fail)
+    monkeypatch.setattr(os, "fsync", FAIL)
     with pytest.raises(OSError, match="full or without locks"):
         append(table, [_row(4)])
-
-
-def _fail(*_):
-    raise OSError(errno.ENOLCK, "full or without locks")
 
 
 def test_concurrent_appenders_neither_lose_nor_double_a_row(tmp_path):
@@ -77,7 +76,7 @@ def test_concurrent_appenders_neither_lose_nor_double_a_row(tmp_path):
 
 
 def test_a_file_system_without_locks_is_warned_of_once(table, monkeypatch, capsys):
-    monkeypatch.setattr(fcntl, "flock", _fail)
+    monkeypatch.setattr(fcntl, "flock", FAIL)
     for run in (2, 3):
         append(table, [_row(run)])
     assert _runs(table) == [0, 1, 2, 3]
