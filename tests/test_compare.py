@@ -37,13 +37,9 @@ def conclusion(capsys):
     return run
 
 
-@pytest.fixture
-def log(tmp_path):
-    def write(name: str, content: str):
-        (tmp_path / name).write_text(content)
-        return tmp_path / name
-
-    return write
+def log_file(path, content: str):
+    path.write_text(content)
+    return path
 
 
 def test_published_against_itself_is_equivalent(conclusion):
@@ -55,45 +51,48 @@ def test_published_against_itself_is_equivalent(conclusion):
     np.testing.assert_allclose(found["rows"]["seconds mean"]["interval"], [0.982, 1.019], atol=5e-4)
 
 
-def test_three_tenths_of_a_point_less_is_worse_and_three_runs_are_too_few(log, conclusion):
+def test_three_tenths_of_a_point_less_is_worse_and_three_runs_are_too_few(tmp_path, conclusion):
     less = re.sub(r"(?<=validation acc )\S+", lambda accuracy: f"{float(accuracy[0]) - 0.003:.3f}", WITHOUT_SUMMARY)
-    mine, few = log("less.txt", less), log("few.txt", "".join(WITHOUT_SUMMARY.splitlines(keepends=True)[:7]))
+    mine, few = (
+        log_file(tmp_path / "less.txt", less),
+        log_file(tmp_path / "few.txt", "".join(WITHOUT_SUMMARY.splitlines(keepends=True)[:7])),
+    )
     assert conclusion(mine, "published")["accuracy"] == ("worse", 1)
     assert conclusion("published", mine)["accuracy"] == ("better", 0)
     assert conclusion(few, "published")["accuracy"] == ("open", 0)
 
 
-def test_slower_counts_only_on_the_same_hardware(log, conclusion):
-    fast = log("fast", our_form(0.9410 + 0.0001 * np.arange(20)))
-    slow = log("slow", fast.read_text().replace("time 4.", "time 8."))
-    other = log("other", slow.read_text().replace("H200", "A100"))
+def test_slower_counts_only_on_the_same_hardware(tmp_path, conclusion):
+    fast = log_file(tmp_path / "fast", our_form(0.9410 + 0.0001 * np.arange(20)))
+    slow = log_file(tmp_path / "slow", fast.read_text().replace("time 4.", "time 8."))
+    other = log_file(tmp_path / "other", slow.read_text().replace("H200", "A100"))
     found = conclusion(slow, fast)
     assert (found["accuracy"], found["time"]) == (("equivalent", 1), ("worse", 1))
     assert (conclusion(other, fast)["time"], conclusion(fast, slow)["time"]) == (("worse", 0), ("better", 0))
 
 
-def test_a_picture_a_folder_or_an_empty_file_ends_with_status_2_and_one_line(tmp_path, log, error_line):
+def test_a_picture_a_folder_or_an_empty_file_ends_with_status_2_and_one_line(tmp_path, error_line):
     (tmp_path / "p.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff\n,\0")
-    for path in (tmp_path / "p.png", tmp_path, log("empty", ""), "absent.txt", "absent/*.tsv"):
+    for path in (tmp_path / "p.png", tmp_path, log_file(tmp_path / "empty", ""), "absent.txt", "absent/*.tsv"):
         assert str(path) in error_line(compare.main, [str(path)])
 
 
-def test_differing_conditions_are_listed_above_the_table(log):
-    mine = log("log.txt", our_form(0.9410 + 0.0002 * np.arange(20)).replace("H200", "A100"))
+def test_differing_conditions_are_listed_above_the_table(tmp_path):
+    mine = log_file(tmp_path / "log.txt", our_form(0.9410 + 0.0002 * np.arange(20)).replace("H200", "A100"))
     other = our_form(0.9411 + 0.0002 * np.arange(20)).replace("0123456789ab", "ffff").replace("=18", "=20")
-    result = python("-m", "large_batch_cifar_10_fast.compare", mine, log("other.txt", other), cwd=REPO)
+    result = python("-m", "large_batch_cifar_10_fast.compare", mine, log_file(tmp_path / "other.txt", other), cwd=REPO)
     head = result.stdout.partition("accuracy mean")[0]
     for part in ("digest: 0123456789ab (mine), ffff", "device: 1 x NVIDIA A100", "epochs: 18 (mine), 20"):
         assert part in head
 
 
-def test_diverged_runs_are_counted_and_left_out_of_the_mean_loss(log, conclusion):
+def test_diverged_runs_are_counted_and_left_out_of_the_mean_loss(tmp_path, conclusion):
     good = our_form([0.9410, 0.9412, 0.1000])
-    found = conclusion(log("log.txt", "loss nan".join(good.rsplit("loss 0.991", 1))), "published")
+    found = conclusion(log_file(tmp_path / "log.txt", "loss nan".join(good.rsplit("loss 0.991", 1))), "published")
     rows = found["rows"]
     assert (rows["loss mean"]["mine"], rows["accuracy lowest, %"]["mine"]) == ("0.991", "10.000")
     assert any("1 runs diverged" in note for note in found["notes"])
-    path = log("log.txt", our_form([0.1, 0.1, 0.1]).replace("loss 0.991", "loss nan"))
+    path = log_file(tmp_path / "log.txt", our_form([0.1, 0.1, 0.1]).replace("loss 0.991", "loss nan"))
     assert conclusion(path, "published")["accuracy"] == ("worse", 1)
     assert conclusion("published", path)["accuracy"] == ("open", 0)
 
@@ -124,7 +123,7 @@ def test_the_reference_is_made_under_the_same_conditions(tmp_path, conclusion, m
     assert conclusion(tmp_path / "logs" / "runs_more.tsv")["reference"].endswith("runs_few.tsv"), "not mine itself"
 
 
-def test_welch_interval_is_the_textbooks():
+def test_intervals_of_welch_wilson_and_newcombe_are_the_textbooks():
     a = np.array([27.5, 21.0, 19.0, 23.6, 17.0, 17.9, 16.9, 20.1, 21.9, 22.6, 23.1, 19.6, 19.0, 21.7, 21.4])
     b = np.array([27.1, 22.0, 20.8, 23.4, 23.4, 23.5, 25.8, 22.0, 24.8, 20.2, 21.9, 22.1, 22.9, 20.5, 24.4])
     va, vb = a.var(ddof=1) / 15, b.var(ddof=1) / 15
@@ -135,24 +134,19 @@ def test_welch_interval_is_the_textbooks():
     assert ours.welch_interval(a, b) == pytest.approx(expected)
     assert ours.welch_interval(a[:1], b) is None
     assert ours.welch_interval(np.ones(3), np.ones(2)) == (0, 0)
+    # Newcombe (1998), Statistics in Medicine 17: 81 of 263, and 56/70 against 48/80.
+    assert ours.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert ours.newcombe(56, 70, 48, 80) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
 def test_two_one_sided_tests_are_scipys():
     random = np.random.default_rng(0)
     for spread in (0.1, 0.2, 0.3, 0.5):
         a, b = random.normal(94.15, spread, 30), random.normal(94.2, spread, 40)
-        p = max(
-            stats.ttest_ind(a + 0.1, b, equal_var=False, alternative="greater").pvalue,
-            stats.ttest_ind(a - 0.1, b, equal_var=False, alternative="less").pvalue,
-        )
+        above = stats.ttest_ind(a + 0.1, b, equal_var=False, alternative="greater").pvalue
+        below = stats.ttest_ind(a - 0.1, b, equal_var=False, alternative="less").pvalue
         verdict = ours.judge(a, b, 0.1, "Accuracy", str, more_is_better=True).verdict
-        assert (verdict == "equivalent") == (p < 0.05)
-
-
-def test_wilson_and_newcombe_are_the_textbooks():
-    # Newcombe (1998), Statistics in Medicine 17: 81 of 263, and 56/70 against 48/80.
-    assert ours.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert ours.newcombe(56, 70, 48, 80) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+        assert (verdict == "equivalent") == (max(above, below) < 0.05)
 
 
 def test_resampled_interval_is_scipys_and_needs_five_runs():

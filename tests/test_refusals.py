@@ -120,11 +120,12 @@ def test_demo_is_a_preset_that_can_be_overridden_and_the_published_command_line_
     assert (config, recipe, recipe.workers, recipe.eval_stats) == (RunConfig(runs=50), Apple2019(), 8, "first")
 
 
-def test_help_answers_without_training(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        check_launch(["--help"])
+def test_version_and_help_answer_without_training(capsys):
+    for option in ("--version", "--help"):
+        with pytest.raises(SystemExit, match="0"):
+            check_launch([option])
     shown = capsys.readouterr().out
-    assert "the recipe apple2019:" in shown
+    assert (shown.split()[0], "the recipe apple2019:" in shown) == ("large_batch_cifar_10_fast", True)
     assert all(f"--{entry.name}" in shown for entry in (*fields(RunConfig), *fields(Launch), *fields(Apple2019)))
 
 
@@ -135,18 +136,14 @@ def test_weights_may_take_the_place_of_weights_but_not_of_images(tmp_path, tiny_
         check_out(tmp_path, str(tiny_npz))
 
 
-TWO_MACHINES = {"nnodes": 2, "node_rank": 1, "rdzv_endpoint": "ten.example:2911"}
-
-
 @pytest.mark.parametrize(
     ("gpus", "cores", "workers", "options", "processes"),
     [
-        (8, 64, 8, {}, 8),
         (3, 64, 8, {}, 2),
         (0, 6, 8, {}, 4),
         (0, 2, 5, {}, 1),
         (8, 64, 8, {"nproc": 2}, 2),
-        (8, 64, 8, TWO_MACHINES, 4),
+        (8, 64, 8, {"nnodes": 2, "rdzv_endpoint": "ten.example:2911"}, 4),
         (0, 6, 8, {"teams": 2}, 2),
         (8, 64, 8, {"teams": 2}, 4),
         (8, 64, 1, {"teams": 5}, 1),

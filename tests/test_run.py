@@ -1,4 +1,4 @@
-"""What a run prints, writes and saves, in every precision; what saved weights say; and what is left of a failure."""
+"""What a run saves, in every precision; what saved weights say; what is told of a failure."""
 
 import math
 import re
@@ -8,70 +8,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, python, train_here, train_together
+from conftest import TINY, train_here
 
 from large_batch_cifar_10_fast import evaluate, train
 from large_batch_cifar_10_fast import log as run_log
-from large_batch_cifar_10_fast.campaign import COLUMNS
 from large_batch_cifar_10_fast.checks import out_of_memory_hint
-from large_batch_cifar_10_fast.data.cifar10 import load_images
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.metrics import TWO_VIEWS, Score
 from large_batch_cifar_10_fast.options import ConfigError
 
 pytestmark = pytest.mark.slow
-
-RUN_LINE = r"Train acc (\d\.\d{4}) loss (\d+\.\d{3}), validation acc (\d\.\d{4}) loss (\d+\.\d{3}) "
-RUN_LINE += r"wall time (\d+\.\d{3})s"
-
-
-@pytest.fixture(scope="module")
-def campaign(tiny_npz, tmp_path_factory):
-    """Three tiny runs on two processes, from a folder that is not the repository's."""
-    folder = tmp_path_factory.mktemp("campaign")
-    result = train_together(2, "--demo", *TINY, "--data", tiny_npz, "--runs", 3, "--seed", 5, cwd=folder)
-    assert (result.returncode, result.stderr) == (0, "")
-    return folder, result
-
-
-def test_stdout_is_the_log_and_stderr_is_silent(campaign, tiny_npz):
-    _, result = campaign
-    head = result.stdout.partition("\nUploaded")[0]
-    for part in (
-        *("8 workers on 2 processes", f"torch {torch.__version__}", "Python 3.", "commit ", "cuDNN ", "seed=5"),
-        *("batch_size=16", "643 training and 101 test images", f"SHA-256 {load_images(str(tiny_npz)).digest}"),
-    ):
-        assert part in head
-    published = r"Uploaded data to GPUs \d+\.\d{3}s\nCompute patch whitening statistics:     \d+\.\d{3}s\n"
-    published += f"({RUN_LINE}\n){{3}}" + r"Maximum training time \d+\.\d+ median \d+\.\d+\n"
-    published += r"Lowest accuracy 0\.\d+ median 0\.\d+\n0 runs reached 0.94 out of 3\n"
-    assert re.fullmatch(published, re.sub("(?m)^#.*\n", "", result.stdout))
-    parts = "upload {}, preprocessing {}, whitening {}, training {}\n".replace("{}", r"\d+\.\d{3}s")
-    assert re.search("# wall time of the first run: " + parts + "# not in it: the last validation ", result.stdout)
-
-
-def test_tables_hold_every_run_and_epoch_as_the_log_has_them(campaign):
-    folder, result = campaign
-    rows, epochs, curve = (pd.read_csv(folder / f"{name}.tsv", sep="\t") for name in ("runs", "epochs", "timing_log"))
-    assert list(rows.columns) == COLUMNS
-    assert rows["seed"].tolist() == [5, 6, 7]
-    assert rows["campaign"].nunique() == 1
-    for row, (_, train_loss, accuracy, *_) in zip(rows.iloc, re.findall(RUN_LINE, result.stdout), strict=True):
-        assert row["validation_accuracy"] == row["validation_count"] / 101
-        assert (f"{row['validation_accuracy']:.4f}", f"{row['train_loss']:.3f}") == (accuracy, train_loss)
-        assert 2**26 < row["peak_memory"] < 2**36
-    maximum, median = re.search(r"Maximum training time (\S+) median (\S+)", result.stdout).groups()
-    assert (float(maximum), float(median)) == (rows["seconds"].max(), rows["seconds"].median())
-    assert epochs[["run", "epoch"]].to_numpy().tolist() == [[run, epoch] for run in rows["run"] for epoch in (1, 2)]
-    last = epochs[epochs["epoch"] == 2].reset_index(drop=True)
-    for name in ("seconds", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy"):
-        assert last[name].tolist() == pytest.approx(rows[name].tolist()), name
-    assert list(curve.columns) == ["epoch", "hours", "top1Accuracy"], "as DAWNBench's"
-    first = epochs[epochs["run"] == 0]
-    assert curve["epoch"].tolist() == first["epoch"].tolist()
-    assert (curve["hours"] * 3600).tolist() == pytest.approx(first["seconds"].tolist())
-    assert curve["top1Accuracy"].tolist() == pytest.approx((100 * first["validation_accuracy"]).tolist(), rel=1e-5)
-
 
 MUON = ["--recipe", "muon", "--width", 4, "--batch_size", 100, "--epochs", 2, "--pixels", "24,32", "--kept", "1,0.5"]
 RECIPES = {"apple2019": ["--demo", *TINY[:-1], "--eval_stats", "average"], "muon": MUON}  # with a warm-up
@@ -150,19 +96,10 @@ def test_a_diverged_run_is_a_result_with_a_warning_and_never_reached_the_goal(ti
     out, err = capsys.readouterr()
     assert re.match(r"Warning: run 0 \(seed 0\) stopped after epoch 1 of 2: its loss is not finite; .*\n$", err), err
     assert (tmp_path / "timing_log.tsv").read_text().count("\n") == 2, "its second epoch is not trained"
-    assert "loss nan" in out
     assert out.endswith("\n0 runs reached 0.94 out of 1\n")
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert row[["train_loss", "goal_epoch", "goal_seconds"]].isna().all()
     assert (row["validation_count"], row["validation_images"]) == (95, 101)
-
-
-def test_train_runs_without_the_launcher_under_torchrun(tiny_npz, tmp_path):
-    start = ["-m", "torch.distributed.run", "--nproc_per_node", 2, "-m", "large_batch_cifar_10_fast.train"]
-    result = python(*start, "--demo", *TINY, "--data", tiny_npz, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "on 2 processes," in result.stdout
-    assert "0 runs reached 0.94 out of 1" in result.stdout
 
 
 @pytest.mark.parametrize("words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", ""])

@@ -29,11 +29,9 @@ def table(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(
-    "change", [lambda path: path.rename(f"{path}.old"), os.remove, lambda path: os.truncate(path, 60)]
-)
-def test_a_table_that_was_renamed_deleted_or_truncated_has_all_rows_again(table, change):
-    change(table)
+@pytest.mark.parametrize("command", ["mv {0} {0}.old", "rm {0}", "truncate -s 60 {0}"])
+def test_a_table_that_was_renamed_deleted_or_truncated_has_all_rows_again(table, command):
+    assert os.system(command.format(table)) == 0
     append(table, [_row(0), _row(1), _row(2)])
     assert _runs(table) == [0, 1, 2]
 
