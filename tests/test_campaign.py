@@ -62,9 +62,8 @@ def test_stdout_is_the_log_and_stderr_is_silent(uninterrupted, tiny_npz):
 
 def test_tables_hold_every_run_and_epoch_as_the_log_has_them(uninterrupted):
     table, log = uninterrupted
-    rows, epochs, curve = (
-        pd.read_csv(table.with_name(f"{name}.tsv"), sep="\t") for name in ("runs", "epochs", "timing_log")
-    )
+    names = ("runs.tsv", "epochs.tsv", "timing_log.tsv")
+    rows, epochs, curve = (pd.read_csv(table.with_name(name), sep="\t") for name in names)
     assert list(rows.columns) == campaign.COLUMNS
     assert rows["seed"].tolist() == [*range(5, 15)]
     assert rows["campaign"].nunique() == 1
@@ -105,7 +104,7 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
                 os.kill(pid, signal.SIGKILL)
 
 
-def wait_forresults(table: Path, rows: int, process: subprocess.Popen) -> None:
+def wait_for_rows(table: Path, rows: int, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 120
     while not table.exists() or table.read_bytes().count(b"\n") <= rows:
         assert process.poll() is None, process.stderr.read()
@@ -140,7 +139,7 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(
     table, report, made, kept = tmp_path / "runs.tsv", tmp_path / "last_failure.txt", 0, ""
     for end, status, reason in ENDS:
         with started(tmp_path, *(["--resume"] if made else arguments)) as process:
-            wait_forresults(table, made + 1, process)
+            wait_for_rows(table, made + 1, process)
             assert set() < listening(processes_of(tmp_path)) <= LOOPBACK, "the rendezvous is on this machine"
             end(process, tmp_path)
             assert process.wait(timeout=10) == status
@@ -171,10 +170,10 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(
 def test_two_teams_one_killed_and_restarted_make_the_rows_and_weights_of_one(arguments, tmp_path, uninterrupted):
     (table := tmp_path / "runs.tsv").write_text(uninterrupted[0].read_text())  # another campaign's rows
     with started(tmp_path, *arguments, "--teams", "2", "--restarts", "1", "--save", "w.pt") as process:
-        wait_forresults(table, RUNS + 1, process)
+        wait_for_rows(table, RUNS + 1, process)
         for pid in processes_of(tmp_path):
             os.kill(pid, signal.SIGHUP)  # which nohup ignores
-        wait_forresults(table, RUNS + 2, process)
+        wait_for_rows(table, RUNS + 2, process)
         kill_process_1(tmp_path)
         output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors

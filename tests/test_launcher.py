@@ -38,7 +38,7 @@ def test_progress_is_shown_on_a_terminal(tiny_npz, tmp_path, monkeypatch):
     assert "run 1 epoch 2, 0 of 0 runs over 94%: " in stderr.getvalue()
 
 
-SET = {"OMP_PROC_BIND": "true", "PYTHONOPTIMIZE": 2, "RANK": 1, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "outer"}
+SET = {"OMP_PLACES": 0, "PYTHONOPTIMIZE": 2, "TORCHELASTIC_RUN_ID": 0, "RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}
 
 
 @pytest.mark.parametrize(
