@@ -78,11 +78,9 @@ def main() -> None:
     given = parser.parse_args()
     dice, noise, tables, killed = random.Random(given.seed), np.random.default_rng(0), [], 0
     with tempfile.TemporaryDirectory() as name:
-        arrays = {}
-        for part, count in (("train", 643), ("test", 101)):
-            arrays[f"{part}_images"] = noise.integers(0, 256, (count, 32, 32, 3), np.uint8)
-            arrays[f"{part}_labels"] = noise.integers(0, 10, count)
-        np.savez(Path(name) / "images.npz", **arrays)
+        images, labels = noise.integers(0, 256, (744, 32, 32, 3), np.uint8), noise.integers(0, 10, 744)
+        arrays = {"train_images": images[:643], "train_labels": labels[:643]}
+        np.savez(Path(name) / "images.npz", **arrays, test_images=images[643:], test_labels=labels[643:])
         while len(tables) < 2 or killed < given.kills:  # the first two are undisturbed
             folder, number = Path(name) / str(len(tables)), len(tables) % 2
             killed += complete(folder, KINDS[number], (given.kills - killed) * (len(tables) > 1), dice)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from forked import FORKS, train_forked
 
 from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.campaign import COLUMNS, PARTS
+from large_batch_cifar_10_fast.campaign import PARTS
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
 
@@ -26,7 +26,6 @@ ALONE = DistContext(0, 1, CPU, 1)  # one process with one worker
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER = REPO / "train_cifar_parallel.sh"
 DIFFERENT = ("campaign", "commit", *PARTS, "seconds", "last_validation", "goal_seconds", "peak_memory")
-RESULT = [name for name in COLUMNS if name not in DIFFERENT]  # the columns that are equal if a run is made again
 
 # The tests run on the CPU. Only test_gpu.py starts programs with GPU among their environment variables.
 if "TESTS_GPUS" not in os.environ:  # the processes of pytest-xdist inherit it
@@ -85,17 +84,22 @@ def environment(**variables: object) -> dict[str, str]:
     return {**inherited, "PYTHON": sys.executable, **{name: str(value) for name, value in variables.items()}}
 
 
+def run_program(*command: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
+    """Start a program with some environment variables, and wait for it."""
+    how = {"capture_output": True, "text": True, "timeout": 280, "cwd": cwd, "env": environment(**variables)}
+    return subprocess.run([*map(str, command)], **how)
+
+
 def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:
     """Start the launcher in `cwd` and wait for it. Lower-case keywords are options, others environment variables."""
-    command = ["bash", str(script), *map(str, arguments), *options_among(variables)]
-    how = {"capture_output": True, "text": True, "timeout": 280}
-    return subprocess.run(command, cwd=cwd, env=environment(**variables), **how)
+    options = [word for name in variables if name.islower() for word in (f"--{name}", variables[name])]
+    others = {name: value for name, value in variables.items() if not name.islower()}
+    return run_program("bash", script, *arguments, *options, cwd=cwd, **others)
 
 
 def python(*arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
     """Start a Python program that can import the package, and wait for it."""
-    how = {"capture_output": True, "text": True, "timeout": 280, "env": environment(PYTHONPATH=REPO, **variables)}
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, **how)
+    return run_program(sys.executable, *arguments, cwd=cwd, PYTHONPATH=REPO, **variables)
 
 
 @pytest.fixture
@@ -112,12 +116,6 @@ def error_line(capsys):
     return call
 
 
-def options_among(variables: dict[str, object]) -> list[str]:
-    """Remove the lower-case names from `variables`; return them as options of the command line."""
-    names = [name for name in variables if name.islower() and not name.endswith("_proxy")]
-    return [word for name in names for word in (f"--{name}", str(variables.pop(name)))]
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
@@ -128,10 +126,10 @@ def train_here(*arguments: object) -> None:
     train.main([*map(str, arguments)])
 
 
-def train_together(processes: int, *arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
+def train_together(processes: int, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
     """Train in processes that meet as those of our launcher do. Return a failing status, if any, and all output."""
     rendezvous = {"MASTER_PORT": free_port(), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    rendezvous |= {"TORCHELASTIC_USE_AGENT_STORE": False, **variables}
+    rendezvous |= {"TORCHELASTIC_USE_AGENT_STORE": False}
     places = [environment(**rendezvous, RANK=rank, LOCAL_RANK=rank) for rank in range(processes)]
     return _train_forked([([*map(str, arguments)], place, cwd) for place in places])
 
@@ -159,8 +157,8 @@ def _train_forked(processes: list[tuple[list[str], dict[str, str], Path]]) -> su
         status = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
         for rank in ranks:
             rank.kill()
-        files = [sorted(Path(folder).glob(pattern)) for pattern in ("stdout_*", "stderr_*")]
-        output, errors = ("".join(file.read_text() for file in several) for several in files)
+        read = [[path.read_text() for path in sorted(Path(folder).glob(f"std{name}_*"))] for name in ("out", "err")]
+    output, errors = map("".join, read)
     assert status or not running, f"a process hangs: {output}{errors}"
     return subprocess.CompletedProcess([command for command, *_ in processes], status, output, errors)
 
@@ -180,10 +178,3 @@ class Recorder:
     def run(self, run, clock, train, validation, network):
         self.train = train
         assert validation is self.validations[-1]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

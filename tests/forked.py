@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -17,9 +16,7 @@ FORKS.set_forkserver_preload([train.__name__, "torch._dynamo"])  # every optimiz
 def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, output: Path) -> None:
     """Train on one thread. STDOUT and STDERR, also of native code, go to stdout_RANK and stderr_RANK in `output`."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        file = open(output / f"{name}_{environment['RANK']}", "w", buffering=1)  # noqa: SIM115 (closed at the end)
-        os.dup2(file.fileno(), descriptor)
-        setattr(sys, name, file)
+        os.dup2(os.open(output / f"{name}_{environment['RANK']}", os.O_CREAT | os.O_WRONLY), descriptor)
     os.chdir(cwd)
     os.environ.clear()
     os.environ |= environment

@@ -1,8 +1,9 @@
-"""A campaign loses nothing: killed and resumed, it equals an uninterrupted one."""
+"""A campaign loses nothing: killed and resumed, or merged from shares, it equals an uninterrupted one."""
 
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -12,44 +13,95 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from conftest import LAUNCHER, RESULT, TINY, edit_table, environment, is_alive, launch, options_among, train_together
+from attack import processes_of
+from conftest import DIFFERENT, LAUNCHER, TINY, edit_table, environment, train_here, train_together
 
-from large_batch_cifar_10_fast.launch import check_launch, lock_folder
-from large_batch_cifar_10_fast.options import ConfigError
+from large_batch_cifar_10_fast import campaign
+from large_batch_cifar_10_fast.command_line import read_request
+from large_batch_cifar_10_fast.data.cifar10 import load_images
+from large_batch_cifar_10_fast.launch import check_launch
+from large_batch_cifar_10_fast.options import ConfigError, RunConfig
 
 pytestmark = pytest.mark.slow
 
 RUNS = 10
+RUN_LINE = r"Train acc (\d\.\d{4}) loss (\d+\.\d{3}), validation acc (\d\.\d{4}) loss (\d+\.\d{3}) "
+RUN_LINE += r"wall time (\d+\.\d{3})s"
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 @pytest.fixture(scope="module")
 def arguments(tiny_npz) -> list[str]:
-    return ["--demo", *TINY, "--data", str(tiny_npz), "--runs", str(RUNS)]
+    return ["--demo", *TINY, "--data", str(tiny_npz), "--runs", str(RUNS), "--seed", "5"]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(arguments, tmp_path_factory) -> tuple[Path, str]:
-    """Return the table of an uninterrupted campaign of two processes, and its last line on STDOUT."""
+    """Return the table of an uninterrupted campaign of two processes, and its log."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    result = train_together(2, *arguments, cwd=folder)
+    result = train_together(2, *arguments, "--save", "w.pt", cwd=folder)
     assert (result.returncode, result.stderr) == (0, "")
-    return folder / "runs.tsv", result.stdout.splitlines()[-1]
+    return folder / "runs.tsv", result.stdout
+
+
+def test_stdout_is_the_log_and_stderr_is_silent(uninterrupted, tiny_npz):
+    _, log = uninterrupted
+    head = log.partition("\nUploaded")[0]
+    for part in (
+        *("8 workers on 2 processes", f"torch {torch.__version__}", "Python 3.", "commit ", "cuDNN ", "seed=5"),
+        *("batch_size=16", "643 training and 101 test images", f"SHA-256 {load_images(str(tiny_npz)).digest}"),
+    ):
+        assert part in head
+    published = r"Uploaded data to GPUs \d+\.\d{3}s\nCompute patch whitening statistics:     \d+\.\d{3}s\n"
+    published += f"({RUN_LINE}\n){{10}}" + r"Maximum training time \d+\.\d+ median \d+\.\d+\n"
+    published += r"Lowest accuracy 0\.\d+ median 0\.\d+\n0 runs reached 0.94 out of 10\n"
+    assert re.fullmatch(published, re.sub("(?m)^#.*\n", "", log))
+    parts = "upload {}, preprocessing {}, whitening {}, training {}\n".replace("{}", r"\d+\.\d{3}s")
+    assert re.search("# wall time of the first run: " + parts + "# not in it: the last validation ", log)
+
+
+def test_tables_hold_every_run_and_epoch_as_the_log_has_them(uninterrupted):
+    table, log = uninterrupted
+    names = ("runs.tsv", "epochs.tsv", "timing_log.tsv")
+    rows, epochs, curve = (pd.read_csv(table.with_name(name), sep="\t") for name in names)
+    assert list(rows.columns) == campaign.COLUMNS
+    assert rows["seed"].tolist() == [*range(5, 15)]
+    assert rows["campaign"].nunique() == 1
+    for row, (_, train_loss, accuracy, *_) in zip(rows.iloc, re.findall(RUN_LINE, log), strict=True):
+        assert row["validation_accuracy"] == row["validation_count"] / 101
+        assert (f"{row['validation_accuracy']:.4f}", f"{row['train_loss']:.3f}") == (accuracy, train_loss)
+        assert 2**26 < row["peak_memory"] < 2**36
+    maximum, median = re.search(r"Maximum training time (\S+) median (\S+)", log).groups()
+    assert (float(maximum), float(median)) == (rows["seconds"].max(), rows["seconds"].median())
+    assert epochs[["run", "epoch"]].to_numpy().tolist() == [[run, epoch] for run in rows["run"] for epoch in (1, 2)]
+    last = epochs[epochs["epoch"] == 2].reset_index(drop=True)
+    for name in ("seconds", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy"):
+        assert last[name].tolist() == pytest.approx(rows[name].tolist()), name
+    assert list(curve.columns) == ["epoch", "hours", "top1Accuracy"], "as DAWNBench's"
+    first = epochs[epochs["run"] == 0]
+    assert curve["epoch"].tolist() == first["epoch"].tolist()
+    assert curve["top1Accuracy"].tolist() == pytest.approx((100 * first["validation_accuracy"]).tolist(), rel=1e-5)
+
+
+def results(path: Path) -> pd.DataFrame:
+    """Return the last campaign's rows of a table by run, without the columns that differ if a run is made again."""
+    rows = pd.read_csv(path, sep="\t", dtype=str)
+    rows = rows[rows["campaign"] == rows["campaign"].iloc[-1]].sort_values("run", kind="stable", ignore_index=True)
+    return rows.drop(columns=[*DIFFERENT, "share", "device"], errors="ignore")
 
 
 @contextlib.contextmanager
-def started(folder: Path, *arguments: str, **options: object) -> Iterator[subprocess.Popen]:
+def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
     """Start a launch of two processes in `folder`, under nohup; kill all processes at the end."""
-    command = ["nohup", "bash", str(LAUNCHER), *arguments, *options_among({"nproc": 2} | options)]
+    command = ["nohup", "bash", str(LAUNCHER), *arguments, "--nproc", "2"]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    how = {"cwd": folder, "env": environment(OMP_NUM_THREADS=1), "start_new_session": True}
+    how = {"cwd": folder, "env": environment(OMP_NUM_THREADS=1, TMPDIR=folder), "start_new_session": True}
     with subprocess.Popen(command, **how, **pipes) as process:
         try:
             yield process
         finally:
-            for pid in (*children_of(process.pid), process.pid):
-                if is_alive(pid):
-                    os.kill(pid, signal.SIGKILL)
+            for pid in processes_of(folder):
+                os.kill(pid, signal.SIGKILL)
 
 
 def wait_for_rows(table: Path, rows: int, process: subprocess.Popen) -> None:
@@ -60,32 +112,24 @@ def wait_for_rows(table: Path, rows: int, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the processes below a process, at every depth."""
-    with contextlib.suppress(OSError):
-        children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
-        return [found for child in map(int, children) for found in (child, *children_of(child))]
-    return []
-
-
-def trainers_of(process: subprocess.Popen) -> list[int]:
-    command = b"large_batch_cifar_10_fast.train\0"
-    return [pid for pid in children_of(process.pid) if command in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def kill_process_1(folder: Path) -> None:
+    trains = b"large_batch_cifar_10_fast.train\0"
+    trainers = [pid for pid in processes_of(folder) if trains in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(max(trainers), signal.SIGKILL)
 
 
 def listening(pids: list[int]) -> set[str]:
     """Return the addresses on which processes listen, in hexadecimal."""
     links = [os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    entries = [line.split() for table in tables for line in table]
+    entries = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     return {entry[1].split(":")[0] for entry in entries if entry[3] == "0A" and f"socket:[{entry[9]}]" in links}
 
 
 ENDS = [  # how to end a launch, its status, and the beginning of its closing line
-    (lambda launch: os.kill(trainers_of(launch)[1], signal.SIGKILL), 1, "process 1 was ended by SIGKILL"),
-    (lambda launch: launch.send_signal(signal.SIGUSR1), 128 + signal.SIGUSR1, "ended by SIGUSR1"),  # as Slurm does
-    (lambda launch: os.killpg(launch.pid, signal.SIGINT), 128 + signal.SIGINT, "ended by SIGINT"),  # as Ctrl-C does
-    (lambda launch: launch.kill(), -signal.SIGKILL, ""),
+    (lambda launch, folder: kill_process_1(folder), 1, "process 1 was ended by SIGKILL"),
+    (lambda launch, _: launch.send_signal(signal.SIGUSR1), 128 + signal.SIGUSR1, "ended by SIGUSR1"),  # as Slurm does
+    (lambda launch, _: os.killpg(launch.pid, signal.SIGINT), 128 + signal.SIGINT, "ended by SIGINT"),  # as Ctrl-C does
+    (lambda launch, _: launch.kill(), -signal.SIGKILL, ""),
 ]
 
 
@@ -96,13 +140,12 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(
     for end, status, reason in ENDS:
         with started(tmp_path, *(["--resume"] if made else arguments)) as process:
             wait_for_rows(table, made + 1, process)
-            children = children_of(process.pid)
-            assert set() < listening(children) <= LOOPBACK, "the rendezvous is on this machine"
-            end(process)
+            assert set() < listening(processes_of(tmp_path)) <= LOOPBACK, "the rendezvous is on this machine"
+            end(process, tmp_path)
             assert process.wait(timeout=10) == status
             errors = process.stderr.read()
             time.sleep(1)
-            assert not any(map(is_alive, children))
+            assert not processes_of(tmp_path)
         assert table.read_text().startswith(kept), "finished rows are not touched"
         kept = table.read_text()
         made = kept.count("\n") - 1
@@ -117,46 +160,29 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(
     assert (result.returncode, result.stderr) == (0, "")
     assert table.read_text().startswith(kept)
     assert "20990101T000000-1\t2099" in (tmp_path / "runs.tsv.broken").read_text()
-    rows = pd.read_csv(table, sep="\t")
-    pd.testing.assert_frame_equal(rows[RESULT], pd.read_csv(uninterrupted[0], sep="\t")[RESULT])
-    assert rows["campaign"].nunique() == 1
-    assert result.stdout.splitlines()[-1] == uninterrupted[1]
+    pd.testing.assert_frame_equal(results(table), results(uninterrupted[0]))
+    assert result.stdout.splitlines()[-2:] == uninterrupted[1].splitlines()[-2:]
     with pytest.raises(SystemExit, match="0"):  # requeued after its last run
         check_launch(["--resume", "--out", str(tmp_path)])
-    assert capsys.readouterr().out.splitlines()[-1] == uninterrupted[1]
+    assert capsys.readouterr().out.splitlines()[-2:] == uninterrupted[1].splitlines()[-2:]
 
 
-def test_with_restarts_a_campaign_completes_by_itself_and_ignores_sighup(arguments, tmp_path, uninterrupted):
+def test_two_teams_one_killed_and_restarted_make_the_rows_and_weights_of_one(arguments, tmp_path, uninterrupted):
     (table := tmp_path / "runs.tsv").write_text(uninterrupted[0].read_text())  # another campaign's rows
-    with started(tmp_path, *arguments, restarts=1) as process:
+    with started(tmp_path, *arguments, "--teams", "2", "--restarts", "1", "--save", "w.pt") as process:
         wait_for_rows(table, RUNS + 1, process)
-        for pid in (process.pid, *children_of(process.pid)):
-            os.kill(pid, signal.SIGHUP)
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGHUP)  # which nohup ignores
         wait_for_rows(table, RUNS + 2, process)
-        os.kill(trainers_of(process)[-1], signal.SIGKILL)
+        kill_process_1(tmp_path)
         output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert "process 1 was ended by SIGKILL" in errors
     assert errors.endswith("Warning: started again, 0 of 1 restarts left\n")
-    rows = pd.read_csv(table, sep="\t").iloc[RUNS:].reset_index(drop=True)
-    pd.testing.assert_frame_equal(rows[RESULT], pd.read_csv(uninterrupted[0], sep="\t")[RESULT])
-    assert output.splitlines()[-1] == uninterrupted[1]
-
-
-def test_two_teams_make_the_rows_and_weights_of_one(arguments, tmp_path):
-    made = []
-    for teams in (1, 2):
-        (folder := tmp_path / str(teams)).mkdir()
-        more = {"runs": 5, "save": "w.pt", "teams": teams, "nproc": 1, "OMP_NUM_THREADS": 1}
-        result = launch(*arguments, "--no_compile", cwd=folder, **more)
-        assert (result.returncode, result.stderr, result.stdout.count("Train acc")) == (0, "", 5)
-        rows = pd.read_csv(folder / "runs.tsv", sep="\t").sort_values("run", ignore_index=True)
-        summary = [rows["campaign"].nunique(), result.stdout.splitlines()[-2:]]
-        made.append((rows[RESULT].drop(columns="device"), torch.load(folder / "w.pt", weights_only=True), summary))
-    (rows, weights, summary), (rows_of_two, weights_of_two, summary_of_two) = made
-    pd.testing.assert_frame_equal(rows_of_two, rows)
-    assert all(torch.equal(weights_of_two[name], weights[name]) for name in weights)
-    assert summary_of_two == summary
+    assert output.splitlines()[-2:] == uninterrupted[1].splitlines()[-2:]
+    pd.testing.assert_frame_equal(results(table), results(uninterrupted[0]))
+    weights, of_one = (torch.load(path.with_name("w.pt"), weights_only=True) for path in (table, uninterrupted[0]))
+    assert all(torch.equal(weights[name], of_one[name]) for name in of_one)
 
 
 @pytest.fixture
@@ -169,7 +195,7 @@ def unfinished(uninterrupted, tmp_path) -> Path:
     ("options", "edits", "message"),
     [
         (["--lr_scaler", "1.25"], {}, "other lr_scaler (1.0 then, 1.25 now)"),
-        (["--seed", "3"], {}, "other seed (0 then, 3 now)"),
+        (["--seed", "3"], {}, "other seed (5 then, 3 now)"),
         (["--data", "synthetic"], {}, "other digest ("),
         (["--nproc", "1"], {}, "other processes (2 then, 1 now)"),
         ([], {"code": "7", "options": "gone=1"}, "other code (7 then, "),
@@ -197,8 +223,57 @@ def test_resume_refuses_another_device(unfinished):
     assert "had other device (abacus then, CPU" in train_together(2, "--resume", cwd=unfinished.parent).stderr
 
 
-def test_a_second_campaign_in_the_same_folder_is_refused(arguments, tmp_path):
-    lock_folder(tmp_path)
-    result = launch(*arguments, cwd=tmp_path)
-    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "another campaign is running in" in result.stderr
+@pytest.fixture(scope="module")
+def tables(tiny_npz, tmp_path_factory) -> dict[str, Path]:
+    """Return the runs.tsv of a whole campaign and of its two shares."""
+    folder = tmp_path_factory.mktemp("shares")
+    small = ["--demo", *TINY, "--epochs", 1, "--no_compile", "--data", tiny_npz, "--seed", 7, "--runs", 5]
+    for name, share in {"whole": "0/1", "even": "0/2", "odd": "1/2"}.items():
+        train_here(*small, "--share", share, "--out", folder / name)
+        time.sleep(1)  # the name of a campaign has its second
+    return {path.parent.name: path for path in folder.glob("*/runs.tsv")}
+
+
+def test_merged_shares_equal_the_tables_of_one_launch_and_missing_runs_are_named_and_made(tables, tmp_path, capsys):
+    both, half, whole = tmp_path / "both", tmp_path / "half", tables["whole"]
+    campaign.main([str(tables["odd"]), str(tables["even"]), "--out", str(both)])
+    pd.testing.assert_frame_equal(results(both / "runs.tsv"), results(whole))
+    pd.testing.assert_frame_equal(results(both / "epochs.tsv"), results(whole.with_name("epochs.tsv")))
+    assert pd.read_csv(both / "epochs.tsv", sep="\t")["campaign"].nunique() == 1
+    assert re.fullmatch(f"{both}/runs.tsv: 5 of campaign .*'s 5 runs\n", capsys.readouterr().out)
+    campaign.main([str(tables["even"]), "--out", str(half)])
+    assert f"; missing: 1, 3 (train_cifar_parallel.sh --resume --out {half} " in capsys.readouterr().out
+    train_here("--resume", "--out", half)
+    pd.testing.assert_frame_equal(results(half / "runs.tsv"), results(whole))
+
+
+def test_an_interrupted_share_is_resumed_as_this_share(tables, tmp_path):
+    (tmp_path / "runs.tsv").write_text("".join(tables["even"].read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(ConfigError, match=r"had other share \(0/2 then, 1/2 now\)"):
+        read_request(["--resume", "--out", str(tmp_path), "--share", "1/2"])
+    train_here("--resume", "--out", tmp_path)
+    pd.testing.assert_frame_equal(results(tmp_path / "runs.tsv"), results(tables["even"]))
+
+
+@pytest.mark.parametrize("column", [*campaign.ALIKE, "seed"])
+def test_tables_of_other_images_code_or_options_are_refused(tables, tmp_path, error_line, column):
+    rows = pd.read_csv(tables["odd"], sep="\t")
+    other = rows[column] + 1 if column in campaign.INTEGERS else "other"
+    edit_table(edited := shutil.copy(tables["odd"], tmp_path), **{column: other})
+    merge = [str(tables["even"]), str(edited), "--out", str(tmp_path / "merged")]
+    assert f"runs.tsv has other {column}" in error_line(campaign.main, merge)
+
+
+def test_tables_with_the_same_run_and_a_folder_with_tables_are_refused(tables, tmp_path, error_line):
+    whole, even, odd = (str(tables[name]) for name in ("whole", "even", "odd"))
+    assert "campaign: run 1 is in " in error_line(campaign.main, [whole, odd, "--out", str(tmp_path)])
+    assert "was given twice" in error_line(campaign.main, [even, even, "--out", str(tmp_path)])
+    (tmp_path / "epochs.tsv").write_text("mine")
+    assert "has tables already: choose another --out" in error_line(campaign.main, [even, "--out", str(tmp_path)])
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("epochs.tsv", "mine")]
+
+
+@pytest.mark.parametrize("share", ["2/2", "1", "1/", "-1/2", "1/2/3", "a/b", "1/0", "9/99", "1/9999999", " 0/1"])
+def test_an_invalid_share_is_refused(share):
+    with pytest.raises(ConfigError, match=r"share .* has none of 5 runs: give I/N"):
+        RunConfig(runs=5, share=share)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import re
 import socket
 import tarfile
 import threading
@@ -29,8 +30,8 @@ class Explosive:  # unpickling it raises ZeroDivisionError
 
 @pytest.fixture
 def server(tmp_path_factory, monkeypatch):
-    """Serve an archive in CIFAR-10's format. Yield the server's folder, its URL and the list of requests."""
-    requests, folder, source = [], tmp_path_factory.mktemp("served"), tmp_path_factory.mktemp("source")
+    """Serve an archive in CIFAR-10's format. Yield the server's folder and its URL. It names each request on STDERR."""
+    folder, source = tmp_path_factory.mktemp("served"), tmp_path_factory.mktemp("source")
     parts = {f"data_batch_{1 + i}": [part[4 * i : 4 * i + 4] for part in TRAIN] for i in range(5)}
     for name, (images, labels) in [*parts.items(), ("test_batch", TEST)]:
         batch = {"data": images.transpose(0, 3, 1, 2).reshape(len(images), -1), "labels": labels.tolist()}
@@ -41,22 +42,18 @@ def server(tmp_path_factory, monkeypatch):
     with tarfile.open(folder / "explosive", "w:gz") as archive:
         archive.add(source, "cifar-10-batches-py")
 
-    class Handler(SimpleHTTPRequestHandler):
-        def log_request(self, *_):
-            requests.append(self.path[1:])
-
     monkeypatch.setattr(cifar10, "ARCHIVE_MD5", hashlib.md5((folder / ARCHIVE).read_bytes()).hexdigest())
     monkeypatch.setattr(cifar10, "TIMEOUT", 1)
     monkeypatch.delenv("CIFAR10_URL", raising=False)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as http:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)) as http:
         threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
-        yield folder, f"http://127.0.0.1:{http.server_port}/", requests
+        yield folder, f"http://127.0.0.1:{http.server_port}/"
         http.shutdown()
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_one_process_tries_mirrors_in_turn_until_the_md5_is_right(server, damaged, tmp_path, monkeypatch):
-    served, url, requests = server
+def test_one_process_tries_mirrors_in_turn_until_the_md5_is_right(server, damaged, tmp_path, monkeypatch, capsys):
+    served, url = server
     if damaged:  # an archive in the folder with a wrong MD5 is replaced, and not unpickled
         (tmp_path / ARCHIVE).write_bytes((served / "explosive").read_bytes())
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(4) as pool:
@@ -67,6 +64,7 @@ def test_one_process_tries_mirrors_in_turn_until_the_md5_is_right(server, damage
         assert {images.digest for images in loaded} == {Images("", *TRAIN, *TEST).digest}
     for name in (tmp_path, tmp_path / ARCHIVE, tmp_path / cifar10.BATCHES):  # all mean the folder
         assert load_images(str(name)).digest == Images("", *TRAIN, *TEST).digest
+    requests = re.findall('"GET /(.*) HTTP', capsys.readouterr().err)
     assert requests == ["absent", "explosive", ARCHIVE], "one process downloads; later an existing archive is used"
     assert [path.name for path in tmp_path.iterdir()] == [ARCHIVE]
 

@@ -1,15 +1,18 @@
-"""The launcher as a user meets it: the demo, its interpreter, its errors."""
+"""The scripts as a user meets them: the launcher, measure_gpu.sh and those for Slurm. And links in documents."""
 
 import io
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO, TINY, launch, python, train_here, write_program
+from conftest import LAUNCHER, REPO, TINY, launch, python, run_program, train_here, write_program
 
 from large_batch_cifar_10_fast import LAUNCH
+from large_batch_cifar_10_fast.campaign import read_rows
+from large_batch_cifar_10_fast.command_line import read_launch, read_request
 
 pytestmark = pytest.mark.slow
 
@@ -28,73 +31,64 @@ def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported():
         assert python("-c", code, cwd=REPO, **{LAUNCH: launcher}).returncode == status
 
 
-SCRIPT = """
-import os, sys, time
-from pathlib import Path
-from large_batch_cifar_10_fast import distributed, launch
-from large_batch_cifar_10_fast.options import ConfigError, Launch, exit_on_config_error
-if "RANK" in os.environ:
-    with distributed.exit_process():
-        if os.environ["RANK"] == "1":
-            raise ConfigError("only process 1 sees it")
-        time.sleep(60)
-arguments = launch.torchrun_arguments
-launch.torchrun_arguments = lambda *given: [*arguments(*given)[:-3], __file__]
-with exit_on_config_error("train_cifar_parallel.sh"):
-    launch.start_processes([], Launch(), 2, Path(), str)
-"""
-
-
-def test_a_config_error_of_any_process_is_one_line(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    result = python(tmp_path / "script.py", cwd=tmp_path, **{LAUNCH: 0})
-    assert (result.returncode, result.stderr) == (2, "train_cifar_parallel.sh: only process 1 sees it\n")
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_shown_only_on_a_terminal(tiny_npz, tmp_path, monkeypatch, is_terminal):
+def test_progress_is_shown_on_a_terminal(tiny_npz, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
-    stderr.isatty = lambda: is_terminal
+    stderr.isatty = lambda: True
     train_here("--demo", *TINY, "--no_compile", "--data", tiny_npz, "--out", tmp_path)
-    assert ("run 1 epoch 2, 0 of 0 runs over 94%: " in stderr.getvalue()) == is_terminal == bool(stderr.getvalue())
+    assert "run 1 epoch 2, 0 of 0 runs over 94%: " in stderr.getvalue()
 
 
-def test_files_in_the_current_folder_named_like_modules_are_not_run(tmp_path):
-    for name in ("re", "csv", "email", "numpy", "importlib", "torch"):
-        (tmp_path / f"{name}.py").write_text("print('run')")
-    result = launch("--version", cwd=tmp_path)
-    assert re.fullmatch(r"large_batch_cifar_10_fast [^\n]*\n", result.stdout)
-    assert result.stderr == ""
+SET = {"OMP_PLACES": 0, "PYTHONOPTIMIZE": 2, "TORCHELASTIC_RUN_ID": 0, "RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}
+
+
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        ("sh {} --demo --nproc 3", "8 workers cannot be split over 3 processes: use 1, 2, 4 or 8"),
+        ("flock . sh {} --demo", "another campaign is running in "),
+        ("ulimit -f 8; sh {} --demo", "ulimit -f allows files of 8192 bytes, and torch's rendezvous needs more"),
+        ("PYTHONPATH=$PWD/another sh {} --demo", "has packages of another Python than"),
+        ("PYTHON=/absent/python sh {} --demo", "There is no interpreter /absent/python"),
+        ("PYTHON=/bin/true sh {} --demo", "Python 3.11 or newer is needed"),
+    ],
+    ids=["workers", "second campaign", "torch would hang", "another Python's numpy", "no interpreter", "no Python"],
+)
+def test_what_cannot_work_is_one_line_whatever_an_outer_launcher_set_and_the_folder_holds(tmp_path, start, told):
+    (tmp_path / "another").mkdir()
+    for name in ("re", "csv", "email", "numpy", "importlib", "torch", "another/numpy"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError")
+    result = run_program("bash", "-c", start.format(LAUNCHER), cwd=tmp_path, **SET)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert told in result.stderr
+    assert len([*tmp_path.iterdir()]) == 7, "nothing is written"
+
+
+def test_under_torchrun_train_needs_no_launcher_and_goes_on_if_its_log_cannot_be_written(tiny_npz, tmp_path):
+    train = f"'{sys.executable}' -m torch.distributed.run --nproc_per_node 2 -m large_batch_cifar_10_fast.train --demo"
+    train += f" {' '.join(TINY)} --runs 2 --data '{tiny_npz}' >/dev/full"
+    result = run_program("bash", "-c", train, cwd=tmp_path, PYTHONPATH=REPO)
+    assert result.returncode == 0, result.stderr
+    assert [row["processes"] for row in read_rows(tmp_path / "runs.tsv")] == ["2", "2"]
+    assert result.stderr.count("STDOUT cannot be written (No space left on device)") == 1
 
 
 @pytest.fixture
 def script(tmp_path) -> Path:
     """Return a launcher that needs a package that nobody has, with an empty requirements.txt: it needs no network."""
+    (folder := tmp_path / "checkout").mkdir()
     for name in ("train_cifar_parallel.sh", "choose_python.sh"):
-        (tmp_path / name).write_text((REPO / name).read_text().replace("torch torchvision numpy", "absent-thing"))
-    (tmp_path / "requirements.txt").write_text("")
-    (module := tmp_path / "large_batch_cifar_10_fast").mkdir()
+        (folder / name).write_text((REPO / name).read_text().replace("torch torchvision numpy", "absent-thing"))
+    (folder / "requirements.txt").write_text("")
+    (module := folder / "large_batch_cifar_10_fast").mkdir()
     (module / "__init__.py").write_text("")
     (module / "launch.py").write_text("import sys; print(sys.prefix)")
-    return tmp_path / "train_cifar_parallel.sh"
-
-
-@pytest.mark.parametrize(
-    ("python", "message"),
-    [("/absent/python", "There is no interpreter /absent"), ("/bin/true", "Python 3.11 or newer is")],
-)
-def test_a_wrong_interpreter_is_one_line(script, python, message):
-    result = launch(cwd=script.parent, script=script, PYTHON=python)
-    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(message)
+    return folder / "train_cifar_parallel.sh"
 
 
 def test_a_checkout_with_a_colon_in_its_name_is_one_line(script):
-    (colon := script.parent / "a:b").mkdir()
-    for name in ("train_cifar_parallel.sh", "choose_python.sh"):
-        (colon / name).write_text((script.parent / name).read_text())
+    colon = script.parent.rename(script.parent.with_name("a:b"))
     result = launch(cwd=colon, script=colon / script.name)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert f"{colon} has a colon in its name" in result.stderr
 
 
@@ -106,8 +100,7 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
         assert result.stdout == f"{venv}\n", result.stderr
         return result.stderr.split(" ")[0]
 
-    assert message() == "Making"
-    assert message() == ""
+    assert (message(), message()) == ("Making", "")
     (venv / "complete").unlink()
     assert message() == "Finishing"
     (venv / "bin" / "python").unlink()
@@ -115,3 +108,108 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
     (venv / "bin" / "python").unlink()
     write_program(venv / "bin" / "python", 'echo "/another (3, 11)"')
     assert message() == "Making"
+
+
+PARTS = ["facts", "tests", "bench", "first", "compare", "profile", "nccl", "campaign", "modern", "lineage", "teams"]
+STAND_IN = f"""case $* in
+    -c*torch.profiler*) shift 2; set -- profile "$@" ;;
+    -m*ruff*) exit 1 ;;
+    -m*) shift ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+(IFS=$'\\t'; echo "$*" >>"$CALLS")
+case $* in $FAILING) exit $STATUS ;; esac
+"""
+
+
+@pytest.fixture
+def measure(tmp_path, tiny_npz):
+    """Return a function that runs parts, and returns the process and the programs that it started."""
+    python, calls = write_program(tmp_path / "python", STAND_IN), tmp_path / "calls"
+
+    def run(*parts: str, failing: str = "", status: int = 1) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
+        calls.write_text("")
+        command = ["bash", REPO / "measure_gpu.sh", "--data", tiny_npz, "--out", tmp_path, *parts]
+        result = run_program(*command, cwd=tmp_path, PYTHON=python, CALLS=calls, FAILING=failing, STATUS=status)
+        text = calls.read_text().replace("large_batch_cifar_10_fast.", "")
+        return result, [line.split("\t") for line in text.splitlines()]
+
+    return run
+
+
+def test_each_part_calls_programs_with_options_that_they_have(measure, tiny_npz):
+    result, calls = measure(*PARTS)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert list(dict.fromkeys(line.split()[0].split(".")[0] for line in result.stdout.splitlines())) == PARTS
+    assert [program for program, *_ in calls].count("launch") == 12
+    for program, *arguments in calls:
+        if program in ("launch", "profile"):
+            assert read_request(arguments)[0].data == str(tiny_npz)
+
+
+@pytest.mark.parametrize(
+    ("table", "status", "resumes"),
+    [("", 0, [False]), ("rows", 0, [True]), ("rows", 1, [True]), ("rows", 2, [True, False])],
+)
+def test_a_campaign_is_resumed_or_begun_anew_and_if_it_fails_other_parts_run(measure, tmp_path, table, status, resumes):
+    (tmp_path / "campaign").mkdir()
+    (tmp_path / "campaign" / "runs.tsv").write_text(table)
+    result, calls = measure("campaign", "modern.bench", failing="*--resume", status=status)
+    assert result.returncode == (status == 1)
+    assert [line.split()[2] for line in result.stdout.splitlines()] == [f"{status % 2},", "0,"]
+    assert ["--resume" in call for call in calls[:-1]] == resumes
+
+
+@pytest.mark.parametrize("argument", ["everything", "first.fp8", "facts tests", "--out"])
+def test_an_invalid_part_is_refused_in_one_line(measure, argument):
+    result, calls = measure(argument)
+    assert (result.returncode, result.stdout, result.stderr.count("\n"), calls) == (2, "", 1, [])
+
+
+STAND_INS = {
+    "srun": '[ "$1" = bash ] || shift; for n in $(seq $SLURM_JOB_NUM_NODES); do SLURM_NODEID=$((n - 1)) "$@"; done',
+    "scontrol": '[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"',
+    "train_cifar_parallel.sh": 'echo "$*"',
+}
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """Return a function that runs a job's script as Slurm does, with stand-ins for srun, scontrol and the launcher."""
+    for name, text in STAND_INS.items():
+        write_program(tmp_path / name, text)
+
+    def run(script: str, *arguments: str, **variables: object) -> subprocess.CompletedProcess:
+        job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": tmp_path, **variables}
+        return run_program("bash", REPO / "docs" / script, *arguments, cwd=tmp_path, **job)
+
+    return run
+
+
+def test_each_task_of_an_array_makes_its_share_and_is_resumed_if_it_has_runs(submit, tmp_path):
+    array = {"SLURM_JOB_NUM_NODES": 1, "SLURM_ARRAY_TASK_COUNT": 2, "SLURM_ARRAY_JOB_ID": 9}
+    for task, made in ((0, ""), (1, "head\nrow\n")):
+        (out := tmp_path / "campaign_9" / str(task)).mkdir(parents=True)
+        (out / "runs.tsv").write_text(made)
+        task_of_two = {"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_MAX": 1}
+        _, config = read_launch(submit("slurm_shares.sbatch", "--runs", "5", **array, **task_of_two).stdout.split())
+        assert (config.runs, config.share, config.out) == (5, f"{task}/2", f"campaign_9/{task}")
+        assert config.resume == bool(made)
+    with_gaps = submit("slurm_shares.sbatch", **array, SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MAX=3)
+    assert (with_gaps.returncode, with_gaps.stdout, with_gaps.stderr.count("\n")) == (2, "", 1)
+
+
+def test_the_machines_of_a_job_meet_at_the_first(submit):
+    job = {"SLURM_JOB_NUM_NODES": 2, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": 12001}
+    result = submit("slurm_machines.sbatch", "--runs", "5", **job)
+    launches = [read_launch(line.split())[0] for line in result.stdout.splitlines()]
+    assert [launch.node_rank for launch in launches] == [0, 1]
+    assert {(launch.nnodes, launch.rdzv_endpoint) for launch in launches} == {(2, "n1:20001")}
+
+
+def test_every_relative_link_leads_to_a_file():
+    documents = [path for path in REPO.rglob("*.md") if not {".venv", ".git", "data"} & set(path.parts)]
+    links = [(path, link) for path in documents for link in re.findall(r"\]\(([^)#\s]+)", path.read_text())]
+    relative = [(path, link) for path, link in links if "://" not in link]
+    assert len(relative) > 40
+    assert [(path.name, link) for path, link in relative if not (path.parent / link).exists()] == []

@@ -1,41 +1,42 @@
-"""Everything that cannot be trained is refused with status 2, in one line, with nothing written."""
+"""Before training: what cannot be done is refused with status 2, in one line; what was not given is chosen."""
 
+import os
+import socket
+import subprocess
 from dataclasses import fields
 
 import pytest
 import torch
-from conftest import free_port, launch, python, write_npz
+from attack import BAD_NUMBERS
+from conftest import ALONE, REPO, free_port, launch, python, write_npz
 
+from large_batch_cifar_10_fast import checks, devices, distributed
+from large_batch_cifar_10_fast import environment as software
 from large_batch_cifar_10_fast.checks import check_out
-from large_batch_cifar_10_fast.command_line import read_request
+from large_batch_cifar_10_fast.command_line import RECIPES, read_request
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.launch import check_launch
+from large_batch_cifar_10_fast.devices import take_device
+from large_batch_cifar_10_fast.launch import check_launch, plan_processes
 from large_batch_cifar_10_fast.options import ConfigError, Launch, RunConfig
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO as PRESET
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
 CASES = {  # the words of a command line and the error; no word is written to --out before it
-    "--demo --nproc 3": "8 workers cannot be split over 3 processes: use 1, 2, 4 or 8",
-    "--demo --nproc two": "argument --nproc: invalid int value",
     "--demo --batch_size 2048": "16384 images a step, more than the",
     "--recipe muon --data synthetic --batch_size 100 --kept 1,0.01": "epoch 5 keeps 0.01 of 8192 images, less than",
     "--batch_size 40": "--batch_size 40 is not divisible into 16 ghost groups: use 32",
     "--demo --ghost_batch 12": "--ghost_batch 12 does not divide --batch_size 32",
-    "--ghost_batch=-1": "--ghost_batch -1 must be a number of 0 to 100000",
     "--demo --lr_scaler=--": "-- is no value of an option",
-    "--recipe=--": "-- is no value of an option",
-    "--recipe muon --nproc 2": "1 workers cannot be split over 2 processes: use 1",
-    "--demo --runs -2": "--runs -2 must be greater than 0",
     "--demo --lr_scaler 0": "--lr_scaler 0.0 must be greater than 0",
     "--demo --epochs 1 --ema_ep 2": "--ema_ep 2.0 leaves no time",
     "--demo --momentum 1": "recipe apple2019 has no option --momentum; --help",
     "--recipe apple2018": "--recipe: invalid choice: 'apple2018'",
     "--demo --micro_batches 3 --nproc 2": "--micro_batches 3 does not divide the 4 workers",
-    "--demo --data absent.npz": "absent.npz cannot be read as a .npz file",
     "--demo --data http://host/x": "--data http://host/x is an address, not",
     "--demo --save /tmp": "would replace a table or another file",
     "--demo --save ./runs.tsv": "would replace a table or another file",
     f"--demo --out {'x' * 300}": "--out or --save cannot be written: ",
+    f"--resume --out {'x' * 300}": "runs.tsv cannot be read (File name too long): give another --out",
     "--demo --data a\nb": "--data 'a\\nb' cannot stand in a table",
     "--demo --nnodes 2 --node_rank 2": "--node_rank 2 must lie in 0 to 1",
     "--demo --teams 99999": "--teams 99999 is more than the runs to make (1)",
@@ -64,14 +65,6 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(word
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("out", ["x" * 300, "table"])
-def test_a_campaign_that_cannot_be_read_is_not_gone_on_with(out, tmp_path, monkeypatch):
-    (tmp_path / "table" / "runs.tsv").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"runs.tsv cannot be read \(.*\): give another --out"):
-        check_launch(["--resume", "--out", out])
-
-
 @pytest.mark.slow
 def test_a_machine_that_never_comes_is_waited_for_no_longer_than_asked(tmp_path):
     alone = {"nnodes": 2, "node_rank": 0, "rdzv_endpoint": f"127.0.0.1:{free_port()}", "timeout": 1}
@@ -89,38 +82,51 @@ def test_train_alone_refuses_likewise(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fault_that_only_shows_in_reading_is_told_once_by_all_processes(tmp_path):
-    path = write_npz(tmp_path / "bits.npz", *draw_shapes(300, 20))
-    content = bytearray(path.read_bytes())
+def test_a_fault_that_only_shows_in_reading_and_only_in_one_process_is_one_line(tmp_path):
+    (other := tmp_path / "other").mkdir()
+    content = bytearray(write_npz(tmp_path / "bits.npz", *draw_shapes(300, 20)).read_bytes())
     content[100_000] ^= 1
-    path.write_bytes(content)
-    result = launch("--demo", "--data", path, "--batch_size", "16", cwd=tmp_path, nproc=2)
+    (other / "bits.npz").write_bytes(content)
+    stray = "import os\nif os.environ.get('RANK') == '1':\n    os.chdir('other')"
+    (other / "sitecustomize.py").write_text(stray)
+    command = ["--demo", "--data", "bits.npz", "--batch_size", "16"]
+    result = launch(*command, cwd=tmp_path, nproc=2, PYTHONPATH=other)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "cannot be read as a .npz file" in result.stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["bits.npz"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bits.npz", "other"]
 
 
-def test_demo_is_a_preset_that_can_be_overridden():
+@pytest.mark.slow
+def test_a_campaign_survives_kills_and_invalid_options_end_in_one_line():
+    result = python("tests/attack.py", "--kills", 2, "--options", 2, "--seed", 1, cwd=REPO)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("2 kills in ")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("value", BAD_NUMBERS)
+def test_no_option_takes_an_invalid_number(recipe, value):
+    options = [entry for owner in (RECIPES[recipe], RunConfig, Launch) for entry in fields(owner)]
+    for name in (entry.name for entry in options if entry.type in (int, float)):
+        with pytest.raises(ConfigError, match=r"^[^\n]+$"):
+            check_launch(["--recipe", recipe, "--data", "synthetic", f"--{name}={value}"])
+
+
+def test_demo_is_a_preset_that_can_be_overridden_and_the_published_command_line_still_works():
     config, recipe = read_request(["--epochs", "3", "--demo", "--workers", "4"])
-    assert (config.data, config.demo) == ("synthetic", True)
-    assert recipe == Apple2019(**PRESET | {"epochs": 3, "workers": 4})
-    assert read_request([]) == (RunConfig(), Apple2019())
-
-
-def test_the_published_command_line_still_works():
+    assert (config.data, config.demo, recipe) == ("synthetic", True, Apple2019(**PRESET | {"epochs": 3, "workers": 4}))
     line = "--lr_scaler 1.5 --lr_scaler_end_fraction 0.1 --epochs 18 --warmup_fraction 5 --ema_ep 2 --batch_size 256"
     config, recipe = read_request([*line.split(), "--runs", "50"])
     assert (config, recipe, recipe.workers, recipe.eval_stats) == (RunConfig(runs=50), Apple2019(), 8, "first")
 
 
-def test_help_answers_without_training(capsys):
-    with pytest.raises(SystemExit) as end:
-        check_launch(["--help"])
-    assert end.value.code == 0
+def test_version_and_help_answer_without_training(capsys):
+    for option in ("--version", "--help"):
+        with pytest.raises(SystemExit, match="0"):
+            check_launch([option])
     shown = capsys.readouterr().out
-    for entry in (*fields(RunConfig), *fields(Launch), *fields(Apple2019)):
-        assert f"--{entry.name}" in shown
-    assert "the recipe apple2019:" in shown
+    assert (shown.split()[0], "the recipe apple2019:" in shown) == ("large_batch_cifar_10_fast", True)
+    assert all(f"--{entry.name}" in shown for entry in (*fields(RunConfig), *fields(Launch), *fields(Apple2019)))
 
 
 def test_weights_may_take_the_place_of_weights_but_not_of_images(tmp_path, tiny_npz):
@@ -128,3 +134,113 @@ def test_weights_may_take_the_place_of_weights_but_not_of_images(tmp_path, tiny_
     check_out(tmp_path, str(tmp_path / "w.pt"))
     with pytest.raises(ConfigError, match="would replace a table or another file"):
         check_out(tmp_path, str(tiny_npz))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "workers", "options", "processes"),
+    [
+        (3, 64, 8, {}, 2),
+        (0, 6, 8, {}, 4),
+        (0, 2, 5, {}, 1),
+        (8, 64, 8, {"nproc": 2}, 2),
+        (8, 64, 8, {"nnodes": 2, "rdzv_endpoint": "ten.example:2911"}, 4),
+        (0, 6, 8, {"teams": 2}, 2),
+        (8, 64, 8, {"teams": 2}, 4),
+        (8, 64, 1, {"teams": 5}, 1),
+    ],
+)
+def test_there_are_as_many_processes_as_divide_the_workers_and_fit(gpus, cores, workers, options, processes):
+    assert plan_processes(Apple2019(workers=workers), Launch(**options), gpus, cores) == processes
+
+
+@pytest.mark.parametrize(("nproc", "teams", "most"), [(4, 1, 2), (2, 2, 1)])
+def test_more_processes_than_gpus_are_refused(nproc, teams, most):
+    with pytest.raises(ConfigError, match=f"--nproc {nproc}.* is more than the 2 GPUs here: use at most {most}"):
+        plan_processes(Apple2019(), Launch(nproc=nproc, teams=teams), gpus=2, cores=64)
+
+
+@pytest.mark.parametrize(("gpus", "processes", "taken"), [(4, 2, [0, 1, 2, 3]), (2, 1, [0, 1]), (1, 1, [0, 0])])
+def test_each_team_has_its_own_gpus_and_teams_share_where_there_are_too_few(gpus, processes, taken, monkeypatch):
+    monkeypatch.setattr("large_batch_cifar_10_fast.devices.count_gpus", lambda device: gpus)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+
+    def gpu(team: int, rank: int) -> int:
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        return take_device(team=team).index
+
+    assert [gpu(team, rank) for team in (0, 1) for rank in range(processes)] == taken
+
+
+@pytest.mark.parametrize(
+    ("cores", "seconds", "bf16_is_faster", "options", "precision", "compiles", "hours"),
+    [
+        (1, 700, True, {"runs": 36}, "bf16", True, 3.5),
+        (8, 700, True, {"runs": 36}, "bf16", True, 0.4),
+        (8, 700, True, {"runs": 36, "precision": "fp32"}, "fp32", True, 0.9),
+        (8, 700, False, {"runs": 36}, "fp32", True, 0.9),
+        (8, 500, True, {"runs": 36}, "fp32", True, 0.6),
+        (1, 700, False, {"no_compile": True}, "fp32", False, 0.2),
+        (1, 500, False, {}, "fp32", False, None),
+        (1, 500, False, {"compile": True}, "fp32", True, None),
+        (1, 250, False, {"runs": 3, "share": "2/3"}, "fp32", True, 0.1),
+    ],
+)
+def test_bf16_is_for_long_runs_and_the_compiler_for_long_campaigns_all_shares_alike(
+    cores, seconds, bf16_is_faster, options, precision, compiles, hours, monkeypatch, capsys
+):
+    """The seed decides a run, so neither cores nor runs may change the precision. A run takes `seconds` on one core."""
+    monkeypatch.setattr(checks, "run_flop", lambda recipe, images: seconds * checks.CORE)
+    monkeypatch.setattr(checks, "count_cores", lambda: cores)
+    monkeypatch.setattr(checks, "gains_by_bf16", lambda: bf16_is_faster)
+    config = checks.resolve_defaults(RunConfig(**options), Apple2019(), ALONE, 50_000)
+    assert (config.precision, config.compile, config.no_compile) == (precision, compiles, not compiles)
+    told = capsys.readouterr().err
+    assert f"this takes about {hours} hours" in told if hours else not told
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "v1", "cores"),
+    [("max 100000", "", 4), ("250000 100000", "", 2), ("", "50000\n100000", 1), ("", "-1\n100000", 4), ("", "", 4)],
+)
+def test_cores_are_counted_by_affinity_and_by_the_quota_of_the_container(cpu_max, v1, cores, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(4), raising=False)
+    monkeypatch.setattr(devices, "output_of", lambda *command: cpu_max if command[-1].endswith("cpu.max") else v1)
+    assert devices.count_cores() == cores
+
+
+def test_the_commit_is_not_that_of_a_repository_around_this_folder(tmp_path, monkeypatch):
+    commit = "git -c user.name=a -c user.email=a commit -q --allow-empty -ma"
+    subprocess.run(f"git init -q && {commit}", shell=True, cwd=tmp_path, check=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    monkeypatch.setattr(software, "REPO", tmp_path / "unpacked")
+    assert software.commit.__wrapped__() == "unknown"
+    monkeypatch.setattr(software, "REPO", tmp_path)
+    assert software.commit.__wrapped__() != "unknown"
+
+
+def test_one_process_says_which_variables_make_it_wait_for_others(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set, but not RANK, MASTER_ADDR, MASTER_PORT: unset it"):
+        next(distributed.init_distributed().gen)
+    for name, value in {"RANK": "1", "MASTER_ADDR": "far.example", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.check_variables(2)
+    assert "RANK=1, MASTER_ADDR=far.example" in capsys.readouterr().err
+
+
+def test_a_host_name_that_is_a_loopback_address_is_an_error_on_several_machines(monkeypatch):
+    addresses = {socket.gethostname(): "127.0.1.1", "near.example": "127.0.0.1", "far.example": "10.1.1.1"}
+    monkeypatch.setattr(socket, "gethostbyname", addresses.__getitem__)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    distributed.check_host_name("near.example")
+    with pytest.raises(ConfigError, match=r"set GLOO_SOCKET_IFNAME to the interface that leads to far\.example"):
+        distributed.check_host_name("far.example")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    distributed.check_host_name("far.example")
+
+
+def test_a_tilde_that_the_shell_left_alone_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = RunConfig(data="~/d.npz", out="~/out", save="~/w.pt")
+    assert (config.data, config.out, config.save) == ("/home/me/d.npz", "/home/me/out", "/home/me/w.pt")
