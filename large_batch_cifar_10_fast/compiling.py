@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from .distributed import DistContext
 from .layers import prepare_norms
+from .metrics import Logits
 from .options import first_line
-from .recipe import Logits, Recipe, TrainingPass, apply_stage, autocast, image_dtype, reset
+from .recipe import Recipe, TrainingPass, apply_stage, autocast, image_dtype, reset
 
 # How far off a compiled gradient may be, as a share of its length. Rounding in another order reached 0.44 in a bias in
 # bf16, 0.09 in fp16 and 0.003 in fp32; a gradient that is lost, doubled or of the wrong sign is off by 1 or more.

@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 from tqdm import tqdm
 
 from . import LAUNCH
@@ -57,11 +58,13 @@ class DistContext:
         if self.world_size > 1:
             dist.barrier()
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over the processes, in place."""
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Add up each tensor, all of one type, over the processes: in place, by one collective."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
-        return tensor
+            message = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(message)
+            parts = message.split([tensor.numel() for tensor in tensors])
+            torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
     def broadcast(self, *tensors: Tensor) -> None:
         """Copy rank 0's values to all processes, in place."""
@@ -80,10 +83,7 @@ class DistContext:
             # As published, divide first: the sum could overflow in half precision.
             if (divisor := self.total_workers * loss_scale) > 1:
                 torch._foreach_div_(lines, divisor)
-            if self.world_size > 1:
-                message = torch.cat(lines)
-                dist.all_reduce(message)
-                torch._foreach_copy_(lines, message.split([len(line) for line in lines]))
+            self.all_reduce(lines)
 
     def all_gather_strings(self, key: str, text: str) -> list[str]:
         """Return the strings that all processes pass for a key, by rank. Use each key once."""
@@ -110,20 +110,6 @@ def on_one_machine() -> bool:
 
 
 @contextlib.contextmanager
-def silent_stdout() -> Iterator[None]:
-    """Discard output to file descriptor 1. STDOUT is the log, and Gloo (torch 2.10) prints a line per rank."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    with open(os.devnull, "wb") as devnull:
-        os.dup2(devnull.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-
-
-@contextlib.contextmanager
 def init_distributed(
     total_workers: int = 1, device: str = "", timeout: int = Launch.timeout, team: int = 0
 ) -> Iterator[DistContext]:
@@ -143,7 +129,7 @@ def init_distributed(
     store = rendezvous_store(rank, world_size, wait)
     group = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world_size, "timeout": wait}
     nccl = taken.type == "cuda"
-    with silent_stdout():
+    with redirect_stdout(os.devnull):  # STDOUT is the log, and Gloo (torch 2.10) prints a line per rank
         dist.init_process_group("nccl" if nccl else "gloo", **group, device_id=taken if nccl else None)
     yield DistContext(rank, world_size, taken, total_workers, dist.PrefixStore("messages", store))
     dist.destroy_process_group()

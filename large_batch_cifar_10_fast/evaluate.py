@@ -21,9 +21,9 @@ from .devices import allow_tf32
 from .distributed import DistContext, init_distributed
 from .layers import norms_of
 from .log import Clock, data_line, recipe_line, version_line
-from .metrics import Metrics, Score
+from .metrics import Logits, Metrics, Prediction, Score
 from .options import ConfigError, RunConfig, exit_on_config_error
-from .recipe import Logits, Prediction, Recipe, autocast, cast, image_dtype, make_network, sums_of, weight_dtype
+from .recipe import Recipe, autocast, cast, image_dtype, make_network, sums_of, weight_dtype
 
 
 @torch.no_grad()

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .distributed import DistContext
-from .recipe import Logits, at_least_float32
+
+Logits = Callable[[Tensor], Tensor]  # images [B, 3, H, W] to logits [B, 10]: a network, compiled or not
+Prediction = Callable[[Logits, Tensor], Tensor]  # logits [n, 10] of a network for test images [n, 32, 32, 3]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Metrics:
 
     def read(self) -> Score:
         """Return the score over all processes; waits for the device."""
-        correct, images, loss = self.ctx.all_reduce(self.sums.clone()).tolist()
+        self.ctx.all_reduce([sums := self.sums.clone()])
+        correct, images, loss = sums.tolist()
         return Score(int(correct), int(images), loss / images)
 
 
@@ -58,6 +61,11 @@ class TestTimeAugmentation:
         chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(chunk_sizes(len(images), images.device)))
         views = self.views.items()
         return torch.cat([sum(w * at_least_float32(network(view(chunk))) for view, w in views) for chunk in chunks])
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Half-precision logits would often tie when they are added up or compared."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def unchanged(images: Tensor) -> Tensor:

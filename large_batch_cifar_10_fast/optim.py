@@ -148,7 +148,8 @@ class Muon(Optimizer):
                 gradients = as_matrices(weight.grad for weight in weights)
                 momenta = as_matrices(self.state[weight]["momentum_buffer"] for weight in weights)
                 directions = self.directions(gradients, momenta, group["momentum"], self.ctx)
-                self.move(as_matrices(weights), sum_over_processes(directions, self.ctx), group["lr"])
+                self.ctx.all_reduce(directions)
+                self.move(as_matrices(weights), directions, group["lr"])
 
     def compile(self) -> None:
         self.directions = torch.compile(orthogonal_directions, dynamic=False)
@@ -192,15 +193,6 @@ def orthogonal(matrices: Tensor) -> Tensor:
         square = x @ x.mT
         x = A * x + (B * square + C * square @ square) @ x
     return x.to(matrices.dtype)
-
-
-def sum_over_processes(matrices: list[Tensor], ctx: DistContext) -> list[Tensor]:
-    """Return the sum of each matrix over the processes, by one collective."""
-    if ctx.world_size == 1:
-        return matrices
-    message = ctx.all_reduce(torch.cat([matrix.flatten() for matrix in matrices]))
-    parts = message.split([matrix.numel() for matrix in matrices])
-    return [part.view_as(matrix) for part, matrix in zip(parts, matrices, strict=True)]
 
 
 def move(w: Tensors, directions: Tensors, lr: float | Tensor) -> None:

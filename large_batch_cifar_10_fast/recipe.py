@@ -4,38 +4,22 @@ A recipe is everything that decides the weights. Where and how it runs is a RunC
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
+from .data.augment import CropAndFlip
 from .devices import DTYPES
 from .distributed import DistContext
 from .layers import norms_of
-
-
-class Augmentation(Protocol):
-    """Sample the parameters of an epoch for whole shards, then make each batch from its images and their parameters.
-
-    Each worker has a generator of its own. Those of `generators` belong to the epoch; those of `run_generators` start
-    alike in every epoch of a run. Parameters are [workers, count], for the `count` images of a shard.
-    """
-
-    def sample(
-        self, count: int, generators: Sequence[Generator], run_generators: Sequence[Generator], epoch: int
-    ) -> Sequence[Tensor]: ...
-
-    def __call__(self, images: Tensor, rows: Tensor, *parameters: Tensor) -> Tensor: ...
-
-
-Logits = Callable[[Tensor], Tensor]  # images [B, 3, H, W] to logits [B, 10]: a network, compiled or not
-Prediction = Callable[[Logits, Tensor], Tensor]  # logits [n, 10] of a network for test images [n, 32, 32, 3]
+from .metrics import ONE_VIEW, Prediction, at_least_float32
 
 
 @dataclass(frozen=True)
@@ -54,21 +38,25 @@ class Stage:
 
 
 class Recipe(Protocol):
-    """A frozen dataclass whose fields are its options on the command line; add one beside apple2019.py."""
+    """A frozen dataclass whose fields are its options on the command line; add one beside apple2019.py.
+
+    A recipe states where it differs from the defaults here.
+    """
 
     name: str
     workers: int  # replicas, each with its own shard of the training images
     batch_size: int  # images a worker takes each step
     epochs: int
-    augmentation: Augmentation
-    whole_epochs: bool  # whether the images that fill no batch make a short last one
-    reduction: Literal["sum", "mean"]  # of the loss over a worker's batch; over workers it is always the mean
-    half: Literal["fp16", "bf16"]  # default precision on a GPU; fp16 where the GPU has no bf16
-    half_weights: bool  # with fp16: whether weights are fp16, too, or float32 weights are cast for each operation
-    loss_scale: int  # multiplies the loss and divides gradients: half precision loses small gradients
-    stages: Sequence[Stage]  # ordered; the first begins with epoch 1
-    tta: Prediction  # test-time augmentation after the last epoch, and for saved weights
-    tta_early: Prediction  # after earlier epochs
+    augmentation: CropAndFlip  # or a class like it
+    whole_epochs: bool = False  # whether the images that fill no batch make a short last one
+    reduction: Literal["sum", "mean"] = "sum"  # of the loss over a worker's batch; over workers it is always the mean
+    half: Literal["fp16", "bf16"] = "fp16"  # default precision on a GPU; fp16 where the GPU has no bf16
+    half_weights: bool = True  # with fp16: whether weights are fp16, too; if not, operations cast float32 weights
+    loss_scale: int = 1  # multiplies the loss and divides gradients: half precision loses small gradients
+    label_smoothing: float = 0.0  # part of a label that is spread over all classes
+    stages: Sequence[Stage] = (Stage(),)  # ordered; the first begins with epoch 1
+    tta: Prediction = ONE_VIEW  # test-time augmentation after the last epoch, and for saved weights
+    tta_early: Prediction = ONE_VIEW  # after earlier epochs
 
     def network(self) -> nn.Module:
         """Return an initialized network: images [B, 3, 32, 32] to logits [B, 10]. Its norms are GhostBatchNorm."""
@@ -85,24 +73,15 @@ class Recipe(Protocol):
         ...
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return losses [B] for logits [B, 10] and labels int64 [B]; by default cross-entropy."""
-        return cross_entropy(logits, labels)
+        """Return losses [B], in float32 or float64, for logits [B, 10] and labels int64 [B]."""
+        how = {"reduction": "none", "label_smoothing": self.label_smoothing}
+        return F.cross_entropy(at_least_float32(logits), labels, **how)
 
 
 def reduce_loss(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:
     """Return the scaled sum over workers of each one's loss; `losses` [B] has their batches one after the other."""
     total = losses.sum() if recipe.reduction == "sum" else losses.sum() / (len(losses) // workers)
     return total * recipe.loss_scale
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return losses [B], in float32 or float64."""
-    return F.cross_entropy(at_least_float32(logits), labels, reduction="none", label_smoothing=label_smoothing)
-
-
-def at_least_float32(logits: Tensor) -> Tensor:
-    """Half-precision logits would often tie when they are added up or compared."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 # Stages

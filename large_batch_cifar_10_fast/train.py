@@ -27,11 +27,10 @@ from .evaluate import evaluate
 from .graphs import StepGraphs, TakeStep, graphed
 from .layers import prepare_norms, update_statistics
 from .log import Clock, RunLog
-from .metrics import Metrics, chunk_sizes
+from .metrics import Logits, Metrics, chunk_sizes
 from .optim import follow_schedules, prepare_for_gpu, restart, step_all
 from .options import WHOLE, RunConfig
 from .recipe import (
-    Logits,
     Recipe,
     apply_stage,
     autocast,

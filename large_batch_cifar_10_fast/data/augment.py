@@ -34,7 +34,12 @@ def assign_independent(count: int, options: int, generators: Sequence[Generator]
 
 @dataclass(frozen=True)
 class CropAndFlip:
-    """Reflect-pad by `padding`, crop 32x32 and mirror. `assign` chooses crop and mirroring once an epoch."""
+    """Reflect-pad by `padding`, crop 32x32 and mirror. `assign` chooses crop and mirroring once an epoch.
+
+    `sample` makes the parameters of an epoch for all `count` images of a shard, [workers, count]; a call makes a batch
+    from some images and theirs. Each worker has a generator of its own. Those of `generators` belong to the epoch;
+    those of `run_generators` start alike in every epoch of a run.
+    """
 
     padding: int
     assign: Callable[[int, int, Sequence[Generator]], Tensor]
@@ -66,23 +71,22 @@ class CropAndAlternateFlip(CropAndFlip):
 
 
 @dataclass(frozen=True)
-class CropJitterRotateFlip:
+class CropJitterRotateFlip(CropAndFlip):
     """Crop; scale brightness, contrast and saturation by 1 +- `strength`; rotate by +- `degrees`; flip."""
 
-    crop_and_flip: CropAndFlip
     strength: float
     degrees: float
 
     def sample(self, count: int, generators: Sequence[Generator], *_: object) -> tuple[Tensor, ...]:
         """Return crops and flips like CropAndFlip, then float32 [W, count]: three factors, and angles in radians."""
-        crops, flips = self.crop_and_flip.sample(count, generators)
+        crops, flips = super().sample(count, generators)
         *changes, turn = (2 * draw(generators, torch.rand, count) - 1 for _ in range(4))
         return crops, flips, *(1 + self.strength * change for change in changes), self.degrees * pi / 180 * turn
 
     def __call__(self, images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor, *changes: Tensor) -> Tensor:
         """Make a batch [B, 3, 32, 32], channels-last, of `images` [n, 32, 32, 3]; both are normalized."""
         *factors, angles = changes
-        crop = self.crop_and_flip(images, rows, crops, torch.zeros_like(flips))
+        crop = super().__call__(images, rows, crops, torch.zeros_like(flips))
         crop = crop.to(torch.promote_types(crop.dtype, torch.float32))
         pixels = [crop[:, c] * (STD[c] / 255) + MEAN[c] / 255 for c in range(3)]  # 0 to 1
         rotated = rotate_and_flip(color_jitter(torch.stack(pixels, 1), *factors), angles, flips)

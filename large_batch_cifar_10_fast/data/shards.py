@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..distributed import DistContext
-from ..recipe import Augmentation, Recipe, Stage, images_of_an_epoch, stage_of
-from .augment import MEAN, STD, downscale, draw
+from ..recipe import Recipe, Stage, images_of_an_epoch, stage_of
+from .augment import MEAN, STD, CropAndFlip, downscale, draw
 
 Batch = tuple[Tensor, Tensor]
 
@@ -95,7 +95,7 @@ class Step:
 
 
 def make_batch(
-    augmentation: Augmentation, resolution: int, images: Tensor, labels: Tensor, rows: Tensor, *parameters: Tensor
+    augmentation: CropAndFlip, resolution: int, images: Tensor, labels: Tensor, rows: Tensor, *parameters: Tensor
 ) -> Batch:
     """Return the augmented images at this resolution, and their labels."""
     return downscale(augmentation(images, rows, *parameters), resolution), labels[rows]
@@ -108,7 +108,7 @@ def select_hard_examples(sample: tuple[Tensor, ...], losses: Tensor, count: int)
 
 
 def shuffle_shards(
-    rows: Tensor, augmentation: Augmentation, seed: int, workers: Sequence[int], epoch: int
+    rows: Tensor, augmentation: CropAndFlip, seed: int, workers: Sequence[int], epoch: int
 ) -> tuple[Tensor, ...]:
     """Return each worker's `rows` shuffled, and each image's augmentation parameters, the same in any process.
 

@@ -18,13 +18,12 @@ from ..layers import GhostBatchNorm, MaxPool, Norm, convolution, whitening_filte
 from ..metrics import TWO_VIEWS
 from ..optim import NesterovSGD, PiecewiseLinear
 from ..options import ConfigError, check_not_negative, check_positive, option, spelled
-from ..recipe import Stage, cross_entropy
+from ..recipe import Recipe
 
 GROUPS = 16  # ghost groups in a worker's batch, whatever the batch
 WEIGHT_DECAY = 5e-4  # per image of a batch and unit of the peak rate
 BIAS_FACTOR = 64  # multiplies the rate of biases and divides their decay
 SGD_MOMENTUM = 0.9
-LABEL_SMOOTHING = 0.2
 CELU_ALPHA, LOGIT_SCALE = 0.3, 1 / 16
 
 DEMO = {"width": 8, "batch_size": 32, "ghost_batch": 16, "epochs": 7, "ema_ep": 1.0}
@@ -32,7 +31,7 @@ DEMO |= {"lr_scaler": 1.0, "lr_scaler_end_fraction": 0.02}
 
 
 @dataclass(frozen=True)
-class Apple2019:
+class Apple2019(Recipe):
     """Apple's options with their published defaults (method, section 4), then ours."""
 
     lr_scaler: float = option(1.5, "peak of the learning rate; weight decay grows with it")
@@ -48,12 +47,7 @@ class Apple2019:
 
     name: ClassVar = "apple2019"
     augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_balanced)
-    whole_epochs: ClassVar = False  # 24 full batches; the remaining images wait for another epoch
-    reduction: ClassVar = "sum"
-    half: ClassVar = "fp16"
-    half_weights: ClassVar = True
-    loss_scale: ClassVar = 1
-    stages: ClassVar = (Stage(),)
+    label_smoothing: ClassVar = 0.2  # 0.8 x cross-entropy + 0.2 x the mean over classes of -log p limits overfitting
     tta: ClassVar = TWO_VIEWS
     tta_early: ClassVar = TWO_VIEWS
 
@@ -99,10 +93,6 @@ class Apple2019:
             {"params": biases, "schedules": {"lr": rate * BIAS_FACTOR}, "weight_decay": decay / BIAS_FACTOR},
         ]
         return [NesterovSGD(groups, SGD_MOMENTUM)]
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return 0.8 x cross-entropy + 0.2 x the mean over classes of -log p: targets below 1 limit overfitting."""
-        return cross_entropy(logits, labels, LABEL_SMOOTHING)
 
 
 class Network(nn.Module):

@@ -18,10 +18,9 @@ from torch.optim import SGD, Optimizer
 from ..data.augment import CropAndFlip, assign_independent
 from ..distributed import DistContext
 from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convolution, norms_of
-from ..metrics import ONE_VIEW
 from ..optim import PiecewiseLinear
 from ..options import MOST, check_positive, check_within, option
-from ..recipe import Recipe, Stage
+from ..recipe import Recipe
 
 RATE = PiecewiseLinear((0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
 SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
@@ -40,12 +39,6 @@ class Basenet(Recipe):
     augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_independent)
     whole_epochs: ClassVar = True
     reduction: ClassVar = "mean"
-    half: ClassVar = "fp16"
-    half_weights: ClassVar = True
-    loss_scale: ClassVar = 1
-    stages: ClassVar = (Stage(),)
-    tta: ClassVar = ONE_VIEW
-    tta_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size")

@@ -12,13 +12,12 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ..data.augment import CropAndFlip, CropJitterRotateFlip, assign_independent
+from ..data.augment import CropJitterRotateFlip, assign_independent
 from ..distributed import DistContext
 from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convolution
-from ..metrics import ONE_VIEW
 from ..optim import PiecewiseLinear
 from ..options import MOST, check_positive, check_within, option
-from ..recipe import Recipe, Stage
+from ..recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -49,17 +48,11 @@ class FastAI(Recipe):
     width: int = option(16, "channels of the first convolution; the others scale with it")
 
     name: ClassVar = "fastai"
-    augmentation: ClassVar = CropJitterRotateFlip(
-        CropAndFlip(padding=4, assign=assign_independent), strength=0.25, degrees=2.0
-    )
+    augmentation: ClassVar = CropJitterRotateFlip(padding=4, assign=assign_independent, strength=0.25, degrees=2.0)
     whole_epochs: ClassVar = True
     reduction: ClassVar = "mean"
-    half: ClassVar = "fp16"
     half_weights: ClassVar = False
     loss_scale: ClassVar = 512
-    stages: ClassVar = (Stage(),)
-    tta: ClassVar = ONE_VIEW
-    tta_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
         entry = ENTRIES[self.entry]

@@ -20,10 +20,10 @@ from ..cpu import Convolution, ConvolutionToPool
 from ..data.augment import CropAndAlternateFlip, assign_independent
 from ..distributed import DistContext
 from ..layers import GhostBatchNorm, MaxPool, Norm, whitening_filters
-from ..metrics import ONE_VIEW, SIX_VIEWS, TWO_VIEWS
+from ..metrics import ONE_VIEW, SIX_VIEWS, TWO_VIEWS, Prediction
 from ..optim import Muon, PiecewiseLinear
 from ..options import ConfigError, check_not_negative, check_positive, check_within, option, same_option, spelled
-from ..recipe import Prediction, Stage, cross_entropy
+from ..recipe import Recipe, Stage
 
 STEP_IMAGES, EPOCH_IMAGES = 2000, 50_000
 WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's rate
@@ -32,7 +32,7 @@ VIEWS = {"one": ONE_VIEW, "two": TWO_VIEWS, "six": SIX_VIEWS}
 
 
 @dataclass(frozen=True)
-class MuonRecipe:
+class MuonRecipe(Recipe):
     """Our own settings; --recipe muon2024 has those it started from."""
 
     epochs: int = option(9, "epochs of a run, over which the rates fall")
@@ -55,13 +55,9 @@ class MuonRecipe:
     workers: int = option(1, "replicas, each with its own shard")
 
     name: ClassVar = "muon"
-    whole_epochs: ClassVar = False  # full batches alone
-    reduction: ClassVar = "sum"
     augmentation: ClassVar = CropAndAlternateFlip(padding=2, assign=assign_independent)
     half: ClassVar = "bf16"
     half_weights: ClassVar = False
-    loss_scale: ClassVar = 1
-    tta_early: ClassVar = ONE_VIEW
 
     def __post_init__(self) -> None:
         check_positive(self, "epochs", "width", "workers")
@@ -134,9 +130,6 @@ class MuonRecipe:
         filters["schedules"] = {"lr": falling * self.filter_rate}
         muon = Muon([filters], self.filter_momentum, ctx)
         return [muon, sgd]
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(logits, labels, self.label_smoothing)
 
 
 @dataclass(frozen=True)
