@@ -65,7 +65,9 @@ def compiled_evaluation(
 
     @torch.no_grad()
     def check(forward: Logits) -> None:
-        for size in set(sizes):  # each has one graph, for all views and epochs
+        kinds = dict.fromkeys(stage.kind for stage in recipe.stages)
+        for kind, size in itertools.product(kinds, set(sizes)):  # a graph for all views; torch 2.12: for each kind
+            apply_stage(network, kind)
             images, _ = noise(size, 32, image_dtype(recipe, precision, ctx.device), ctx)
             with autocast(recipe, precision, ctx.device):
                 check_close("evaluation", forward(images), network(images), LOGITS_TOLERANCE)
@@ -73,6 +75,7 @@ def compiled_evaluation(
     network.eval()
     forward = compiled_or_eager("evaluation", network, check, ctx)
     network.train()
+    reset(network, recipe, seed=0)  # undoes the last stage
     # Shifted views are slices, whose strides would need graphs of their own.
     return lambda images: forward(images.contiguous(memory_format=torch.channels_last))
 
