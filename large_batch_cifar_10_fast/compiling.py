@@ -12,7 +12,7 @@ from .distributed import DistContext
 from .layers import prepare_norms
 from .metrics import Logits
 from .options import first_line
-from .recipe import Recipe, TrainingPass, apply_stage, autocast, image_dtype, reset
+from .recipe import Recipe, TrainingPass, apply_stage, autocast, image_dtype, kinds_of_stages, reset
 
 # How far off a compiled gradient may be, as a share of its length. Rounding in another order reached 0.44 in a bias in
 # bf16, 0.09 in fp16 and 0.003 in fp32; a gradient that is lost, doubled or of the wrong sign is off by 1 or more.
@@ -44,8 +44,7 @@ def compiled(
     trackings = [True] * ctx.is_main + [False] * (micro_batches > 1 or not ctx.is_main)
 
     def check(forward: Forward) -> None:
-        kinds = dict.fromkeys(stage.kind for stage in recipe.stages)
-        for kind, tracking, size in itertools.product(kinds, trackings, sizes):
+        for kind, tracking, size in itertools.product(kinds_of_stages(recipe), trackings, sizes):
             apply_stage(network, kind)
             prepare_norms(network, workers, tracking)
             batch = noise(size * workers, kind.resolution, dtype, ctx)
@@ -65,8 +64,8 @@ def compiled_evaluation(
 
     @torch.no_grad()
     def check(forward: Logits) -> None:
-        kinds = dict.fromkeys(stage.kind for stage in recipe.stages)
-        for kind, size in itertools.product(kinds, set(sizes)):  # a graph for all views; torch 2.12: for each kind
+        # A graph serves all views. From torch 2.12 on each set of frozen parameters has its own.
+        for kind, size in itertools.product(kinds_of_stages(recipe), set(sizes)):
             apply_stage(network, kind)
             images, _ = noise(size, 32, image_dtype(recipe, precision, ctx.device), ctx)
             with autocast(recipe, precision, ctx.device):
@@ -98,9 +97,9 @@ def compiled_or_eager(what: str, eager: Callable, check: Callable[[Callable], No
             failure = first_line(error)
             if failure.endswith("file too short"):
                 failure += " (an earlier compilation was interrupted: delete this file)"
-    if failures := list(filter(None, ctx.all_gather_strings(f"compiled {what}", failure))):
-        ctx.warn(f"not compiled ({failures[0]}): {what} continues uncompiled; --no_compile skips the attempt")
-    return eager if failures else forward
+    if failure := ctx.first_failure(f"compiled {what}", failure):
+        ctx.warn(f"not compiled ({failure}): {what} continues uncompiled; --no_compile skips the attempt")
+    return eager if failure else forward
 
 
 def noise(count: int, resolution: int, dtype: torch.dtype, ctx: DistContext) -> tuple[Tensor, Tensor]:

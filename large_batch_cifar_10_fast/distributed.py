@@ -92,6 +92,10 @@ class DistContext:
         self.store.set(f"{key}/{self.rank}", text)
         return [self.store.get(f"{key}/{other}").decode() for other in range(self.world_size)]
 
+    def first_failure(self, key: str, failure: str) -> str:
+        """Return the first failure that any process passes for a key, or ""."""
+        return next(filter(None, self.all_gather_strings(key, failure)), "")
+
 
 def warn(text: str) -> None:
     """Print a warning on STDERR, clear of the progress bar."""

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from .checks import precision_on
 from .command_line import read_request
 from .data.cifar10 import load_images
-from .data.shards import normalize, upload_test
+from .data.shards import normalize_for, upload_test
 from .devices import allow_tf32
 from .distributed import DistContext, init_distributed
 from .layers import norms_of
 from .log import Clock, data_line, recipe_line, version_line
 from .metrics import Logits, Metrics, Prediction, Score
 from .options import ConfigError, RunConfig, exit_on_config_error
-from .recipe import Recipe, autocast, cast, image_dtype, make_network, sums_of, weight_dtype
+from .recipe import Recipe, autocast, cast, make_network, sums_of, weight_dtype
 
 
 @torch.no_grad()
@@ -72,13 +72,12 @@ def evaluate_weights(path: Path, config: RunConfig, recipe: Recipe) -> None:
     with init_distributed(recipe.workers, device=config.device) as ctx:
         precision = precision_on(ctx, config.precision, recipe, len(images.train_images))
         allow_tf32(precision == "tf32")
-        computed, stored = weight_dtype(recipe, precision), image_dtype(recipe, precision, ctx.device)
-        network = cast(make_network(recipe, seed=0), computed, ctx.device)
+        network = cast(make_network(recipe, seed=0), weight_dtype(recipe, precision), ctx.device)
         load_weights(network, path)
         test_images, labels = upload_test(*images.test, ctx)
         clock = Clock(ctx.synchronize)
         with clock.timed("validation"):
-            test = normalize(test_images, computed).to(stored), labels
+            test = normalize_for(recipe, precision, test_images), labels
             score = evaluate(network, recipe, recipe.tta, precision, test, ctx)
         if ctx.is_main:
             print(version_line(), data_line(images.metadata()), recipe_line(recipe), sep="\n")

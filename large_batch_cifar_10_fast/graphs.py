@@ -56,7 +56,7 @@ def graphed(take: TakeStep, steps: Iterable[Step], ctx: DistContext) -> TakeStep
         except RuntimeError as reason:
             torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
             error = first_line(reason)
-        if errors := list(filter(None, ctx.all_gather_strings(f"graph {number}", error))):
-            ctx.warn(f"no CUDA graphs ({errors[0]}): training continues without; --no_graph skips the attempt")
+        if error := ctx.first_failure(f"graph {number}", error):
+            ctx.warn(f"no CUDA graphs ({error}): training continues without; --no_graph skips the attempt")
             return take
     return graphs

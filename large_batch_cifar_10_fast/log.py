@@ -68,7 +68,8 @@ class Clock:
     @property
     def total(self) -> float:
         """The training time (method, section 6)."""
-        return sum(self.seconds.get(part, 0.0) for part in PARTS)
+        seconds = self.seconds
+        return sum(seconds.get(part, 0.0) for part in PARTS)
 
 
 class RunLog:

@@ -74,8 +74,8 @@ class Recipe(Protocol):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return losses [B], in float32 or float64, for logits [B, 10] and labels int64 [B]."""
-        how = {"reduction": "none", "label_smoothing": self.label_smoothing}
-        return F.cross_entropy(at_least_float32(logits), labels, **how)
+        logits = at_least_float32(logits)
+        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
 
 
 def reduce_loss(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:
@@ -89,6 +89,11 @@ def reduce_loss(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:
 
 def stage_of(recipe: Recipe, epoch: int) -> Stage:
     return [stage for stage in recipe.stages if stage.first_epoch <= epoch][-1]
+
+
+def kinds_of_stages(recipe: Recipe) -> list[Stage]:
+    """Return the kinds of all stages, each once, in their order."""
+    return list(dict.fromkeys(stage.kind for stage in recipe.stages))
 
 
 def images_of_an_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:

@@ -20,7 +20,7 @@ from .checks import check_agreement, check_request, out_of_memory_hint, resolve_
 from .command_line import read_launch, read_request
 from .compiling import Forward, compiled, compiled_evaluation
 from .data.cifar10 import Images, load_images, random_images
-from .data.shards import Batch, Shards, Step, normalize, upload_shards, upload_test
+from .data.shards import Batch, Shards, Step, normalize_for, upload_shards, upload_test
 from .devices import allow_tf32
 from .distributed import DistContext, exit_process, init_distributed, on_one_machine
 from .evaluate import evaluate
@@ -36,7 +36,6 @@ from .recipe import (
     autocast,
     cast,
     frozen_weights,
-    image_dtype,
     images_for_every_step,
     images_of_an_epoch,
     make_network,
@@ -145,14 +144,13 @@ class Data:
 
 def prepare(images: Images, model: Model, clock: Clock) -> Data:
     """Upload and normalize the images, compute the whitening filters. All of it counts as training (section 6)."""
-    recipe, network, ctx = model.recipe, model.network, model.ctx
-    computed, stored = weight_dtype(recipe, model.precision), image_dtype(recipe, model.precision, ctx.device)
+    recipe, network, ctx, precision = model.recipe, model.network, model.ctx, model.precision
     with clock.timed("upload"):
         train = upload_shards(*images.train, recipe, ctx, model.micro_batches, compile=model.compiled and ctx.on_gpu)
         test_images, test_labels = upload_test(*images.test, ctx)
     with clock.timed("preprocessing"):
-        train = replace(train, images=normalize(train.images, computed).to(stored))
-        test_images = normalize(test_images, computed).to(stored)
+        train = replace(train, images=normalize_for(recipe, precision, train.images))
+        test_images = normalize_for(recipe, precision, test_images)
     with clock.timed("whitening"):
         if ctx.is_main:
             recipe.whiten(network, train.images[:: len(ctx.workers)])  # worker 0's

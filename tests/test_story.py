@@ -1,4 +1,4 @@
-"""How the parts are put together: what is timed, which epoch is told, and that another recipe fits the house."""
+"""How the parts are put together: what is timed, which epoch reaches 94%, and that another recipe can be added."""
 
 import dataclasses
 from typing import ClassVar
@@ -6,7 +6,6 @@ from typing import ClassVar
 import pandas as pd
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import TINY, train_here
 from torch import nn
 
@@ -15,10 +14,10 @@ from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independe
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.environment import code_digest
 from large_batch_cifar_10_fast.layers import GhostBatchNorm
-from large_batch_cifar_10_fast.metrics import ONE_VIEW, Score
+from large_batch_cifar_10_fast.metrics import Score
 from large_batch_cifar_10_fast.optim import PiecewiseLinear
 from large_batch_cifar_10_fast.options import ConfigError, option
-from large_batch_cifar_10_fast.recipe import Stage
+from large_batch_cifar_10_fast.recipe import Recipe
 
 
 @pytest.mark.slow
@@ -41,7 +40,7 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
     monkeypatch.setattr(DistContext, "synchronize", synchronize)
     monkeypatch.setattr(train, "make_model", taking(500, train.make_model))
     monkeypatch.setattr(train, "upload_test", taking(0.5, train.upload_test))
-    monkeypatch.setattr(train, "normalize", taking(0.25, train.normalize))
+    monkeypatch.setattr(train, "normalize_for", taking(0.25, train.normalize_for))
     monkeypatch.setattr(train, "frozen_weights", taking(0.125, train.frozen_weights))
     monkeypatch.setattr(train, "take_step", taking(1, train.take_step))
     monkeypatch.setattr(train, "evaluate", taking(1000, lambda *_, **__: Score(next(scores), 100, 1.0)))
@@ -57,7 +56,7 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
 
 
 @dataclasses.dataclass(frozen=True)
-class Stock:
+class Stock(Recipe):
     """Two workers, plain batch norm with a scale, torch's SGD, the loss's mean, one view."""
 
     batch_size: int = option(16, "images a worker takes each step")
@@ -68,12 +67,7 @@ class Stock:
     augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_independent)
     whole_epochs: ClassVar = True
     reduction: ClassVar = "mean"
-    half: ClassVar = "fp16"
-    half_weights: ClassVar = True
     loss_scale: ClassVar = 8
-    stages: ClassVar = (Stage(),)
-    tta: ClassVar = ONE_VIEW
-    tta_early: ClassVar = ONE_VIEW
 
     def network(self) -> nn.Module:
         norm = GhostBatchNorm(6, ghost_batch=self.batch_size)
@@ -81,16 +75,10 @@ class Stock:
             nn.Conv2d(3, 6, 3, bias=False), norm, nn.ReLU(), nn.AvgPool2d(30), nn.Flatten(), nn.Linear(6, 10)
         )
 
-    def whiten(self, network, images) -> None:
-        pass
-
     def optimizers(self, network, ctx) -> list:
         schedules = {"lr": PiecewiseLinear((0, 1, 2), (0, 0.1, 0.01)), "momentum": PiecewiseLinear((0, 2), (0.95, 0.8))}
         group = {"params": list(network.parameters()), "schedules": schedules}
         return [torch.optim.SGD([group], lr=0.0, momentum=0.9, nesterov=True, weight_decay=0.01)]
-
-    def loss(self, logits, labels):
-        return F.cross_entropy(logits, labels, reduction="none")
 
 
 def test_a_campaign_of_another_recipe_is_written_and_resumed(tiny_npz, tmp_path, capsys, monkeypatch):

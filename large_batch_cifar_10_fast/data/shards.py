@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import DistContext
-from ..recipe import Recipe, Stage, images_of_an_epoch, stage_of
+from ..recipe import Recipe, Stage, image_dtype, images_of_an_epoch, stage_of, weight_dtype
 from .augment import MEAN, STD, CropAndFlip, downscale, draw
 
 Batch = tuple[Tensor, Tensor]
@@ -144,6 +144,12 @@ def upload_test(images: np.ndarray, labels: np.ndarray, ctx: DistContext) -> Bat
 
 def _upload(images: np.ndarray, labels: np.ndarray, mine: slice | np.ndarray, device: torch.device) -> Batch:
     return tuple(torch.from_numpy(np.ascontiguousarray(part[mine])).to(device) for part in (images, labels))
+
+
+def normalize_for(recipe: Recipe, precision: str, images: Tensor) -> Tensor:
+    """Normalize uint8 [n, 32, 32, 3] in the type of the weights, and store the result in that of images."""
+    normalized = normalize(images, weight_dtype(recipe, precision))
+    return normalized.to(image_dtype(recipe, precision, images.device))
 
 
 def normalize(images: Tensor, dtype: torch.dtype) -> Tensor:

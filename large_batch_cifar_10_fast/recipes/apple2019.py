@@ -108,10 +108,9 @@ class Network(nn.Module):
         self.whitening = convolution(3, 27).requires_grad_(False)  # last, so that no other initial weight depends on it
 
     def forward(self, images: Tensor) -> Tensor:
-        first, *norm_and_celu = self.prep
-        x = whiten_and_mix(images, self.whitening.weight, first.weight, channels=32 if images.is_cuda else 27)
-        for module in norm_and_celu:
-            x = module(x)
+        mix, norm, celu = self.prep
+        channels = 32 if images.is_cuda else 27
+        x = celu(norm(whiten_and_mix(images, self.whitening.weight, mix.weight, channels)))
         return self.head(self.layer3(self.layer2(self.layer1(x)))) * LOGIT_SCALE
 
 
@@ -120,8 +119,7 @@ def whiten_and_mix(images: Tensor, filters: Tensor, weight: Tensor, channels: in
 
     `channels` above 27 are zeros: tensor cores need multiples of 8.
     """
-    zeros = channels - len(filters)
-    if zeros:
+    if zeros := channels - len(filters):
         filters, weight = F.pad(filters, (0, 0, 0, 0, 0, 0, 0, zeros)), F.pad(weight, (0, 0, 0, 0, 0, zeros))
     return F.conv2d(F.conv2d(images, filters, padding=1), weight)
 
