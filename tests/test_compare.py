@@ -53,10 +53,8 @@ def test_published_against_itself_is_equivalent(conclusion):
 
 def test_three_tenths_of_a_point_less_is_worse_and_three_runs_are_too_few(tmp_path, conclusion):
     less = re.sub(r"(?<=validation acc )\S+", lambda accuracy: f"{float(accuracy[0]) - 0.003:.3f}", WITHOUT_SUMMARY)
-    mine, few = (
-        log_file(tmp_path / "less.txt", less),
-        log_file(tmp_path / "few.txt", "".join(WITHOUT_SUMMARY.splitlines(keepends=True)[:7])),
-    )
+    mine = log_file(tmp_path / "less.txt", less)
+    few = log_file(tmp_path / "few.txt", "".join(WITHOUT_SUMMARY.splitlines(keepends=True)[:7]))
     assert conclusion(mine, "published")["accuracy"] == ("worse", 1)
     assert conclusion("published", mine)["accuracy"] == ("better", 0)
     assert conclusion(few, "published")["accuracy"] == ("open", 0)

@@ -82,7 +82,7 @@ def test_the_compiled_network_has_the_same_gradients_and_statistics(capsys):
 
 @pytest.fixture
 def without_kernels(monkeypatch):
-    """Graphs are made and guarded as ever, and run as they are: C++ takes seconds a kernel."""
+    """Graphs are made and guarded as usual, and run uncompiled: C++ takes seconds a kernel."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
@@ -178,7 +178,7 @@ def test_the_warm_up_evaluates_early_and_last_views_compiled():
 
 
 def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
-    """As torch 2.11 did, without a word, for a norm whose last operation was a cast that changed nothing."""
+    """As torch 2.11 lost them, without a warning, for a norm whose last operation was a cast that changed nothing."""
 
     def compile(eager, **_):
         def forgetful(*batch):
@@ -195,7 +195,7 @@ def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("compiled", "uncompiled", "said"),
+    ("compiled", "uncompiled", "message"),
     [
         ([0.0, 0.0], [3.0, 4.0], "the compiled gradient of w is 100% off"),
         ([-3.0, -4.0], [3.0, 4.0], "the compiled gradient of w is 200% off"),
@@ -203,8 +203,8 @@ def test_a_graph_that_loses_gradients_is_not_used(monkeypatch, capsys):
         ([3.0, 4.0], [3.0, float("inf")], "the gradient of w is not finite uncompiled either"),
     ],
 )
-def test_a_compiled_gradient_that_is_lost_or_wrong_is_told(compiled, uncompiled, said):
-    with pytest.raises(ArithmeticError, match=f"^{said}$"):
+def test_a_compiled_gradient_that_is_lost_or_wrong_is_an_error(compiled, uncompiled, message):
+    with pytest.raises(ArithmeticError, match=f"^{message}$"):
         check_gradients({"w": torch.tensor(compiled)}, {"w": torch.tensor(uncompiled)})
     check_gradients({"w": torch.tensor([3.0, 3.9])}, {"w": torch.tensor([3.0, 4.0])})
 
@@ -218,6 +218,6 @@ def test_without_a_compiler_training_goes_on_with_one_warning(tiny_npz, tmp_path
     assert result.stderr.startswith("Warning: not compiled (")
     assert result.stderr.count("\n") == 1
     assert "out of 1" in result.stdout
-    told = [line.split(" compile=")[1].split()[0] for line in result.stdout.splitlines() if " compile=" in line]
-    assert told == ["True", "False"], "what was asked for, and what was done"
+    shown = [line.split(" compile=")[1].split()[0] for line in result.stdout.splitlines() if " compile=" in line]
+    assert shown == ["True", "False"], "what was asked for, and what was done"
     assert read_rows(tmp_path / "runs.tsv")[0]["compile"] == "False"

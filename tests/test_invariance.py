@@ -78,8 +78,8 @@ def _on_two_machines(folder, commands, **variables):
         how = {"cwd": folder / name, "env": environment(**variables), "text": True}
         how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         machines.append(subprocess.Popen(["bash", str(LAUNCHER), *command, *where], **how))
-    told = [machine.communicate(timeout=100) for machine in machines]
-    return [(machine.returncode, *words) for machine, words in zip(machines, told, strict=True)]
+    output = [machine.communicate(timeout=100) for machine in machines]
+    return [(machine.returncode, *texts) for machine, texts in zip(machines, output, strict=True)]
 
 
 def test_two_machines_equal_one_and_go_on_with_what_the_first_has_finished(few_npz, tmp_path, alone):

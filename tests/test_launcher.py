@@ -42,7 +42,7 @@ SET = {"OMP_PLACES": 0, "PYTHONOPTIMIZE": 2, "TORCHELASTIC_RUN_ID": 0, "RANK": 1
 
 
 @pytest.mark.parametrize(
-    ("start", "told"),
+    ("start", "message"),
     [
         ("sh {} --demo --nproc 3", "8 workers cannot be split over 3 processes: use 1, 2, 4 or 8"),
         ("flock . sh {} --demo", "another campaign is running in "),
@@ -53,13 +53,13 @@ SET = {"OMP_PLACES": 0, "PYTHONOPTIMIZE": 2, "TORCHELASTIC_RUN_ID": 0, "RANK": 1
     ],
     ids=["workers", "second campaign", "torch would hang", "another Python's numpy", "no interpreter", "no Python"],
 )
-def test_what_cannot_work_is_one_line_whatever_an_outer_launcher_set_and_the_folder_holds(tmp_path, start, told):
+def test_what_cannot_work_is_one_line_whatever_an_outer_launcher_set_and_the_folder_holds(tmp_path, start, message):
     (tmp_path / "another").mkdir()
     for name in ("re", "csv", "email", "numpy", "importlib", "torch", "another/numpy"):
         (tmp_path / f"{name}.py").write_text("raise ImportError")
     result = run_program("bash", "-c", start.format(LAUNCHER), cwd=tmp_path, **SET)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert told in result.stderr
+    assert message in result.stderr
     assert len([*tmp_path.iterdir()]) == 7, "nothing is written"
 
 

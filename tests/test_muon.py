@@ -102,15 +102,15 @@ def test_work_is_what_torch_counts_over_a_run_that_is_made(monkeypatch):
     assert sum(counted.values()) == run_flop(recipe, 643)
 
 
-def test_stages_begin_where_the_resolution_changes_or_the_bias_comes_to_rest():
-    rest = ("whitening.bias",)
-    assert Muon2024().stages == (Stage(1, 32), Stage(4, 32, rest))
+def test_stages_begin_where_the_resolution_changes_or_the_bias_is_frozen():
+    frozen = ("whitening.bias",)
+    assert Muon2024().stages == (Stage(1, 32), Stage(4, 32, frozen))
     recipe = MuonRecipe(epochs=4, pixels="24,24,24,28,28,32", whitening_epochs=1, kept="1")
-    assert recipe.stages == (Stage(1, 24), Stage(2, 24, rest), Stage(3, 28, rest), Stage(4, 32, rest))
+    assert recipe.stages == (Stage(1, 24), Stage(2, 24, frozen), Stage(3, 28, frozen), Stage(4, 32, frozen))
     assert [stage_of(recipe, epoch).resolution for epoch in (1, 2, 3, 4, 9)] == [24, 24, 28, 32, 32]
-    assert MuonRecipe(epochs=3, pixels="32", whitening_epochs=0, kept="1").stages == (Stage(1, 32, rest),)
+    assert MuonRecipe(epochs=3, pixels="32", whitening_epochs=0, kept="1").stages == (Stage(1, 32, frozen),)
     halved = MuonRecipe(epochs=3, pixels="24,32,32", whitening_epochs=0, kept="1,1,0.5").stages
-    assert halved == (Stage(1, 24, rest), Stage(2, 32, rest), Stage(3, 32, rest, 0.5))
+    assert halved == (Stage(1, 24, frozen), Stage(2, 32, frozen), Stage(3, 32, frozen, 0.5))
 
 
 def test_filters_begin_as_the_identity_and_the_head_with_deviation_one():

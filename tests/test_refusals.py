@@ -195,8 +195,8 @@ def test_bf16_is_for_long_runs_and_the_compiler_for_long_campaigns_all_shares_al
     monkeypatch.setattr(checks, "gains_by_bf16", lambda: bf16_is_faster)
     config = checks.resolve_defaults(RunConfig(**options), Apple2019(), ALONE, 50_000)
     assert (config.precision, config.compile, config.no_compile) == (precision, compiles, not compiles)
-    told = capsys.readouterr().err
-    assert f"this takes about {hours} hours" in told if hours else not told
+    warning = capsys.readouterr().err
+    assert f"this takes about {hours} hours" in warning if hours else not warning
 
 
 @pytest.mark.parametrize(

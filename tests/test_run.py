@@ -1,4 +1,4 @@
-"""What a run saves, in every precision; what saved weights say; what is told of a failure."""
+"""What a run saves, in every precision; how saved weights are evaluated; how failures are reported."""
 
 import math
 import re
@@ -32,7 +32,7 @@ def saved(request, tiny_npz, tmp_path_factory):
 
 
 def test_the_last_run_of_a_campaign_equals_a_single_run_with_its_seed_after_a_warm_up(saved, tmp_path):
-    """Weights, statistics, resolution, what rests, what is kept and the order of flips begin anew with each run."""
+    """Each run begins anew: weights, statistics, resolution, frozen weights, hard examples and the order of flips."""
     file, options, row = saved
     train_here(*options, "--no_warmup", "--runs", 2, "--seed", 5, "--save", tmp_path / "w.pt", "--out", tmp_path)
     result = ["train_accuracy", "train_loss", "validation_count", "validation_loss"]
@@ -42,34 +42,34 @@ def test_the_last_run_of_a_campaign_equals_a_single_run_with_its_seed_after_a_wa
 
 
 @pytest.fixture
-def said(monkeypatch, capsys):
+def evaluated(monkeypatch, capsys):
     """Return a function that calls evaluate, and returns the accuracy and the loss that it prints."""
 
-    def say(*arguments) -> tuple[str, str]:
+    def run(*arguments) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, arguments)])
         evaluate.main()
         return re.findall(r"\nvalidation acc (\S+) loss (\S+) of ", capsys.readouterr().out)[0]
 
-    return say
+    return run
 
 
-def test_saved_weights_say_what_their_run_said_last_and_something_else_by_other_views(saved, said):
+def test_saved_weights_have_the_result_of_their_run_and_another_by_other_views(saved, evaluated):
     weights, options, row = saved
-    accuracy, loss = said(weights, *options)
+    accuracy, loss = evaluated(weights, *options)
     assert (accuracy, loss) == (f"{row['validation_accuracy']:.4f}", f"{row['validation_loss']:.5f}")
     other = ["--views", "one"] if row["recipe"] == "muon" else ["--eval_stats", "first"]
-    assert said(weights, *options, *other)[1] != loss
+    assert evaluated(weights, *options, *other)[1] != loss
 
 
-def test_what_does_not_fit_is_refused_in_one_line(saved, said, tmp_path, error_line):
+def test_what_does_not_fit_is_refused_in_one_line(saved, evaluated, tmp_path, error_line):
     weights, options, _ = saved
     (tmp_path / "text.pt").write_text("weights")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "cut.pt").write_bytes(b"PK" + weights.read_bytes()[:500])
     (tmp_path / "changed.pt").write_bytes(weights.read_bytes().replace(b"ctorch", b"cos\nys"))
     for name in ("absent.pt", "text.pt", "cut.pt", "changed.pt", "list.pt"):
-        assert f"{tmp_path / name} does not fit (" in error_line(said, tmp_path / name, *options)
-    assert "give the recipe and options it was trained with" in error_line(said, weights, *options, "--width", 8)
+        assert f"{tmp_path / name} does not fit (" in error_line(evaluated, tmp_path / name, *options)
+    assert "give the recipe and options it was trained with" in error_line(evaluated, weights, *options, "--width", 8)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
@@ -103,7 +103,7 @@ def test_a_diverged_run_is_a_result_with_a_warning_and_never_reached_the_goal(ti
 
 
 @pytest.mark.parametrize("words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", ""])
-def test_memory_running_out_is_explained(words):
+def test_running_out_of_memory_gives_a_hint(words):
     ctx = DistContext(0, 1, torch.device("cuda", 0), 8)
     hint = r"8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches \(at most 8\)"
     with pytest.raises(ConfigError, match=hint), out_of_memory_hint(1, 256, ctx):
