@@ -169,6 +169,15 @@ def test_a_wrong_compiled_evaluation_is_not_used(monkeypatch, capsys):
     torch.testing.assert_close(forward(images), network(images))
 
 
+def test_what_one_process_cannot_compile_none_uses(monkeypatch, capsys):
+    network, images = fresh_network(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    monkeypatch.setattr(torch, "compile", lambda eager, **_: lambda images: 1.05 * eager(images))  # within tolerance
+    monkeypatch.setattr(DistContext, "all_gather_strings", lambda ctx, key, text: [text, "no compiler there"])
+    forward = compiled_evaluation(network, SMALL, "fp64", [2], ALONE)
+    assert capsys.readouterr().err.startswith("Warning: not compiled (no compiler there): evaluation continues")
+    torch.testing.assert_close(forward(images), network(images))
+
+
 def test_the_warm_up_evaluates_early_and_last_views_compiled():
     recipe, calls = MuonRecipe(width=4, batch_size=20, epochs=1, kept="1"), []
     model = make_model(recipe, replace(ALONE, total_workers=1), "fp32", test_images=1)
