@@ -1,27 +1,37 @@
 """CIFAR-10 to 94%, eight workers at a time: a living reproduction of the 2019 result."""
 
 import contextlib
-import ctypes
 import os
-import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-__version__ = "0.1.0"
-LAUNCH = "LARGE_BATCH_LAUNCH"  # set by the launcher: its process id, for its processes; "0" for itself
-
-
-def end_with_launcher() -> None:
-    """Ask Linux to end this process when the launcher ends, even by SIGKILL; end without a traceback on Ctrl-C.
-
-    It happens here, before torch is imported, which takes seconds.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored, as after `&` in a script
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if launcher := int(os.environ[LAUNCH]):
-        with contextlib.suppress(OSError, AttributeError):  # not Linux: torchrun ends its processes itself
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != launcher:  # it ended before the request
-            os._exit(1)
+__version__ = "0.3.0"
+PACKAGE = Path(__file__).resolve().parent
+INVALID = 2  # the exit status for an invalid request
 
 
-if LAUNCH in os.environ:
-    end_with_launcher()
+class ConfigError(Exception):
+    """An invalid request. Its text is one line: what is wrong, and what to do."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
+        self.reported = (
+            os.environ.get("LOCAL_RANK", "0") != "0"
+        )  # by another process of this machine, which finds it, too
+
+
+def first_line(text: object) -> str:
+    """Return the first line of a text or an exception; of an empty one its type."""
+    return (str(text).strip().splitlines() or [type(text).__name__])[0]
+
+
+@contextlib.contextmanager
+def exit_on_config_error(command: str) -> Iterator[None]:
+    """Print a ConfigError as one line on STDERR, unless another process does, and exit with status 2."""
+    try:
+        yield
+    except ConfigError as error:
+        if not error.reported:
+            print(f"{command}: {error}", file=sys.stderr)
+        sys.exit(INVALID)

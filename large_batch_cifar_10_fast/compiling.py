@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from . import first_line
 from .distributed import DistContext
 from .layers import prepare_norms
 from .metrics import Logits
-from .options import first_line
 from .recipe import Recipe, TrainingPass, apply_stage, autocast, image_dtype, kinds_of_stages, reset
 
 # How far off a compiled gradient may be, as a share of its length. Rounding in another order reached 0.44 in a bias in

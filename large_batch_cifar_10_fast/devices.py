@@ -1,64 +1,49 @@
-"""The devices that torch can use, and a clear error where it cannot use the GPUs of this machine."""
+"""The device of a process and what it can do, names of hardware and software, and the number of cores."""
 
 import contextlib
 import glob
 import os
+import platform
 import re
+import resource
 import statistics
 import subprocess
+import sys
 import timeit
 import warnings
 from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 import torch
 
+from . import ConfigError, first_line
 from .cpu import keep_freed_memory
-from .options import ConfigError, first_line
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 DTYPES |= {"fp64": torch.float64}
-TESTED = "torch 2.10.0 and torchvision 0.25.0"
-DEFAULT_BUILD = f"{TESTED} from PyPI (CUDA 12.8, compute capability 7.0 to 12.0, drivers from 525 on)"
-OLDER_BUILD = f"{TESTED} from https://download.pytorch.org/whl/cu126 (compute capability 5.0 to 9.0)"
 HIDDEN = ("", "-1", "NoDevFiles")  # first entries of CUDA_VISIBLE_DEVICES that hide all GPUs; the last is Slurm's
-ON_CPU = "--device cpu trains on the CPU"
 
 
 def count_gpus(device: str = "") -> int:
-    """Return the number of GPUs that torch (not NVML) can use; 0 with `--device cpu`. Raise ConfigError."""
+    """Return the number of GPUs; 0 with `--device cpu`. Raise ConfigError if there are GPUs that torch cannot use."""
     if device == "cpu":
         return 0
     try:
-        with warnings.catch_warnings(action="ignore"):  # of a GPU without kernels: check_kernels raises an error
+        with warnings.catch_warnings(action="ignore"):  # of a GPU without kernels, which is an error below
             torch.cuda.init()
+        built, count = torch.cuda.get_arch_list(), torch.cuda.device_count()
+        for index in range(count if torch.version.cuda else 0):  # ROCm names its architectures otherwise
+            if not has_kernels(torch.cuda.get_device_capability(index), built):
+                raise RuntimeError(f"{torch.cuda.get_device_name(index)} is none of {' '.join(built)}")
+        return count
     except (RuntimeError, AssertionError) as error:  # no driver, no GPU, a driver too old, a build for the CPU
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in HIDDEN
         present = glob.glob("/dev/nvidia[0-9]*") or "GPU" in output_of("nvidia-smi", "--list-gpus")
-        if present and not hidden:
-            build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
-            driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
-            reason = f"driver {first_line(driver)}, {first_line(error).partition('. ')[0]}"
-            advice = f"check CUDA_VISIBLE_DEVICES and nvidia-smi, install a newer driver, or {DEFAULT_BUILD}; {ON_CPU}"
-            raise ConfigError(f"{build} cannot use the NVIDIA GPUs here ({reason}): {advice}") from error
-        if device == "cuda":
-            raise ConfigError(f"--device cuda: no GPU here, or CUDA_VISIBLE_DEVICES hides it; {ON_CPU}") from error
+        if device == "cuda" or (present and not hidden):
+            build, reason = f"torch {torch.__version__} (CUDA {torch.version.cuda})", first_line(error)
+            raise ConfigError(f"{build} cannot use the GPUs here ({reason}): --device cpu trains on the CPU") from error
         return 0
-    for index in range(torch.cuda.device_count()):
-        check_kernels(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
-    return torch.cuda.device_count()
-
-
-def check_kernels(name: str, capability: tuple[int, int]) -> None:
-    """Raise ConfigError for a GPU that this torch has no kernels for."""
-    built = torch.cuda.get_arch_list()
-    if not torch.version.cuda or has_kernels(capability, built):  # ROCm names its architectures otherwise
-        return
-    advice = OLDER_BUILD if capability < (7, 0) else "a newer torch"
-    if capability[0] in (7, 8, 9, 10, 12):
-        advice = DEFAULT_BUILD
-    here, there = f"compute capability {capability[0]}.{capability[1]}", f"torch {torch.__version__}"
-    raise ConfigError(f"{name} has {here}, but {there} is built for {' '.join(built)} only: install {advice}; {ON_CPU}")
 
 
 def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
@@ -75,17 +60,16 @@ def output_of(*command: str) -> str:
     return ""
 
 
-def take_device(device: str = "", team: int = 0) -> torch.device:
+def take_device(device: str = "") -> torch.device:
     """Return this process's GPU, or the CPU where there is none or with `--device cpu`. Raise ConfigError.
 
-    Each team has GPUs of its own; processes share GPUs where there are too few.
+    Processes share GPUs where there are too few.
     """
     gpus = count_gpus(device)
     if not gpus:
         keep_freed_memory()
         return torch.device("cpu")
-    first = team * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    gpu = torch.device("cuda", (first + int(os.environ.get("LOCAL_RANK", 0))) % gpus)
+    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
     torch.cuda.set_device(gpu)
     torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
     return gpu
@@ -100,7 +84,7 @@ def allow_tf32(allowed: bool) -> None:
 def matrix_rate(precision: str, device: torch.device) -> float:
     """Return this device's floating-point operations a second in a large matrix product."""
     allow_tf32(precision == "tf32")
-    size = 8192 if device.type == "cuda" else 2048
+    size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
 
     def multiply() -> None:
@@ -109,6 +93,11 @@ def matrix_rate(precision: str, device: torch.device) -> float:
             torch.cuda.synchronize(device)
 
     return 2 * size**3 / statistics.median(timeit.repeat(multiply, number=1, repeat=7)[2:])
+
+
+def has_bf16(gpu: torch.device) -> bool:
+    """Return whether a GPU computes in bfloat16 and TF32."""
+    return torch.cuda.get_device_capability(gpu) >= (8, 0)
 
 
 @cache
@@ -127,3 +116,40 @@ def count_cores() -> int:
     v1 = (f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us" for name in ("quota", "period"))
     quota, period, *_ = (output_of("cat", "/sys/fs/cgroup/cpu.max") or output_of("cat", *v1) or "max 1").split()
     return cores if quota in ("max", "-1") else max(1, min(cores, int(quota) // int(period)))
+
+
+# Names
+
+
+def hardware_name(device: torch.device) -> str:
+    """Return the model of this process's GPU or CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    found = re.search(r"^model name\s*: (.*\S)", output_of("cat", "/proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def software() -> dict[str, Any]:
+    """Return the versions of Python, of torch, and of the libraries torch was built for."""
+    cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
+    nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if torch.cuda.is_initialized() else ""
+    return {"python": platform.python_version(), "torch": torch.__version__, "cuda": cuda, "cudnn": cudnn, "nccl": nccl}
+
+
+def driver_and_clocks(device: torch.device) -> dict[str, str]:
+    """Return a GPU's driver and clocks from nvidia-smi; empty strings without a GPU."""
+    if device.type == "cpu":
+        return {"driver": "", "clocks": ""}
+    gpu: Any = torch.cuda.get_device_properties(device)  # by its bus: nvidia-smi has indices of its own
+    bus = f"--id={gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    driver, *clocks = output_of("nvidia-smi", bus, query, "--format=csv,noheader").split(", ")
+    form = "SM {} (at most {}), memory {}, power limit {}"
+    return {"driver": driver, "clocks": form.format(*clocks) if clocks else ""}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return this process's peak memory in bytes: of the GPU since `reset_peak_memory_stats`, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)  # KiB on Linux

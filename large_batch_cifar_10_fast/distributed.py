@@ -3,9 +3,9 @@
 import contextlib
 import os
 import re
-import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,13 +13,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 from tqdm import tqdm
 
-from . import LAUNCH
+from . import INVALID, ConfigError, exit_on_config_error, first_line
 from .devices import take_device
-from .options import INVALID, ConfigError, Launch, exit_on_config_error
 
 
 @dataclass(frozen=True)
@@ -104,89 +102,92 @@ def warn(text: str) -> None:
 
 
 def launched_world_size() -> int:
-    """Return the number of processes from torchrun's environment; 1 without torchrun."""
+    """Return the number of processes from the launcher's or torchrun's environment; 1 without."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def on_one_machine() -> bool:
     """Return whether all processes run on this machine."""
-    return os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+    return launched_world_size() <= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 @contextlib.contextmanager
-def init_distributed(
-    total_workers: int = 1, device: str = "", timeout: int = Launch.timeout, team: int = 0
-) -> Iterator[DistContext]:
-    """Join the process group, and leave it at the end. Waits of more than `timeout` seconds raise torch's errors."""
-    rank, world_size, taken = int(os.environ.get("RANK", 0)), launched_world_size(), take_device(device, team)
+def init_distributed(total_workers: int = 1, device: str = "", timeout: int = 3600) -> Iterator[DistContext]:
+    """Join the process group, and leave it at the end. Waits of more than `timeout` seconds raise torch's errors.
+
+    The rendezvous is torch's env://, as torchrun and our launcher provide it.
+    """
+    rank, world_size, taken = int(os.environ.get("RANK", 0)), launched_world_size(), take_device(device)
     if world_size == 1:
         yield DistContext(rank, world_size, taken, total_workers)
         return
-    if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:  # torchrun sets it
-        check_variables(world_size)
     if on_one_machine():
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
-    elif taken.type != "cuda":  # NCCL finds its interfaces itself
-        check_host_name(os.environ["MASTER_ADDR"])
-    wait = timedelta(seconds=timeout)
-    store = rendezvous_store(rank, world_size, wait)
-    group = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world_size, "timeout": wait}
-    nccl = taken.type == "cuda"
+    nccl, wait = taken.type == "cuda", timedelta(seconds=timeout)
+    store = next(dist.rendezvous("env://", timeout=wait))[0]
     with redirect_stdout(os.devnull):  # STDOUT is the log, and Gloo (torch 2.10) prints a line per rank
-        dist.init_process_group("nccl" if nccl else "gloo", **group, device_id=taken if nccl else None)
-    yield DistContext(rank, world_size, taken, total_workers, dist.PrefixStore("messages", store))
+        dist.init_process_group(
+            "nccl" if nccl else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=wait,
+            device_id=taken if nccl else None,
+        )
+    try:
+        yield DistContext(rank, world_size, taken, total_workers, dist.PrefixStore("messages", store))
+    except ConfigError as error:  # the first process that finds it reports it, of the first team
+        error.reported = store.add("errors", 1) > 1 or int(os.environ.get("LOCAL_RANK", 0)) >= world_size
+        raise
     dist.destroy_process_group()
 
 
-def check_variables(world_size: int) -> None:
-    """Say that this process waits for others, which may be news. Raise ConfigError if it could not find them."""
-    names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-    if missing := [name for name in names if name not in os.environ]:
-        raise ConfigError(f"WORLD_SIZE={world_size} is set, but not {', '.join(missing)}: unset it to run one process")
-    found = ", ".join(f"{name}={os.environ[name]}" for name in ("WORLD_SIZE", *names))
-    warn(f"waiting for {world_size} processes, since {found}: unset them to run one process")
+class OutOfMemoryError(Exception):
+    """A device is out of memory. The text is one line."""
 
 
-def check_host_name(main: str) -> None:
-    """Raise ConfigError if Gloo would offer a loopback address to other machines (Debian has one in /etc/hosts)."""
-    with contextlib.suppress(OSError):
-        loopback = [socket.gethostbyname(name).startswith("127.") for name in (socket.gethostname(), main)]
-        if loopback == [True, False] and "GLOO_SOCKET_IFNAME" not in os.environ:
-            name = f"this machine's name, {socket.gethostname()}, is a loopback address here"
-            raise ConfigError(f"{name}: set GLOO_SOCKET_IFNAME to the interface that leads to {main}")
+NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in torch's errors on a CPU, and on a GPU from cuBLAS and cuDNN
 
 
-def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return torchrun's store. Under our launcher return one on loopback: PyTorch's listens on all interfaces."""
-    if not on_one_machine() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
-        return next(dist.rendezvous("env://", timeout=timeout))[0]
-    address = "127.0.0.1", int(os.environ["MASTER_PORT"])
-    server = socket.create_server(address, backlog=world_size).detach() if rank == 0 else None
-    return dist.TCPStore(*address, world_size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=server)
+@contextlib.contextmanager
+def out_of_memory_hint(micro_batches: int, batch_size: int, ctx: DistContext) -> Iterator[None]:
+    """Turn an out-of-memory error into one line with a hint."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in NO_MEMORY):
+            raise
+        count = len(ctx.workers)
+        images = f"{count} workers x {batch_size} images in {micro_batches} micro-batches"
+        hint = f"raise --micro_batches (at most {count}), or use --no_graph, more processes, fewer --workers or a "
+        raise OutOfMemoryError(f"out of memory with {images} on {ctx.device}: {hint}smaller --batch_size") from error
 
 
 @contextlib.contextmanager
 def exit_process() -> Iterator[None]:
-    """Run the body, then end the process. Under torchrun, write an exception to the file that the launcher reads.
+    """Run the body, print an error, and end the process. Each process names its own error, whatever its rank.
 
-    torchrun's children end with os._exit: PyTorch's static destructors, beside its threads, aborted 5 of 90 launches.
+    Children of a launcher end with os._exit:
+    PyTorch's static destructors, beside its threads, aborted 5 of 90 launches.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        with exit_on_config_error("train"):
-            yield
-        return
     status = 0
     try:
-        with contextlib.nullcontext() if LAUNCH in os.environ else exit_on_config_error("train"):
+        with exit_on_config_error("train"):
             yield
     except SystemExit as end:
-        status = end.code
+        status = int(end.code or 0)
+    except OutOfMemoryError as error:
+        print(f"process {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
+        status = INVALID
     except Exception as error:
-        if re.search("connection|remote process", str(error), re.IGNORECASE):
-            time.sleep(3)  # until torchrun has found the lost process, which caused this error
-        get_error_handler().record_exception(error)
-        status = INVALID if isinstance(error, ConfigError) else 1
+        if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
+            time.sleep(3)  # the process that is lost caused this error, and the launcher ends this one, too
+        traceback.print_exc()
+        print(f"process {os.environ.get('RANK', 0)} failed ({first_line(repr(error))})", file=sys.stderr)
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    if "LOCAL_RANK" in os.environ:
+        os._exit(status)
+    sys.exit(status)

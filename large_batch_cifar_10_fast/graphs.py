@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
+from . import first_line
 from .data.shards import Step
 from .distributed import DistContext
-from .options import first_line
 
 TakeStep = Callable[[Step], None]
 

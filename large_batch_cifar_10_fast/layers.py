@@ -131,7 +131,7 @@ class MaxPoolFunction(torch.autograd.Function):
 
 # With torch 2.12.1 the gradient of a strided 1x1 convolution in channels-last memory crashes the process if there are
 # fewer channels than floats in a vector register (8 with AVX2, 16 with AVX-512).
-TOO_NARROW = "a strided convolution of less than 16 channels makes PyTorch crash on a CPU"
+NARROWEST = 16
 
 Norm = Callable[[int], nn.Module]  # from the number of channels
 

@@ -1,42 +1,52 @@
-"""The clock, the log on STDOUT, and progress on a terminal."""
+"""The clock, the log on STDOUT, the rows of the tables, and progress on a terminal."""
 
 import contextlib
+import json
 import os
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from . import __version__
-from .campaign import (
+from . import ConfigError, __version__, first_line
+from .config import Options, as_pairs
+from .data.cifar10 import SYNTHETIC, Images
+from .devices import driver_and_clocks, hardware_name, peak_memory, software
+from .distributed import DistContext, warn
+from .metrics import Score
+from .recipe import Recipe, images_of_an_epoch
+from .runs import (
+    COLUMNS,
     CONDITIONS,
-    FLOATS,
+    EPOCHS,
     GOAL,
     PARTS,
+    PLACE,
     Row,
     append,
-    append_epochs,
-    campaign_of_this_launch,
-    check_unchanged,
+    campaign_named,
+    check_conditions,
+    code_digest,
+    commit,
+    differences,
     diverged,
+    environment,
     reached_goal,
     write_atomically,
     write_timing_log,
 )
-from .data.shards import Step
-from .distributed import DistContext, warn
-from .environment import code_digest, commit, device_name, driver_and_clocks, peak_memory, software, utc_now
-from .metrics import Score
-from .options import SYNTHETIC, RunConfig, as_pairs
-from .recipe import Recipe, epoch_flop, run_flop
+
+T = TypeVar("T")
 
 
 class Clock:
@@ -73,99 +83,135 @@ class Clock:
 
 
 class RunLog:
-    """Print the log and write the tables, on rank 0. Each of several teams has its runs; the first prints the head."""
+    """The log of a launch: prints lines and writes tables, on rank 0. `missing` are the runs to make.
 
-    def __init__(
-        self, config: RunConfig, recipe: Recipe, ctx: DistContext, images: dict, finished: list[Row], team: str
-    ) -> None:
-        """`images` are metadata of the data set, `finished` the rows of a resumed campaign.
+    Of several teams on a machine, all print their runs, the first prints the head, and the launcher the summary.
+    """
 
-        Raise ConfigError if the table cannot be written or the campaign ran on another device.
+    def __init__(self, options: Options, recipe: Recipe, ctx: DistContext, images: Images) -> None:
+        """Find the missing runs of the campaign, and print the head of the log.
+
+        Raise ConfigError if the processes or the campaign's rows have other conditions, or a table cannot be written.
         """
-        self.config, self.recipe, self.ctx = config, recipe, ctx
-        first, self.teams = map(int, team.split("/"))
-        self.prints_log = ctx.is_main and first == 0
-        planned = config.planned[first :: self.teams]
-        self.rows = {int(row["run"]): row for row in finished if int(row["run"]) in planned}
-        self.runs_to_make = [run for run in planned if run not in self.rows]
-        self.epochs: list[dict[str, float]] = []  # of this run, for epochs.tsv
-        self.common: dict[str, object] = {}  # what all rows have in common, on rank 0
-        self._train_images = images["train"]
-        self._runs_tsv = Path(config.out) / "runs.tsv"
-        device = device_name(ctx, self.teams)
-        if finished:
-            check_unchanged(finished[0], device=device)
-        if ctx.is_main:
-            campaign = finished[0]["campaign"] if finished else campaign_of_this_launch()
-            self.common = {"campaign": campaign, **images, "torch": version("torch"), "version": __version__}
-            self.common |= {"recipe": recipe.name, "options": as_pairs(asdict(recipe)), "workers": recipe.workers}
-            self.common |= {"runs": config.runs, "share": config.share, "processes": ctx.world_size, "device": device}
-            self.common |= {name: getattr(config, name) for name in CONDITIONS}
-            self.common["data"] = config.data if config.data == SYNTHETIC else os.path.abspath(config.data)
-            self.common |= {"commit": commit(), "code": code_digest()}
-            append(self._runs_tsv, self.rows.values())  # fails before training if the table cannot be written
-        if self.prints_log:
-            self._print_head()
+        self.options, self.ctx, self.out = options, ctx, Path(options.out)
+        self.teams = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // ctx.world_size)
+        first, shares = (int(part) for part in options.share.split("/"))
+        self.of_launch = range(options.runs)[first % (shares // self.teams) :: shares // self.teams]  # of all teams
+        self.prints_head = ctx.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
+        self.images_of_epochs = [
+            recipe.workers * images_of_an_epoch(recipe, len(images.train_images), epoch)
+            for epoch in range(1, recipe.epochs + 1)
+        ]
+        self.epochs: list[dict[str, float]] = []  # of this run
+        self.common = {name: str(value) for name, value in self._common(recipe, images).items()}
+        plan = {"seed": str(options.seed), "runs": str(options.runs), "share": options.share}
+        texts = ctx.all_gather_strings("conditions", json.dumps(self.common | plan))
+        for rank, other in enumerate(map(json.loads, texts)):
+            if text := differences(other, json.loads(texts[0]), (*CONDITIONS, *plan)):
+                raise ConfigError(f"process {rank} has {text} as process 0 has: give all machines the same")
+        self.rows = self._finished_rows() if ctx.is_main else {}  # by run
+        finished = json.loads(ctx.all_gather_strings("finished", json.dumps([*self.rows]))[0])
+        self.missing = [run for run in options.planned if run not in finished]
+        if self.prints_head:
+            self._print_head(recipe, images)
 
-    def _print_head(self) -> None:
-        processes = f"{self.ctx.world_size} process{'es' * (self.ctx.world_size > 1)}"
-        print_line(version_line())
+    def _common(self, recipe: Recipe, images: Images) -> dict[str, object]:
+        """Return what the rows of this launch have in common."""
+        options, ctx = self.options, self.ctx
+        names = " and ".join(sorted(set(ctx.all_gather_strings("device", hardware_name(ctx.device)))))
+        device = f"{self.teams} teams of " if self.teams > 1 else ""
+        device += f"{ctx.world_size} x {names}" if ctx.on_gpu else ""
+        if not ctx.on_gpu:
+            device = f"CPU {names}, {device}{ctx.world_size} x {torch.get_num_threads()} threads"
+        how = {name: getattr(options, name) for name in ("precision", "micro_batches", "compile", "no_graph")}
+        how |= {"environment": environment(), "device": device, "processes": ctx.world_size}
+        what = {"recipe": recipe.name, "options": as_pairs(asdict(recipe)), "workers": recipe.workers}
+        data = options.data if options.data == SYNTHETIC else os.path.abspath(options.data)
+        code = {"version": __version__, "commit": commit(), "code": code_digest(recipe), "torch": version("torch")}
+        return what | how | {"data": data, "images": images.name, "digest": images.digest} | code
+
+    def _finished_rows(self) -> dict[int, Row]:
+        """Return the planned runs that the campaign's table has; choose the campaign's name if it has none."""
+        campaign, rows = campaign_named(self.out, self.options.campaign, self.options.resume)
+        self._check(rows, [name for name in (*CONDITIONS, *PLACE, "seed") if name not in ("compile", "no_graph")])
+        self.common["campaign"] = campaign or f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
+        try:
+            append(self.out / "runs.tsv", COLUMNS, 2, [])  # fails before training if it cannot be written
+        except OSError as error:
+            raise ConfigError(f"--out {self.out} cannot be written ({error}): choose another") from error
+        return {int(row["run"]): row for row in rows if int(row["run"]) in self.options.planned}
+
+    def _check(self, rows: Sequence[Row], names: Sequence[str]) -> None:
+        check_conditions(rows, self.common | {"seed": str(self.options.seed)}, names)
+
+    def _print_head(self, recipe: Recipe, images: Images) -> None:
+        common, processes = self.common, f"{self.ctx.world_size} process{'es' if self.ctx.world_size > 1 else ''}"
+        print_line(
+            f"# large_batch_cifar_10_fast {__version__}, commit {common['commit']}, code {common['code']}, {now()}"
+        )
         print_line("# Python {python}, torch {torch}, CUDA {cuda}, cuDNN {cudnn}{nccl}".format(**software()))
-        print_line(f"# {self.recipe.workers} workers on {processes}, {self.common['device']}")
-        print_line(data_line(self.common))
-        print_line(recipe_line(self.recipe))
-        print_line(f"# settings {as_pairs(asdict(self.config))}")
-        finished = f"{len(self.rows)} of {len(self.config.planned)} runs finished before"
-        print_line(f"# campaign {self.common['campaign']}, {finished}")
+        print_line(f"# {recipe.workers} workers on {processes}, {common['device']}")
+        counts = f"{len(images.train_images)} training and {len(images.test_images)} test images"
+        print_line(f"# data {images.name}: {counts}, SHA-256 {images.digest}")
+        print_line(f"# recipe {recipe.name} {common['options']}")
+        print_line(f"# settings {as_pairs(asdict(self.options))}")
+        finished = f"{len(self.rows)} of {len(self.options.planned)} runs finished before"
+        print_line(f"# campaign {common['campaign']}, {finished}")
 
     def set_up(self, clock: Clock, compiled: bool, graphs: bool) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
 
         Raise ConfigError if the runs finished before were compiled, or replayed graphs, and now that failed.
         """
-        made = {"compile": compiled, "no_graph": self.config.no_graph or (self.ctx.on_gpu and not graphs)}
-        for row in [*self.rows.values()][:1]:
-            check_unchanged(row, **made)
-        # The bar counts work, since the steps of different stages take different times.
-        a_run = run_flop(self.recipe, self._train_images)
-        how = {"unit": "FLOP", "unit_scale": True, "smoothing": 0, "miniters": 1, "initial": a_run * len(self.rows)}
-        how |= {"file": sys.stderr, "disable": None if self.prints_log else True}  # None: disabled without a terminal
-        self._bar = tqdm(total=a_run * (len(self.rows) + len(self.runs_to_make)), **how)
+        self.common |= {
+            "compile": str(compiled),
+            "no_graph": str(self.options.no_graph or (self.ctx.on_gpu and not graphs)),
+        }
+        self._check([*self.rows.values()], ["compile", "no_graph"])
+        a_run = sum(self.images_of_epochs)
+        self._bar = tqdm(
+            total=a_run * (len(self.rows) + len(self.missing)),
+            initial=a_run * len(self.rows),
+            unit="images",
+            unit_scale=True,
+            smoothing=0,
+            miniters=1,
+            file=sys.stderr,
+            disable=None if self.prints_head else True,  # None: disabled without a terminal
+        )
         if self.ctx.is_main:
-            self.common |= made | driver_and_clocks(self.ctx)  # after the warm-up: an idle GPU lowers its clocks
-        if self.prints_log:
-            if (config := replace(self.config, **made, no_compile=not compiled)) != self.config:
-                print_line(f"# settings {as_pairs(asdict(config))}")
-            if graphs:
-                print_line("# a training step is one CUDA graph")
+            self.common |= driver_and_clocks(self.ctx.device)  # after the warm-up: an idle GPU lowers its clocks
+        if self.prints_head:
+            how = {"precision": self.common["precision"], "compile": compiled, "graphs": graphs}
+            print_line(f"# computation {as_pairs(how)}")
             if self.common["driver"]:
                 print_line(f"# driver {self.common['driver']}, clocks {self.common['clocks']}")
             print_line(f"Uploaded data to GPUs {clock.seconds['upload']:.3f}s")
             print_line(f"Compute patch whitening statistics:     {clock.seconds['whitening']:.3f}s")
-        if self.ctx.is_main:
             for run in sorted(self.rows):
                 self._print_run(self.rows[run])
 
-    def progress(self, steps: list[Step], run: int, epoch: int) -> Iterator[Step]:
-        """Yield the steps and show them on the progress bar."""
-        reached = f"{sum(map(reached_goal, self.rows.values()))} of {len(self.rows)} runs over 94%"
-        self._bar.set_description(f"run {run + 1} epoch {epoch}, {reached}", refresh=False)
-        flop = epoch_flop(self.recipe, self._train_images, epoch) // len(steps)
+    def progress(self, steps: Sequence[T], run: int, epoch: int) -> Iterator[T]:
+        """Yield the steps of an epoch and show them on the progress bar."""
+        self._bar.set_description(f"run {run + 1} epoch {epoch}", refresh=False)
         for step in steps:
             yield step
-            self._bar.update(flop)
+            self._bar.update(self.images_of_epochs[epoch - 1] / len(steps))
 
     def epoch(self, clock: Clock, train: Score, validation: Score) -> None:
         losses = {"train_loss": train.loss, "validation_loss": validation.loss}
         accuracies = {"train_accuracy": train.accuracy, "validation_accuracy": validation.accuracy}
         self.epochs.append({"epoch": len(self.epochs) + 1, "seconds": clock.total, **losses, **accuracies})
+        self._bar.set_postfix(
+            {"loss": f"{validation.loss:.3f}", "accuracy": f"{validation.accuracy:.4f}"}, refresh=False
+        )
 
     def run(self, run: int, clock: Clock, train: Score, validation: Score, network: nn.Module) -> None:
-        """Write and print a finished run; save the weights of the last one."""
+        """Write and print a finished run: first its row, then its curve and epochs, and the weights of the last one."""
         epochs, self.epochs = self.epochs, []
         if not self.ctx.is_main:
             return
-        row = self.common | {"run": run, "seed": self.config.seed + run}
+        row: dict[str, Any] = self.common | {"run": run, "seed": self.options.seed + run}
         row |= {"train_accuracy": train.accuracy, "train_loss": train.loss}
         row |= {"validation_accuracy": validation.accuracy, "validation_loss": validation.loss}
         row |= {"validation_count": validation.correct, "validation_images": validation.images}
@@ -173,40 +219,58 @@ class RunLog:
         row |= {"last_validation": clock.laps["validation"][-1], "peak_memory": peak_memory(self.ctx.device)}
         at_goal = ((e["epoch"], e["seconds"]) for e in epochs if e["validation_accuracy"] >= GOAL)
         row["goal_epoch"], row["goal_seconds"] = ("", "") if diverged(row) else next(at_goal, ("", ""))
-        # The row comes last: after a kill, a run without a row is repeated.
-        if self.config.save and run == self.config.planned[-1]:
-            weights = {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}
-            with write_atomically(Path(self.config.save)) as unfinished:
-                torch.save(weights, unfinished)
-        if run == self.config.planned[0]:
-            curve = ((epoch["seconds"], epoch["validation_accuracy"]) for epoch in epochs)
-            write_timing_log(self._runs_tsv.with_name("timing_log.tsv"), curve)
+        self.rows[run] = {name: str(value) for name, value in row.items()}
+        with warned("runs.tsv"):  # the next append tries again
+            append(self.out / "runs.tsv", COLUMNS, 2, self.rows.values())
+        self._print_run(self.rows[run])
         name = {"campaign": row["campaign"], "run": run}
-        append_epochs(self._runs_tsv.with_name("epochs.tsv"), [name | epoch for epoch in epochs])
-        self.rows[run] = row
-        append(self._runs_tsv, self.rows.values())
-        self._print_run(row)
+        with warned("epochs.tsv"):
+            append(self.out / "epochs.tsv", EPOCHS, 3, [name | epoch for epoch in epochs])
+        if run == self.of_launch[0]:
+            with warned("timing_log.tsv"):
+                write_timing_log(
+                    self.out / "timing_log.tsv", [(e["seconds"], e["validation_accuracy"]) for e in epochs]
+                )
+        if run == self.of_launch[-1] and self.options.save:
+            with warned(self.options.save), write_atomically(Path(self.options.save)) as unfinished:
+                torch.save(
+                    {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}, unfinished
+                )
         if diverged(row):
-            when = f"stopped after epoch {len(epochs)} of {self.recipe.epochs}: its loss is not finite"
+            when = f"stopped after epoch {len(epochs)} of {len(self.images_of_epochs)}: its loss is not finite"
             warn(f"run {run} (seed {row['seed']}) {when}; lower the learning rate, or try --precision fp32")
 
     def summary(self) -> None:
-        """Print the closing lines of the published log; for several teams the launcher does."""
-        self._bar.close()
-        if self.prints_log and self.teams == 1:
+        """Print the closing lines of the published log. Rows that the table still lacks are written, or an error."""
+        if not self.ctx.is_main:
+            return
+        if self.missing:
+            self._bar.close()
+            append(self.out / "runs.tsv", COLUMNS, 2, self.rows.values())
+        if self.teams == 1:
             print_summary(self.rows.values())
 
     def _print_run(self, row: Row) -> None:
         """Print a run's line, as published but with a fourth decimal, without which runs over 94% cannot be counted."""
-        numbers = {name: float(row[name]) for name in FLOATS}
-        form = "Train acc {train_accuracy:.4f} loss {train_loss:.3f}, validation acc {validation_accuracy:.4f} "
-        print_line((form + "loss {validation_loss:.3f} wall time {seconds:.3f}s").format(**numbers))
-        if int(row["run"]) == self.config.planned[0]:
-            parts = ", ".join(f"{part} {numbers[part]:.3f}s" for part in PARTS)
+        number = {name: float(row[name]) for name in (*PARTS, "seconds", "last_validation", "peak_memory")}
+        accuracies = [float(row[f"{part}_{what}"]) for part in ("train", "validation") for what in ("accuracy", "loss")]
+        scores = "Train acc {:.4f} loss {:.3f}, validation acc {:.4f} loss {:.3f}".format(*accuracies)
+        print_line(f"{scores} wall time {number['seconds']:.3f}s")
+        if int(row["run"]) == self.of_launch[0]:
+            parts = ", ".join(f"{part} {number[part]:.3f}s" for part in PARTS)
             print_line(f"# wall time of the first run: {parts}")
-            last, memory = numbers["last_validation"], numbers["peak_memory"] / 2**30
-            with_it = f"the last validation {last:.3f}s (with it {numbers['seconds'] + last:.3f}s)"
+            last, memory = number["last_validation"], number["peak_memory"] / 2**30
+            with_it = f"the last validation {last:.3f}s (with it {number['seconds'] + last:.3f}s)"
             print_line(f"# not in it: {with_it}; peak memory {memory:.2f} GiB")
+
+
+@contextlib.contextmanager
+def warned(name: str) -> Iterator[None]:
+    """Warn if the body cannot write a file. The runs go on."""
+    try:
+        yield
+    except (OSError, RuntimeError, ConfigError) as error:  # torch.save raises RuntimeError
+        warn(f"{name} is not written ({first_line(error)})")
 
 
 def print_line(line: str) -> None:
@@ -219,20 +283,12 @@ def print_line(line: str) -> None:
             warn(f"the log ends here, the tables do not: STDOUT cannot be written ({error.strerror})")
 
 
-def version_line() -> str:
-    return f"# large_batch_cifar_10_fast {__version__}, commit {commit()}, code {code_digest()}, {utc_now()}"
+def now() -> str:
+    """Return the time in the form of the log's header."""
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-def data_line(images: Mapping[str, object]) -> str:
-    counts = f"{images['train']} training and {images['test']} test images"
-    return f"# data {images['images']}: {counts}, SHA-256 {images['digest']}"
-
-
-def recipe_line(recipe: Recipe) -> str:
-    return f"# recipe {recipe.name} {as_pairs(asdict(recipe))}"
-
-
-def print_summary(rows: Iterable[Row]) -> None:
+def print_summary(rows: Iterable[Mapping[str, str]]) -> None:
     """Print the three closing lines of the published log."""
     rows = list(rows)
     seconds, accuracies = ([float(row[name]) for row in rows] for name in ("seconds", "validation_accuracy"))

@@ -1,13 +1,13 @@
 """The interface of a recipe, and what is derived from it: stages, precision, fresh weights, FLOP of a run.
 
-A recipe is everything that decides the weights. Where and how it runs is a RunConfig (options.py).
+A recipe is everything that decides the weights. Where and how it runs are Options (config.py).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
+from . import ConfigError
 from .data.augment import CropAndFlip
 from .devices import DTYPES
 from .distributed import DistContext
@@ -76,6 +77,29 @@ class Recipe(Protocol):
         """Return losses [B], in float32 or float64, for logits [B, 10] and labels int64 [B]."""
         logits = at_least_float32(logits)
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+
+
+# Options of the command line
+
+MOST = 100_000  # the largest number that an option takes, unless it has another limit
+
+
+def option(default: Any, text: str, least: float = 0, most: float = MOST, choices: Sequence[str] = ()) -> Any:
+    """Return a dataclass field that is an option of the command line; numbers lie within limits."""
+    return field(default=default, metadata={"help": text, "limits": (least, most), "choices": choices or None})
+
+
+def same_option(owner: type, name: str, default: Any) -> Any:
+    """Return an option of another recipe with another default."""
+    return field(default=default, metadata=owner.__dataclass_fields__[name].metadata)
+
+
+def check_limits(options: Any) -> None:
+    """Raise ConfigError for a number outside the limits of its option."""
+    for entry in fields(options):
+        value, (least, most) = getattr(options, entry.name), entry.metadata["limits"]
+        if isinstance(value, int | float) and not least <= value <= most:
+            raise ConfigError(f"--{entry.name} {value} must lie in {least} to {most}")
 
 
 def reduce_loss(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:

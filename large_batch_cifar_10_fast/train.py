@@ -5,7 +5,6 @@ Start it with train_cifar_parallel.sh (all devices), with torchrun, or as `pytho
 """
 
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,21 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .campaign import TEAM, Row, rows_from_main
-from .checks import check_agreement, check_request, out_of_memory_hint, resolve_defaults
-from .command_line import read_launch, read_request
 from .compiling import Forward, compiled, compiled_evaluation
+from .config import Options, check_images, check_processes, check_save, choose_computation, parse
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Shards, Step, normalize_for, upload_shards, upload_test
 from .devices import allow_tf32
-from .distributed import DistContext, exit_process, init_distributed, on_one_machine
+from .distributed import DistContext, exit_process, init_distributed, on_one_machine, out_of_memory_hint
 from .evaluate import evaluate
 from .graphs import StepGraphs, TakeStep, graphed
 from .layers import prepare_norms, update_statistics
 from .log import Clock, RunLog
 from .metrics import Logits, Metrics, chunk_sizes
 from .optim import follow_schedules, prepare_for_gpu, restart, step_all
-from .options import WHOLE, RunConfig
 from .recipe import (
     Recipe,
     apply_stage,
@@ -47,29 +43,29 @@ from .recipe import (
 
 
 def main(arguments: Sequence[str]) -> None:
-    launch, config = read_launch(arguments)
-    team = os.environ.get(TEAM, WHOLE)
-    with init_distributed(device=config.device, timeout=launch.timeout, team=int(team.split("/")[0])) as ctx:
-        finished = rows_from_main(config.out, config.resume, ctx)
-        config, recipe = read_request(arguments, finished)
-        check_request(config, recipe, ctx.world_size, ctx.is_main, finished)
-        ctx = replace(ctx, total_workers=recipe.workers)
-        with out_of_memory_hint(config.micro_batches, recipe.batch_size, ctx):
-            train_campaign(config, recipe, ctx, finished, team)
+    """Make the missing runs of a campaign. They share images and network; nothing before `clock` is timed."""
+    options, recipe = parse(arguments)
+    check_save(options.save)
+    with init_distributed(recipe.workers, options.device, options.timeout) as ctx:
+        check_processes(recipe, ctx.world_size, options.micro_batches)
+        images = load_images(options.data)
+        check_images(recipe, len(images.train_images))
+        options = choose_computation(options, recipe, ctx, len(images.train_images))
+        log = RunLog(options, recipe, ctx, images)
+        if log.missing:
+            with out_of_memory_hint(options.micro_batches, recipe.batch_size, ctx):
+                make_runs(options, recipe, images, ctx, log)
+        log.summary()
 
 
-def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished: list[Row], team: str) -> None:
-    """Make all runs of a launch. They share images and network; nothing before `clock` is timed."""
-    images = load_images(config.data)
+def make_runs(options: Options, recipe: Recipe, images: Images, ctx: DistContext, log: RunLog) -> None:
+    """Set up once, then make each missing run."""
     if ctx.on_gpu and ctx.world_size == 1:  # with several each copies its share
         images = images.pinned()
-    config = resolve_defaults(config, recipe, ctx, len(images.train_images))
-    check_agreement(config, recipe, images.digest, finished, ctx)
-    log = RunLog(config, recipe, ctx, images.metadata(), finished, team)
     short = images_of_an_epoch(recipe, len(images.train_images), epoch=1) % recipe.batch_size
     test_images = len(images.test_images)
-    model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches, short, test_images)
-    if not config.no_warmup:
+    model = make_model(recipe, ctx, options.precision, options.compile, options.micro_batches, short, test_images)
+    if not options.no_warmup:
         if ctx.on_gpu:  # which has kernels for certain sizes
             warm_up(model, len(images.train_images), test_images)
         else:
@@ -80,11 +76,10 @@ def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished
     if ctx.on_gpu:
         torch.cuda.reset_peak_memory_stats(ctx.device)  # before the capture: a replay allocates nothing
     # NCCL has no timeout inside a graph: on several machines a lost process would leave the others waiting for ever.
-    step = make_step(model, data, use_graphs=ctx.on_gpu and on_one_machine() and not config.no_graph)
+    step = make_step(model, data, use_graphs=ctx.on_gpu and on_one_machine() and not options.no_graph)
     log.set_up(clock, compiled=model.compiled, graphs=isinstance(step, StepGraphs))
-    for run in log.runs_to_make:
-        train_once(run, config.seed + run, model, data, step, clock.fork(), log)
-    log.summary()
+    for run in log.missing:
+        train_once(run, options.seed + run, model, data, step, clock.fork(), log)
 
 
 @dataclass(frozen=True)

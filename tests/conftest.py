@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,9 +16,9 @@ import torch.distributed as dist
 from forked import FORKS, train_forked
 
 from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.campaign import PARTS
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
+from large_batch_cifar_10_fast.runs import PARTS
 
 CPU = torch.device("cpu")
 ALONE = DistContext(0, 1, CPU, 1)  # one process with one worker
@@ -42,7 +41,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGQUIT, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 for name in [*os.environ]:
-    if name.startswith(("LARGE_BATCH_", "TORCHELASTIC_")):
+    if name.startswith("TORCHELASTIC_"):
         del os.environ[name]
 
 # Eight workers of 16 images in two ghost groups, five steps an epoch: every part of the method in about a second.
@@ -116,11 +115,6 @@ def error_line(capsys):
     return call
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
 def train_here(*arguments: object) -> None:
     """Train in this process: there is no interpreter to start and no torch to import. The tables go to --out."""
     train.main([*map(str, arguments)])
@@ -128,8 +122,9 @@ def train_here(*arguments: object) -> None:
 
 def train_together(processes: int, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
     """Train in processes that meet as those of our launcher do. Return a failing status, if any, and all output."""
-    rendezvous = {"MASTER_PORT": free_port(), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    rendezvous |= {"TORCHELASTIC_USE_AGENT_STORE": False}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    rendezvous |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     places = [environment(**rendezvous, RANK=rank, LOCAL_RANK=rank) for rank in range(processes)]
     return _train_forked([([*map(str, arguments)], place, cwd) for place in places])
 
@@ -138,8 +133,8 @@ def train_on_machines(*commands: list[str], folders: list[Path]) -> subprocess.C
     """Train in one process for each machine, with its own command and folder, which meet at a store like torchrun's."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    rendezvous |= {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
-    places = [environment(**rendezvous, RANK=rank, GROUP_RANK=rank) for rank in range(len(commands))]
+    rendezvous |= {"WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    places = [environment(**rendezvous, RANK=rank) for rank in range(len(commands))]
     return _train_forked([*zip(commands, places, folders, strict=True)])
 
 

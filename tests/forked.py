@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.options import exit_on_config_error
+from large_batch_cifar_10_fast import exit_on_config_error, train
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([train.__name__, "torch._dynamo"])  # every optimizer of torch imports the latter

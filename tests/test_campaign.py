@@ -1,9 +1,8 @@
-"""A campaign loses nothing: killed and resumed, or merged from shares, it equals an uninterrupted one."""
+"""A campaign loses nothing: killed and resumed, or made in shares, it equals an uninterrupted one."""
 
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -16,11 +15,11 @@ import torch
 from attack import processes_of
 from conftest import DIFFERENT, LAUNCHER, TINY, edit_table, environment, train_here, train_together
 
-from large_batch_cifar_10_fast import campaign
-from large_batch_cifar_10_fast.command_line import read_request
+from large_batch_cifar_10_fast import ConfigError, train
+from large_batch_cifar_10_fast import log as train_log
+from large_batch_cifar_10_fast.config import Options
 from large_batch_cifar_10_fast.data.cifar10 import load_images
-from large_batch_cifar_10_fast.launch import check_launch
-from large_batch_cifar_10_fast.options import ConfigError, RunConfig
+from large_batch_cifar_10_fast.runs import COLUMNS
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +63,7 @@ def test_tables_hold_every_run_and_epoch_as_the_log_has_them(uninterrupted):
     table, log = uninterrupted
     names = ("runs.tsv", "epochs.tsv", "timing_log.tsv")
     rows, epochs, curve = (pd.read_csv(table.with_name(name), sep="\t") for name in names)
-    assert list(rows.columns) == campaign.COLUMNS
+    assert list(rows.columns) == [*COLUMNS]
     assert rows["seed"].tolist() == [*range(5, 15)]
     assert rows["campaign"].nunique() == 1
     for row, (_, train_loss, accuracy, *_) in zip(rows.iloc, re.findall(RUN_LINE, log), strict=True):
@@ -87,7 +86,7 @@ def results(path: Path) -> pd.DataFrame:
     """Return the last campaign's rows of a table by run, without the columns that differ if a run is made again."""
     rows = pd.read_csv(path, sep="\t", dtype=str)
     rows = rows[rows["campaign"] == rows["campaign"].iloc[-1]].sort_values("run", kind="stable", ignore_index=True)
-    return rows.drop(columns=[*DIFFERENT, "share", "device"], errors="ignore")
+    return rows.drop(columns=[*DIFFERENT, "device"], errors="ignore")
 
 
 @contextlib.contextmanager
@@ -133,12 +132,18 @@ ENDS = [  # how to end a launch, its status, and the beginning of its closing li
 ]
 
 
-def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(
-    arguments, tmp_path, uninterrupted, capsys
-):
-    table, report, made, kept = tmp_path / "runs.tsv", tmp_path / "last_failure.txt", 0, ""
+@pytest.fixture
+def trained(monkeypatch) -> list[int]:
+    """Return the runs that are trained in this process, as they are."""
+    runs, train_once = [], train.train_once
+    monkeypatch.setattr(train, "train_once", lambda run, *others: runs.append(run) or train_once(run, *others))
+    return runs
+
+
+def test_ended_in_every_way_and_continued_a_campaign_equals_an_uninterrupted_one(arguments, tmp_path, uninterrupted):
+    table, made, kept = tmp_path / "runs.tsv", 0, ""
     for end, status, reason in ENDS:
-        with started(tmp_path, *(["--resume"] if made else arguments)) as process:
+        with started(tmp_path, *arguments, "--campaign", "night") as process:
             wait_for_rows(table, made + 1, process)
             assert set() < listening(processes_of(tmp_path)) <= LOOPBACK, "the rendezvous is on this machine"
             end(process, tmp_path)
@@ -149,131 +154,125 @@ def test_ended_in_every_way_and_resumed_a_campaign_equals_an_uninterrupted_one(
         assert table.read_text().startswith(kept), "finished rows are not touched"
         kept = table.read_text()
         made = kept.count("\n") - 1
-        line = f"{reason}.*; {made} of its {RUNS} runs are finished, continue with --resume.*\n$" if reason else "^$"
-        assert re.search(line, errors)
-        assert ("(details: last_failure.txt)" in errors) == report.exists() == (status == 1)
-        report.unlink(missing_ok=True)
+        how = f"; {made} of {RUNS} runs are finished; the same command with --campaign night continues"
+        assert re.search(f"{reason}.*{how}\n$" if reason else "^$", errors)
         if status == 1:
             with open(table, "a") as half_written:
                 half_written.write("20990101T000000-1\t2099")
-    result = train_together(2, "--resume", cwd=tmp_path)
+    result = train_together(2, *arguments, "--resume", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert table.read_text().startswith(kept)
     assert "20990101T000000-1\t2099" in (tmp_path / "runs.tsv.broken").read_text()
     pd.testing.assert_frame_equal(results(table), results(uninterrupted[0]))
     assert result.stdout.splitlines()[-2:] == uninterrupted[1].splitlines()[-2:]
-    with pytest.raises(SystemExit, match="0"):  # requeued after its last run
-        check_launch(["--resume", "--out", str(tmp_path)])
-    assert capsys.readouterr().out.splitlines()[-2:] == uninterrupted[1].splitlines()[-2:]
 
 
-def test_two_teams_one_killed_and_restarted_make_the_rows_and_weights_of_one(arguments, tmp_path, uninterrupted):
+def test_two_teams_one_killed_and_started_again_make_the_rows_and_weights_of_one(arguments, tmp_path, uninterrupted):
     (table := tmp_path / "runs.tsv").write_text(uninterrupted[0].read_text())  # another campaign's rows
-    with started(tmp_path, *arguments, "--teams", "2", "--restarts", "1", "--save", "w.pt") as process:
+    teams = [*arguments, "--teams", "2", "--campaign", "both", "--save", "w.pt"]
+    with started(tmp_path, *teams) as process:
         wait_for_rows(table, RUNS + 1, process)
         for pid in processes_of(tmp_path):
             os.kill(pid, signal.SIGHUP)  # which nohup ignores
         wait_for_rows(table, RUNS + 2, process)
         kill_process_1(tmp_path)
+        assert process.wait(timeout=200) == 1
+        assert "process 1 of team 1 was ended by SIGKILL" in process.stderr.read()
+    with started(tmp_path, *teams) as process:
         output, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    assert "process 1 was ended by SIGKILL" in errors
-    assert errors.endswith("Warning: started again, 0 of 1 restarts left\n")
+    assert (process.returncode, errors) == (0, "")
     assert output.splitlines()[-2:] == uninterrupted[1].splitlines()[-2:]
     pd.testing.assert_frame_equal(results(table), results(uninterrupted[0]))
     weights, of_one = (torch.load(path.with_name("w.pt"), weights_only=True) for path in (table, uninterrupted[0]))
     assert all(torch.equal(weights[name], of_one[name]) for name in of_one)
 
 
-@pytest.fixture
-def unfinished(uninterrupted, tmp_path) -> Path:
-    (table := tmp_path / "runs.tsv").write_text("".join(uninterrupted[0].read_text().splitlines(keepends=True)[:4]))
-    return table
+@pytest.fixture(scope="module")
+def small(tiny_npz) -> list[object]:
+    return ["--demo", *TINY, "--epochs", 1, "--data", tiny_npz, "--seed", 7]
+
+
+@pytest.fixture(scope="module")
+def whole(small, tmp_path_factory) -> Path:
+    """Return the table of a campaign of five runs."""
+    train_here(*small, "--runs", 5, "--campaign", "whole", "--out", folder := tmp_path_factory.mktemp("whole"))
+    return folder / "runs.tsv"
+
+
+def test_only_missing_runs_are_trained_and_more_runs_can_be_added(small, whole, trained, tmp_path):
+    (table := tmp_path / "runs.tsv").write_text("".join(whole.read_text().splitlines(keepends=True)[:3]))
+    train_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
+    assert trained == [2], "of three, two were finished"
+    train_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
+    assert trained == [2]
+    train_here(*small, "--runs", 5, "--campaign", "whole", "--out", tmp_path)
+    assert trained == [2, 3, 4]
+    pd.testing.assert_frame_equal(results(table), results(whole))
+
+
+def test_shares_of_one_campaign_in_one_folder_make_the_table_of_one_launch(small, whole, trained, tmp_path):
+    for share in ("1/2", "0/2", "0/2"):
+        train_here(*small, "--runs", 5, "--campaign", "whole", "--share", share, "--out", tmp_path)
+    assert trained == [1, 3, 0, 2, 4]
+    for name in ("runs.tsv", "epochs.tsv"):
+        pd.testing.assert_frame_equal(results(tmp_path / name), results(whole.with_name(name)))
 
 
 @pytest.mark.parametrize(
     ("options", "edits", "message"),
     [
-        (["--lr_scaler", "1.25"], {}, "other lr_scaler (1.0 then, 1.25 now)"),
-        (["--seed", "3"], {}, "other seed (5 then, 3 now)"),
-        (["--data", "synthetic"], {}, "other digest ("),
-        (["--nproc", "1"], {}, "other processes (2 then, 1 now)"),
-        ([], {"code": "7", "options": "gone=1"}, "other code (7 then, "),
-        ([], {"torch": "7"}, "other torch (7 then, "),
-        ([], {"options": "epochs=two"}, "cannot be repeated (argument --epochs: invalid int value: 'two'; "),
-        ([], {"seed": "x"}, "runs.tsv, line 2: invalid literal for int() with base 10: 'x'; correct it"),
+        (["--lr_scaler", 1.25], {}, "lr_scaler (1.25, not 1.0)"),
+        (["--seed", 3], {}, "seed (3, not 7)"),
+        (["--data", "synthetic"], {}, "digest ("),
+        (["--precision", "bf16"], {}, "precision (bf16, not fp32)"),
+        (["--compile"], {}, "compile (True, not False)"),
+        ([], {"code": "7"}, "code ("),
+        ([], {"torch": "7"}, "torch ("),
+        ([], {"device": "abacus"}, "device (CPU "),
+        ([], {"processes": "2"}, "processes (1, not 2)"),
+        ([], {"environment": "MKL_CBWR=AVX2"}, "environment (-, not MKL_CBWR=AVX2)"),
     ],
 )
-def test_resume_refuses_other_options_images_code_and_a_damaged_table(unfinished, options, edits, message):
-    edit_table(unfinished, **edits)
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        check_launch(["--resume", "--out", str(unfinished.parent), "--nproc", "2", *options])
+def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, tmp_path, options, edits, message):
+    (table := tmp_path / "runs.tsv").write_text(whole.read_text())
+    if edits:
+        edit_table(table, **edits)
+    before = table.read_bytes()
+    with pytest.raises(ConfigError, match=rf"^campaign whole cannot be continued with {re.escape(message)}[^\n]*$"):
+        train_here(*small, *options, "--runs", 6, "--resume", "--out", tmp_path)
+    assert table.read_bytes() == before
+    train_here(*small, *options, "--campaign", "another", "--out", tmp_path)
+    assert table.read_bytes().startswith(before)
 
 
-def test_resume_takes_the_campaigns_number_of_processes_and_the_same_options_again(unfinished, monkeypatch):
-    monkeypatch.setattr("large_batch_cifar_10_fast.launch.count_cores", lambda: 8)
-    options = pd.read_csv(unfinished, sep="\t")["options"][0].replace("ghost_batch=8", "ghost_batch=1")
-    edit_table(unfinished, compile="False", options=options)  # the compiler had failed; ghost batch 0 is the default
-    again = ["--compile", "--batch_size", "16", "--ghost_batch", "0"]
-    assert check_launch(["--resume", *again, "--out", str(unfinished.parent)])[2] == 2
+def test_a_finished_run_is_not_lost_if_other_files_cannot_be_written(small, tmp_path, capsys, monkeypatch):
+    (tmp_path / "timing_log.tsv").mkdir()
+    (tmp_path / "epochs.tsv").write_text("epoch\tmine\n1\t2\n")
+    (weights := tmp_path / "gone").mkdir()
+    make_step = train.make_step
+    monkeypatch.setattr(train, "make_step", lambda *given, **how: weights.rmdir() or make_step(*given, **how))
+    train_here(*small, "--runs", 1, "--out", tmp_path, "--save", weights / "w.pt")
+    errors = capsys.readouterr().err
+    for name in ("epochs.tsv", "timing_log.tsv", "w.pt"):
+        assert re.search(f"Warning: .*{name} is not written", errors), errors
+    assert (tmp_path / "epochs.tsv").read_text() == "epoch\tmine\n1\t2\n"
+    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [0]
 
 
-def test_resume_refuses_another_device(unfinished):
-    edit_table(unfinished, device="abacus")
-    assert "had other device (abacus then, CPU" in train_together(2, "--resume", cwd=unfinished.parent).stderr
+def test_rows_that_a_table_could_not_take_are_written_with_the_next(small, whole, tmp_path, monkeypatch):
+    append, full = train_log.append, iter([OSError(28, "No space left on device")])
 
+    def fails_once(path, *others):
+        if path.name == "runs.tsv" and others[-1] and (error := next(full, None)):
+            raise error
+        append(path, *others)
 
-@pytest.fixture(scope="module")
-def tables(tiny_npz, tmp_path_factory) -> dict[str, Path]:
-    """Return the runs.tsv of a whole campaign and of its two shares."""
-    folder = tmp_path_factory.mktemp("shares")
-    small = ["--demo", *TINY, "--epochs", 1, "--no_compile", "--data", tiny_npz, "--seed", 7, "--runs", 5]
-    for name, share in {"whole": "0/1", "even": "0/2", "odd": "1/2"}.items():
-        train_here(*small, "--share", share, "--out", folder / name)
-        time.sleep(1)  # the name of a campaign has its second
-    return {path.parent.name: path for path in folder.glob("*/runs.tsv")}
-
-
-def test_merged_shares_equal_the_tables_of_one_launch_and_missing_runs_are_named_and_made(tables, tmp_path, capsys):
-    both, half, whole = tmp_path / "both", tmp_path / "half", tables["whole"]
-    campaign.main([str(tables["odd"]), str(tables["even"]), "--out", str(both)])
-    pd.testing.assert_frame_equal(results(both / "runs.tsv"), results(whole))
-    pd.testing.assert_frame_equal(results(both / "epochs.tsv"), results(whole.with_name("epochs.tsv")))
-    assert pd.read_csv(both / "epochs.tsv", sep="\t")["campaign"].nunique() == 1
-    assert re.fullmatch(f"{both}/runs.tsv: 5 of campaign .*'s 5 runs\n", capsys.readouterr().out)
-    campaign.main([str(tables["even"]), "--out", str(half)])
-    assert f"; missing: 1, 3 (train_cifar_parallel.sh --resume --out {half} " in capsys.readouterr().out
-    train_here("--resume", "--out", half)
-    pd.testing.assert_frame_equal(results(half / "runs.tsv"), results(whole))
-
-
-def test_an_interrupted_share_is_resumed_as_this_share(tables, tmp_path):
-    (tmp_path / "runs.tsv").write_text("".join(tables["even"].read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(ConfigError, match=r"had other share \(0/2 then, 1/2 now\)"):
-        read_request(["--resume", "--out", str(tmp_path), "--share", "1/2"])
-    train_here("--resume", "--out", tmp_path)
-    pd.testing.assert_frame_equal(results(tmp_path / "runs.tsv"), results(tables["even"]))
-
-
-@pytest.mark.parametrize("column", [*campaign.ALIKE, "seed"])
-def test_tables_of_other_images_code_or_options_are_refused(tables, tmp_path, error_line, column):
-    rows = pd.read_csv(tables["odd"], sep="\t")
-    other = rows[column] + 1 if column in campaign.INTEGERS else "other"
-    edit_table(edited := shutil.copy(tables["odd"], tmp_path), **{column: other})
-    merge = [str(tables["even"]), str(edited), "--out", str(tmp_path / "merged")]
-    assert f"runs.tsv has other {column}" in error_line(campaign.main, merge)
-
-
-def test_tables_with_the_same_run_and_a_folder_with_tables_are_refused(tables, tmp_path, error_line):
-    whole, even, odd = (str(tables[name]) for name in ("whole", "even", "odd"))
-    assert "campaign: run 1 is in " in error_line(campaign.main, [whole, odd, "--out", str(tmp_path)])
-    assert "was given twice" in error_line(campaign.main, [even, even, "--out", str(tmp_path)])
-    (tmp_path / "epochs.tsv").write_text("mine")
-    assert "has tables already: choose another --out" in error_line(campaign.main, [even, "--out", str(tmp_path)])
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("epochs.tsv", "mine")]
+    monkeypatch.setattr(train_log, "append", fails_once)
+    train_here(*small, "--runs", 2, "--out", tmp_path)
+    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("share", ["2/2", "1", "1/", "-1/2", "1/2/3", "a/b", "1/0", "9/99", "1/9999999", " 0/1"])
 def test_an_invalid_share_is_refused(share):
-    with pytest.raises(ConfigError, match=r"share .* has none of 5 runs: give I/N"):
-        RunConfig(runs=5, share=share)
+    with pytest.raises(ConfigError, match=r"--share .* has none of 5 runs: give I/N"):
+        Options(runs=5, share=share)

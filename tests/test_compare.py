@@ -10,14 +10,14 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from conftest import REPO, python
+from large_batch_cifar_10_fast.command_line import read_request
+from large_batch_cifar_10_fast.options import as_pairs
 from matplotlib.figure import Figure
 from scipy import stats
 from test_read_logs import WITHOUT_SUMMARY, our_form, runs_rows, written
 
 from large_batch_cifar_10_fast import compare, plot
 from large_batch_cifar_10_fast import stats as ours
-from large_batch_cifar_10_fast.command_line import read_request
-from large_batch_cifar_10_fast.options import as_pairs
 from large_batch_cifar_10_fast.plot import ENTRIES, separate_labels
 from large_batch_cifar_10_fast.read_logs import PUBLISHED, read_log
 

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 from conftest import TINY, python
+from large_batch_cifar_10_fast.campaign import read_rows
 from test_story import Stock
 from torch._inductor import config as inductor
 
 from large_batch_cifar_10_fast import metrics
-from large_batch_cifar_10_fast.campaign import read_rows
 from large_batch_cifar_10_fast.compiling import check_gradients, compiled_evaluation
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext

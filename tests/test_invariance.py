@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 import torch
 from conftest import LAUNCHER, TINY, edit_table, environment, free_port, train_on_machines, train_together, write_npz
-
 from large_batch_cifar_10_fast.command_line import RECIPES
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.options import has_option
+
+from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 
 pytestmark = pytest.mark.slow
 

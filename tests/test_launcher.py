@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from conftest import LAUNCHER, REPO, TINY, launch, python, run_program, train_here, write_program
-
-from large_batch_cifar_10_fast import LAUNCH
 from large_batch_cifar_10_fast.campaign import read_rows
 from large_batch_cifar_10_fast.command_line import read_launch, read_request
+
+from large_batch_cifar_10_fast import LAUNCH
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ALONE, CPU, REPO
+from large_batch_cifar_10_fast.command_line import RECIPES, read_request
 from test_oracle import check_run
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from large_batch_cifar_10_fast.command_line import RECIPES, read_request
 from large_batch_cifar_10_fast.compiling import gradients, noise
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes

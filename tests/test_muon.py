@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ALONE, Recorder
+from large_batch_cifar_10_fast.options import as_pairs
 from test_oracle import Head, check_run, check_whitening
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +17,6 @@ from large_batch_cifar_10_fast.data.cifar10 import Images, random_images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.metrics import Score
-from large_batch_cifar_10_fast.options import as_pairs
 from large_batch_cifar_10_fast.recipe import Stage, make_network, run_flop, stage_of
 from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe
 from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once, warm_up

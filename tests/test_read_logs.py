@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import REPO
-
 from large_batch_cifar_10_fast.campaign import COLUMNS, EPOCHS
 from large_batch_cifar_10_fast.options import ConfigError
+
 from large_batch_cifar_10_fast.read_logs import read_log
 
 PUBLISHED = pd.read_csv(REPO / "published" / "apple_8xv100_50_runs.tsv", sep="\t")

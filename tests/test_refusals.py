@@ -9,15 +9,15 @@ import pytest
 import torch
 from attack import BAD_NUMBERS
 from conftest import ALONE, REPO, free_port, launch, python, write_npz
+from large_batch_cifar_10_fast.checks import check_out
+from large_batch_cifar_10_fast.command_line import RECIPES, read_request
+from large_batch_cifar_10_fast.options import ConfigError, Launch, RunConfig
 
 from large_batch_cifar_10_fast import checks, devices, distributed
 from large_batch_cifar_10_fast import environment as software
-from large_batch_cifar_10_fast.checks import check_out
-from large_batch_cifar_10_fast.command_line import RECIPES, read_request
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.devices import take_device
 from large_batch_cifar_10_fast.launch import check_launch, plan_processes
-from large_batch_cifar_10_fast.options import ConfigError, Launch, RunConfig
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO as PRESET
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 

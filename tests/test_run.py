@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 import torch
 from conftest import TINY, train_here
+from large_batch_cifar_10_fast.checks import out_of_memory_hint
+from large_batch_cifar_10_fast.options import ConfigError
 
 from large_batch_cifar_10_fast import evaluate, train
 from large_batch_cifar_10_fast import log as run_log
-from large_batch_cifar_10_fast.checks import out_of_memory_hint
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.metrics import TWO_VIEWS, Score
-from large_batch_cifar_10_fast.options import ConfigError
 
 pytestmark = pytest.mark.slow
 

@@ -7,16 +7,16 @@ import pandas as pd
 import pytest
 import torch
 from conftest import TINY, train_here
+from large_batch_cifar_10_fast.environment import code_digest
+from large_batch_cifar_10_fast.options import ConfigError, option
 from torch import nn
 
 from large_batch_cifar_10_fast import command_line, train
 from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independent
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.environment import code_digest
 from large_batch_cifar_10_fast.layers import GhostBatchNorm
 from large_batch_cifar_10_fast.metrics import Score
 from large_batch_cifar_10_fast.optim import PiecewiseLinear
-from large_batch_cifar_10_fast.options import ConfigError, option
 from large_batch_cifar_10_fast.recipe import Recipe
 
 

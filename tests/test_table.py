@@ -9,18 +9,22 @@ from unittest.mock import Mock
 
 import pytest
 
-from large_batch_cifar_10_fast.campaign import COLUMNS, append, read_rows
-from large_batch_cifar_10_fast.options import ConfigError
+from large_batch_cifar_10_fast import ConfigError, runs
+from large_batch_cifar_10_fast.runs import COLUMNS, read
 
 FAIL = Mock(side_effect=OSError(errno.ENOLCK, "full or without locks"))
 
 
 def _row(run, campaign="mine"):
-    return {**dict.fromkeys(COLUMNS, "1"), "campaign": campaign, "run": run, "runs": "99", "share": "0/1", "seed": run}
+    return {**dict.fromkeys(COLUMNS, "1"), "campaign": campaign, "run": run, "seed": run}
+
+
+def append(path, rows):
+    runs.append(path, COLUMNS, 2, rows)
 
 
 def _runs(path):
-    return [int(row["run"]) for row in read_rows(path)]
+    return [int(row["run"]) for row in read(path)]
 
 
 @pytest.fixture
@@ -36,14 +40,26 @@ def test_a_table_that_was_renamed_deleted_or_truncated_has_all_rows_again(table,
     assert _runs(table) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("damage", ["a\tb\n1\t2\n", "{head}damaged\n{rows}", "{head}{rows}{rows}"])
-def test_a_damaged_table_is_left_alone_and_the_rows_go_beside_it(table, damage):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("a\tb\n1\t2\n", "has other columns than this version writes: move it"),
+        ("{head}damaged\n{rows}", "line 2: "),
+        ("{head}{rows}{rows}", "line 4: run 0 of campaign mine occurs a second time"),
+    ],
+)
+def test_a_damaged_table_is_one_line_that_names_the_place(table, damage, message):
     head, *rows = table.read_text().splitlines(keepends=True)
-    table.write_text(content := damage.format(head=head, rows="".join(rows)))
-    with pytest.raises(ConfigError, match=r"this campaign's rows are in .*runs.tsv.broken"):
-        append(table, [_row(0), _row(1), _row(2)])
+    table.write_text(damage.format(head=head, rows="".join(rows)))
+    with pytest.raises(ConfigError, match=message):
+        read(table)
+
+
+def test_nothing_is_appended_to_a_table_with_other_columns(table):
+    table.write_text(content := "\t".join(reversed(COLUMNS)) + "\n")
+    with pytest.raises(ConfigError, match="has other columns"):
+        append(table, [_row(0)])
     assert table.read_text() == content
-    assert table.with_name("runs.tsv.broken").read_bytes().count(b"\n") == 3
 
 
 def test_on_a_full_disk_a_half_written_row_is_set_aside_and_written_again_when_there_is_room(
@@ -66,11 +82,18 @@ def test_on_a_full_disk_a_half_written_row_is_set_aside_and_written_again_when_t
         append(table, [_row(4)])
 
 
-def test_concurrent_appenders_neither_lose_nor_double_a_row(tmp_path):
-    """A lock belongs to an open file: threads exclude each other as processes do."""
-    with ThreadPoolExecutor(4) as appenders:
-        list(appenders.map(lambda run: append(tmp_path / "runs.tsv", [_row(run)]), sorted([*range(20)] * 4)))
-    assert sorted(_runs(tmp_path / "runs.tsv")) == list(range(20))
+def test_an_append_waits_for_the_lock_so_that_no_row_is_lost_or_doubled(table):
+    """While another process holds the lock, it may append the same row."""
+    with open(table, "ab") as other, ThreadPoolExecutor(1) as appender:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = appender.submit(append, table, [_row(2), _row(3)])
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.3)
+        other.write("\t".join(str(_row(2)[name]) for name in COLUMNS).encode() + b"\n")
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_UN)
+        waiting.result(timeout=5)
+    assert _runs(table) == [0, 1, 2, 3]
 
 
 def test_a_file_system_without_locks_is_warned_of_once(table, monkeypatch, capsys):

@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..options import CIFAR_10, SYNTHETIC, ConfigError
+from .. import ConfigError
 from .synthetic import TRAIN_COUNT, draw_shapes
 
+CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
+SYNTHETIC = "synthetic"  # the --data that needs no file
 ARCHIVE = "cifar-10-python.tar.gz"
 ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
 BATCHES = "cifar-10-batches-py"  # the folder in it

@@ -1,1 +1,14 @@
-"""Everything that decides the weights: a file a recipe. command_line.py lists them."""
+"""Everything that decides the weights: a file a recipe."""
+
+from ..recipe import Recipe
+from .apple2019 import DEMO, Apple2019
+from .basenet import Basenet
+from .fastai import FastAI
+from .muon import Muon2024, MuonRecipe
+from .page import Page
+
+__all__ = ["DEFAULT", "DEMO", "RECIPES"]
+DEFAULT = Apple2019.name
+RECIPES: dict[str, type[Recipe]] = {  # add yours here
+    kind.name: kind for kind in (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)
+}

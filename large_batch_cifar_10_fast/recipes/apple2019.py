@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import ConfigError
 from ..data.augment import CropAndFlip, assign_balanced
 from ..distributed import DistContext
 from ..layers import GhostBatchNorm, MaxPool, Norm, convolution, whitening_filters
 from ..metrics import TWO_VIEWS
 from ..optim import NesterovSGD, PiecewiseLinear
-from ..options import ConfigError, check_not_negative, check_positive, option, spelled
-from ..recipe import Recipe
+from ..recipe import Recipe, check_limits, option
 
 GROUPS = 16  # ghost groups in a worker's batch, whatever the batch
 WEIGHT_DECAY = 5e-4  # per image of a batch and unit of the peak rate
@@ -34,16 +34,16 @@ DEMO |= {"lr_scaler": 1.0, "lr_scaler_end_fraction": 0.02}
 class Apple2019(Recipe):
     """Apple's options with their published defaults (method, section 4), then ours."""
 
-    lr_scaler: float = option(1.5, "peak of the learning rate; weight decay grows with it")
+    lr_scaler: float = option(1.5, "peak of the learning rate; weight decay grows with it", least=1e-9)
     lr_scaler_end_fraction: float = option(0.1, "final learning rate, as a fraction of the peak")
-    epochs: int = option(18, "epochs of a run")
-    warmup_fraction: float = option(5.0, "the rate peaks at epochs / warmup_fraction")
+    epochs: int = option(18, "epochs of a run", least=1)
+    warmup_fraction: float = option(5.0, "the rate peaks at epochs / warmup_fraction", least=1)
     ema_ep: float = option(2.0, "epochs at the end with a constant rate")
-    batch_size: int = option(256, "images a worker takes each step")
-    width: int = option(64, "channels of the first block; the others scale with it")
+    batch_size: int = option(256, "images a worker takes each step", least=1)
+    width: int = option(64, "channels of the first block; the others scale with it", least=1)
     ghost_batch: int = option(0, f"images a norm takes together; 0: a {GROUPS}th of the batch")
     eval_stats: str = option("first", "ghost groups whose statistics evaluation uses", choices=("first", "average"))
-    workers: int = option(8, "replicas, each with its own shard")
+    workers: int = option(8, "replicas, each with its own shard", least=1)
 
     name: ClassVar = "apple2019"
     augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_balanced)
@@ -52,21 +52,18 @@ class Apple2019(Recipe):
     tta_early: ClassVar = TWO_VIEWS
 
     def __post_init__(self) -> None:
-        check_positive(self, "epochs", "width", "batch_size", "workers", "lr_scaler")
-        check_not_negative(self, "lr_scaler_end_fraction", "ema_ep", "warmup_fraction", "ghost_batch")
+        check_limits(self)
         if not self.ghost_batch and self.batch_size % GROUPS:
             fitting = max(GROUPS, self.batch_size // GROUPS * GROUPS)
-            groups = f"{spelled(self, 'batch_size')} is not divisible into {GROUPS} ghost groups"
+            groups = f"--batch_size {self.batch_size} is not divisible into {GROUPS} ghost groups"
             raise ConfigError(f"{groups}: use {fitting}, or choose --ghost_batch")
         object.__setattr__(self, "ghost_batch", self.ghost_batch or self.batch_size // GROUPS)
         if self.batch_size % self.ghost_batch:
-            both = f"{spelled(self, 'ghost_batch')} does not divide {spelled(self, 'batch_size')}"
+            both = f"--ghost_batch {self.ghost_batch} does not divide --batch_size {self.batch_size}"
             raise ConfigError(f"{both}: use one that does")
-        if self.warmup_fraction < 1:
-            raise ConfigError(f"{spelled(self, 'warmup_fraction')} must be at least 1: the peak lies inside the run")
         peak, end = self.epochs / self.warmup_fraction, self.epochs - self.ema_ep
         if peak > end:
-            late = f"{spelled(self, 'ema_ep')} leaves no time to come down from the peak at epoch {peak:g}"
+            late = f"--ema_ep {self.ema_ep} leaves no time to come down from the peak at epoch {peak:g}"
             raise ConfigError(f"{late} of {self.epochs}: use at most {self.epochs - peak:g}")
 
     def network(self) -> "Network":

@@ -17,10 +17,9 @@ from torch.optim import SGD, Optimizer
 
 from ..data.augment import CropAndFlip, assign_independent
 from ..distributed import DistContext
-from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convolution, norms_of
+from ..layers import NARROWEST, GhostBatchNorm, Norm, PreactivationBlock, convolution, norms_of
 from ..optim import PiecewiseLinear
-from ..options import MOST, check_positive, check_within, option
-from ..recipe import Recipe
+from ..recipe import Recipe, check_limits, option
 
 RATE = PiecewiseLinear((0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
 SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
@@ -30,9 +29,9 @@ SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 class Basenet(Recipe):
     """The entry's settings; a batch of another size does not change the rate."""
 
-    epochs: int = option(40, "epochs of a run: the first so many of the schedule, which is not stretched")
-    batch_size: int = option(128, "images of a step")
-    width: int = option(64, "channels of the first stage; the others scale with it")
+    epochs: int = option(40, "epochs of a run: the first so many of the schedule, which is not stretched", 1, 40)
+    batch_size: int = option(128, "images of a step", least=1)
+    width: int = option(64, "channels of the first stage; the others scale with it", least=NARROWEST)
 
     name: ClassVar = "basenet"
     workers: ClassVar = 1
@@ -41,9 +40,7 @@ class Basenet(Recipe):
     reduction: ClassVar = "mean"
 
     def __post_init__(self) -> None:
-        check_positive(self, "batch_size")
-        check_within(self, "epochs", 1, type(self).epochs, "the schedule has no more")
-        check_within(self, "width", 16, MOST, TOO_NARROW)
+        check_limits(self)
 
     def network(self) -> "Network":
         return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))

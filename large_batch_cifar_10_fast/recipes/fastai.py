@@ -4,6 +4,7 @@ Eight workers of 128 images; 40 epochs, rate 0.04, 2, 0.04, 0.0004 at epochs 0, 
 at the first three; decay 2e-4 on all parameters; mean cross-entropy; crop, color jitter, small rotations, flip.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -12,12 +13,12 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from .. import ConfigError
 from ..data.augment import CropJitterRotateFlip, assign_independent
 from ..distributed import DistContext
-from ..layers import TOO_NARROW, GhostBatchNorm, Norm, PreactivationBlock, convolution
+from ..layers import NARROWEST, GhostBatchNorm, Norm, PreactivationBlock, convolution
 from ..optim import PiecewiseLinear
-from ..options import MOST, check_positive, check_within, option
-from ..recipe import Recipe
+from ..recipe import Recipe, check_limits, option
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class FastAI(Recipe):
     entry: str = option("eight_gpus", "which of the two entries", choices=tuple(ENTRIES))
     epochs: int = option(0, "epochs of a run: the first so many of the schedule, which is not stretched; 0: 40, or 30")
     batch_size: int = option(0, "images a worker takes each step; 0: 128, or 512 on one GPU")
-    width: int = option(16, "channels of the first convolution; the others scale with it")
+    width: int = option(
+        16, "channels of the first convolution; the others scale with it", least=math.ceil(NARROWEST / 6)
+    )
 
     name: ClassVar = "fastai"
     augmentation: ClassVar = CropJitterRotateFlip(padding=4, assign=assign_independent, strength=0.25, degrees=2.0)
@@ -58,9 +61,9 @@ class FastAI(Recipe):
         entry = ENTRIES[self.entry]
         object.__setattr__(self, "epochs", self.epochs or entry.knots[-1])
         object.__setattr__(self, "batch_size", self.batch_size or entry.batch_size)
-        check_positive(self, "batch_size")
-        check_within(self, "epochs", 1, entry.knots[-1], "the schedule has no more")
-        check_within(self, "width", 3, MOST, TOO_NARROW)
+        check_limits(self)
+        if self.epochs > entry.knots[-1]:
+            raise ConfigError(f"--epochs {self.epochs} is more than the schedule's {entry.knots[-1]}")
 
     @property
     def workers(self) -> int:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from .. import ConfigError
 from ..cpu import Convolution, ConvolutionToPool
 from ..data.augment import CropAndAlternateFlip, assign_independent
 from ..distributed import DistContext
 from ..layers import GhostBatchNorm, MaxPool, Norm, whitening_filters
 from ..metrics import ONE_VIEW, SIX_VIEWS, TWO_VIEWS, Prediction
 from ..optim import Muon, PiecewiseLinear
-from ..options import ConfigError, check_not_negative, check_positive, check_within, option, same_option, spelled
-from ..recipe import Recipe, Stage
+from ..recipe import Recipe, Stage, check_limits, option, same_option
 
 STEP_IMAGES, EPOCH_IMAGES = 2000, 50_000
 WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's rate
@@ -35,24 +35,24 @@ VIEWS = {"one": ONE_VIEW, "two": TWO_VIEWS, "six": SIX_VIEWS}
 class MuonRecipe(Recipe):
     """Our own settings; --recipe muon2024 has those it started from."""
 
-    epochs: int = option(9, "epochs of a run, over which the rates fall")
+    epochs: int = option(9, "epochs of a run, over which the rates fall", least=1)
     batch_size: int = option(0, f"images a worker takes each step; 0: {STEP_IMAGES} divided by the workers")
-    width: int = option(64, "channels of the first group of convolutions; the others have four times as many")
+    width: int = option(64, "channels of the first group of convolutions; the others have four times as many", least=1)
     pixels: str = option("24,24,24,24,32,32,32,32,32", "resolutions, spread evenly over the epochs")
     kept: str = option(
         "1,1,1,1,1,0.68,0.68,0.68,0.68",
         "fractions of the images, likewise; an epoch trains on those with the highest loss when last seen",
     )
-    filter_rate: float = option(0.24, "Muon's initial rate, for the filters")
-    filter_momentum: float = option(0.6, "Muon's momentum")
-    bias_rate: float = option(0.053, "SGD's initial rate for biases")
-    head_rate: float = option(0.67, "SGD's initial rate for the last layer")
-    momentum: float = option(0.85, "SGD's momentum")
+    filter_rate: float = option(0.24, "Muon's initial rate, for the filters", least=1e-9)
+    filter_momentum: float = option(0.6, "Muon's momentum", most=1)
+    bias_rate: float = option(0.053, "SGD's initial rate for biases", least=1e-9)
+    head_rate: float = option(0.67, "SGD's initial rate for the last layer", least=1e-9)
+    momentum: float = option(0.85, "SGD's momentum", least=1e-9, most=1)
     whitening_epochs: int = option(1, "epochs after which the whitening's bias is frozen")
-    label_smoothing: float = option(0.2, "part of a label that is spread over all classes")
-    norm_momentum: float = option(0.4, "weight of a new batch in the running statistics")
+    label_smoothing: float = option(0.2, "part of a label that is spread over all classes", most=1)
+    norm_momentum: float = option(0.4, "weight of a new batch in the running statistics", most=1)
     views: str = option("six", "views of a test image after the last epoch", choices=tuple(VIEWS))
-    workers: int = option(1, "replicas, each with its own shard")
+    workers: int = option(1, "replicas, each with its own shard", least=1)
 
     name: ClassVar = "muon"
     augmentation: ClassVar = CropAndAlternateFlip(padding=2, assign=assign_independent)
@@ -60,21 +60,18 @@ class MuonRecipe(Recipe):
     half_weights: ClassVar = False
 
     def __post_init__(self) -> None:
-        check_positive(self, "epochs", "width", "workers")
-        check_positive(self, "filter_rate", "bias_rate", "head_rate", "momentum")
-        check_not_negative(self, "batch_size")
-        for name in ("filter_momentum", "momentum", "label_smoothing", "norm_momentum"):
-            check_within(self, name, 0, 1, "it is a share")
-        check_within(self, "whitening_epochs", 0, self.epochs, f"a run has {self.epochs} epochs")
+        check_limits(self)
+        if self.whitening_epochs > self.epochs:
+            raise ConfigError(f"--whitening_epochs {self.whitening_epochs} is more than --epochs {self.epochs}")
         if not self.batch_size and STEP_IMAGES % self.workers:
-            raise ConfigError(f"{spelled(self, 'workers')} does not divide {STEP_IMAGES} images: choose --batch_size")
+            raise ConfigError(f"--workers {self.workers} does not divide {STEP_IMAGES} images: choose --batch_size")
         object.__setattr__(self, "batch_size", self.batch_size or STEP_IMAGES // self.workers)
         if self.batch_size == 1:
             raise ConfigError("a worker's batch of one image is too small for its norms: use a larger --batch_size")
         if not all(9 <= pixels <= 32 for pixels in self._listed("pixels", int)):
-            raise ConfigError(f"{spelled(self, 'pixels')}: sizes must lie in 9 to 32, or three poolings leave nothing")
+            raise ConfigError(f"--pixels {self.pixels}: sizes must lie in 9 to 32, or three poolings leave nothing")
         if not all(0 < share <= 1 for share in self._listed("kept", float)):
-            raise ConfigError(f"{spelled(self, 'kept')}: shares must lie above 0, and at most be 1")
+            raise ConfigError(f"--kept {self.kept}: shares must lie above 0, and at most be 1")
 
     def _listed(self, name: str, kind: type) -> list:
         try:
@@ -83,7 +80,7 @@ class MuonRecipe(Recipe):
             return [kind(figure) for figure in text.split(",")]
         except ValueError:
             what = "whole numbers, like 24,24,28,32" if kind is int else "numbers, like 1,1,0.7"
-            raise ConfigError(f"{spelled(self, name)} is no list of {what}") from None
+            raise ConfigError(f"--{name} {getattr(self, name)} is no list of {what}") from None
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

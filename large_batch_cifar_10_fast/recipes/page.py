@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..distributed import DistContext
 from ..layers import GhostBatchNorm
 from ..optim import NesterovSGD, PiecewiseLinear
-from ..options import option, same_option
+from ..recipe import option
 from .basenet import SGD_MOMENTUM, WEIGHT_DECAY, Basenet, Network
 
 RATE = PiecewiseLinear((0, 15, 30, 35), (0, 0.1, 0.005, 0))
@@ -26,7 +26,7 @@ RATE_WITH_KINK = PiecewiseLinear((0, 15, 15, 30, 35), (0, 0.1, 0.105, 0.005, 0))
 class Page(Basenet):
     """The article's settings: Johnson's but for the loss, the optimizer, the network's details and the schedule."""
 
-    epochs: int = same_option(Basenet, "epochs", 35)
+    epochs: int = option(35, "epochs of a run: the first so many of the schedule, which is not stretched", 1, 35)
     starting_point: bool = option(False, "Page's first version: one norm and ReLU more, and the kink in the rate")
 
     name: ClassVar = "page"

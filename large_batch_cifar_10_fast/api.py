@@ -1,0 +1,75 @@
+"""The door for other programs and notebooks: train as the command line does, load and evaluate saved weights.
+
+from large_batch_cifar_10_fast import api
+rows = api.train("muon", data="cifar10.npz", out="muon", save="muon/w.pt")
+score = api.evaluate("muon/w.pt", "muon", data="cifar10.npz")
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import ConfigError
+from . import train as training
+from .config import choose_computation, parse
+from .data.cifar10 import load_images
+from .data.shards import normalize_for, upload_test
+from .devices import allow_tf32
+from .distributed import init_distributed
+from .evaluate import evaluate as evaluate_network
+from .metrics import Score
+from .recipe import Recipe, cast, make_network, weight_dtype
+from .runs import Row, campaign_named
+
+
+def train(recipe: str = "apple2019", **options: Any) -> list[Row]:
+    """Train in this process with options of the command line; return the rows of the campaign in runs.tsv.
+
+    Raise ConfigError for invalid options.
+    """
+    training.main(_arguments(recipe, options))
+    return campaign_named(Path(options.get("out", ".")), options.get("campaign", ""), resume=True)[1]
+
+
+def load(weights: Path | str, recipe: str = "apple2019", **options: Any) -> nn.Module:
+    """Return a trained network on the CPU, in evaluation mode: images [B, 3, 32, 32], normalized, to logits [B, 10].
+
+    Give the recipe and the options it was trained with. Raise ConfigError if the file does not fit.
+    """
+    return _load(Path(weights), parse(_arguments(recipe, options))[1]).eval()
+
+
+def evaluate(weights: Path | str, recipe: str = "apple2019", **options: Any) -> Score:
+    """Return the score of saved weights on the test images, as after the last epoch; other `views` may be given."""
+    given, made = parse(_arguments(recipe, options))
+    images = load_images(given.data)
+    with init_distributed(made.workers, given.device) as ctx:
+        precision = choose_computation(given, made, ctx, len(images.train_images)).precision
+        allow_tf32(precision == "tf32")
+        network = cast(_load(Path(weights), made), weight_dtype(made, precision), ctx.device)
+        test_images, labels = upload_test(*images.test, ctx)
+        test = normalize_for(made, precision, test_images), labels
+        return evaluate_network(network, made, made.tta, precision, test, ctx)
+
+
+def _arguments(recipe: str, options: dict[str, Any]) -> list[str]:
+    """Return the command line of these options."""
+    given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+    return ["--recipe", recipe, *given]
+
+
+def _load(path: Path, recipe: Recipe) -> nn.Module:
+    """Return the recipe's network with saved weights. Of statistics of more ghost groups it takes the first."""
+    network = make_network(recipe, seed=0)
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        for name, expected in network.state_dict().items():
+            if name.endswith(("running_mean", "running_var")):
+                weights[name] = weights[name][: len(expected)]
+        network.load_state_dict(weights)
+    except Exception as error:  # torch raises nearly anything for a damaged or foreign file
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{path} does not fit ({reason}): give the recipe and options it was trained with") from error
+    return network

@@ -1,0 +1,194 @@
+"""Where and how a recipe runs: the options, the command line, and the choices that depend on the device."""
+
+import argparse
+import os
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+from . import PACKAGE, ConfigError, __version__
+from .data.cifar10 import SYNTHETIC
+from .devices import count_cores, gains_by_bf16, has_bf16
+from .distributed import DistContext
+from .recipe import Recipe, check_limits, images_of_an_epoch, option, run_flop
+from .recipes import DEFAULT, DEMO, RECIPES
+from .runs import commit
+
+DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "run_tests.sh").exists() else Path("data")  # or it is installed
+PRECISION = "default on a GPU: the recipe's; on a CPU: bf16 if it is faster here, else fp32"
+CORE = 70e9  # FLOP/s of a CPU core in float32, as measured: 30 images/s of the default recipe
+LONG = 600  # estimated seconds of a run from which on a CPU compiles
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that is the same for all recipes."""
+
+    runs: int = option(1, "runs, each with fresh weights; run i uses seed + i", least=1)
+    seed: int = option(0, "seed of run 0", most=2**62 - 1)
+    campaign: str = option("", "name of the campaign, of which missing runs are made (default: date and time)")
+    resume: bool = option(False, "short for --campaign with the name of the last one in --out")
+    share: str = option("0/1", "I/N: make only runs I, I+N, I+2N, ...; other launches make the other shares of N")
+    data: str = option(str(DATA), "folder with CIFAR-10 (downloaded if missing), FILE.npz, or synthetic")
+    out: str = option(".", "folder for runs.tsv, epochs.tsv and timing_log.tsv")
+    save: str = option("", "file for the weights and running statistics of the last run (of the share)")
+    device: str = option("", "the GPUs if there are any, else the CPU", choices=("cuda", "cpu"))
+    precision: str = option("", PRECISION, choices=("fp16", "bf16", "tf32", "fp32", "fp64"))
+    micro_batches: int = option(1, "forward and backward passes per step; more need less memory", least=1)
+    compile: bool = option(False, "compile the network (default on GPUs, and on a CPU for runs over ten minutes)")
+    no_compile: bool = option(False, "do not compile")
+    no_graph: bool = option(False, "launch each kernel; by default the GPUs of one machine replay a CUDA graph")
+    no_warmup: bool = option(False, "skip the untimed warm-up; the first run is then slower")
+    demo: bool = option(False, "the default recipe, small, on synthetic images, in fp32 and not compiled")
+    nproc: int = option(0, "processes on this machine (of a team); 0: as many as fit its GPUs or cores")
+    teams: int = option(1, "groups of processes that share the runs, each with its own GPUs or cores", least=1)
+    timeout: int = option(3600, "seconds that processes wait for each other", least=1)
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        for name in ("data", "out", "save"):
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))  # a shell leaves `--out=~/x` alone
+            if not os.path.abspath(getattr(self, name)).isprintable():
+                raise ConfigError(f"--{name} {getattr(self, name)!a} cannot stand in a table: use printable characters")
+        if not re.fullmatch(r"[\w.:+-]{0,100}", self.campaign):
+            raise ConfigError(f"--campaign {self.campaign!a}: use letters, digits and . : + - _, at most 100")
+        if self.compile and self.no_compile:
+            raise ConfigError("--compile and --no_compile were both given: choose one")
+        shares = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", self.share)
+        if not shares or int(shares[1]) >= min(int(shares[2]), self.runs):
+            form = "give I/N, I from 0, less than N and the number of runs"
+            raise ConfigError(f"--share {self.share} has none of {self.runs} runs: {form}")
+
+    @property
+    def planned(self) -> range:
+        """The runs of this launch: those of its share."""
+        first, shares = map(int, self.share.split("/"))
+        return range(first, self.runs, shares)
+
+
+# The command line
+
+
+def parse(arguments: Sequence[str]) -> tuple[Options, Recipe]:
+    """Return the options and the recipe that a command line asks for. Raise ConfigError for invalid values."""
+    only_recipe = Parser(add_help=False, allow_abbrev=False)
+    only_recipe.add_argument("--recipe", choices=RECIPES, default=DEFAULT)
+    kind = RECIPES[only_recipe.parse_known_args(arguments)[0].recipe]
+    found, unknown = make_parser(kind).parse_known_args(arguments)
+    if unknown:
+        raise ConfigError(f"recipe {kind.name} has no option {unknown[0]}; --help lists the options")
+    if [] in (given := vars(found)).values():  # what argparse makes of `--runs=--`
+        raise ConfigError("-- is no value of an option")
+    if "demo" in given:
+        if kind is not RECIPES[DEFAULT]:
+            raise ConfigError(f"--demo is {DEFAULT}, small, not {kind.name}: leave out one of them")
+        given = {"data": SYNTHETIC, **DEMO} | given
+    made = [owner(**{f.name: given[f.name] for f in fields(owner) if f.name in given}) for owner in (Options, kind)]
+    return made[0], made[1]
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists the options")
+
+
+def make_parser(kind: type[Recipe]) -> Parser:
+    """Return the parser of all options with this recipe. Options that are not given are absent from its result."""
+    parser = Parser(
+        prog="train_cifar_parallel.sh",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description=f"recipe {kind.name}: {(kind.__doc__ or '').splitlines()[0]}",
+        epilog="Environment variables: PYTHON (interpreter), CIFAR10_URL (a mirror of your own).",
+    )
+    parser.add_argument("--recipe", choices=RECIPES, help=f"what is trained, and how (default {DEFAULT})")
+    owners: tuple[tuple[str, Any], ...] = ((f"the recipe {kind.name}", kind), ("settings", Options))
+    for title, owner in owners:
+        group, types = parser.add_argument_group(title), get_type_hints(owner)
+        for field in fields(owner):
+            text, choices = field.metadata["help"].replace("%", "%%"), field.metadata["choices"]
+            if types[field.name] is bool:
+                group.add_argument(f"--{field.name}", action="store_true", help=text)
+                continue
+            text = f"{text} (default {'none' if field.default == '' else field.default})"
+            metavar = None if choices else types[field.name].__name__.upper()
+            group.add_argument(f"--{field.name}", type=types[field.name], choices=choices, help=text, metavar=metavar)
+    text = f"large_batch_cifar_10_fast {__version__}, commit {commit()} (Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=text)
+    return parser
+
+
+# Checks and choices
+
+
+def check_processes(recipe: Recipe, world_size: int, micro_batches: int) -> None:
+    """Raise ConfigError for numbers of processes or micro-batches that do not divide the workers."""
+    if recipe.workers % world_size:
+        fitting = [str(p) for p in range(1, recipe.workers + 1) if recipe.workers % p == 0]
+        choice = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
+        raise ConfigError(f"{recipe.workers} workers cannot be split over {world_size} processes: use {choice}")
+    if (here := recipe.workers // world_size) % micro_batches:
+        raise ConfigError(f"--micro_batches {micro_batches} does not divide the {here} workers of a process")
+
+
+def check_images(recipe: Recipe, train_count: int) -> None:
+    """Raise ConfigError if a worker's shard, or the part of it that an epoch keeps, does not fill one batch."""
+    needed = recipe.workers * recipe.batch_size
+    if needed > train_count:
+        step = f"{recipe.workers} workers x --batch_size {recipe.batch_size} = {needed} images a step"
+        hint = "use a smaller batch, fewer workers or more images"
+        raise ConfigError(f"{step}, more than the training set's {train_count}: {hint}")
+    for stage in recipe.stages:
+        if not images_of_an_epoch(recipe, train_count, stage.first_epoch):
+            kept = f"epoch {stage.first_epoch} keeps {stage.keep_fraction:g} of {train_count} images"
+            raise ConfigError(f"{kept}, less than a step's {needed}: raise --kept, or use a smaller batch")
+
+
+def check_save(save: str) -> None:
+    """Raise ConfigError if the weights cannot be written, or would replace something else than weights."""
+    path = Path(save)
+    try:
+        if save and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+            raise OSError(f"{path.absolute().parent} is not a folder that you may write")
+        # torch.save writes this name first.
+        if save and path.exists() and not (path.is_file() and b"/data.pkl" in path.open("rb").read(300)):
+            raise OSError("it would replace another file")
+    except OSError as error:
+        raise ConfigError(f"--save {save} cannot be written ({error}): choose another name") from error
+
+
+def choose_computation(options: Options, recipe: Recipe, ctx: DistContext, train_images: int) -> Options:
+    """Choose precision and compilation where they were not given, alike on all processes. All must call this.
+
+    The demo is in fp32 and not compiled. Else a GPU computes in the recipe's half precision (fp16 if it has no bf16),
+    compiled; a CPU in bf16 where that is faster, compiled if a run takes ten minutes by an estimate. Raise ConfigError
+    for a precision that the device does not have. Warn of a long campaign on a CPU.
+    """
+    asked, seconds = options.precision, 0.0
+    if not ctx.on_gpu:
+        seconds = run_flop(recipe, train_images) / (CORE * count_cores())
+        if asked == "tf32":
+            raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
+    half_is_there = has_bf16(ctx.device) if ctx.on_gpu else not (asked or options.demo) and gains_by_bf16()
+    all_have_bf16 = set(ctx.all_gather_strings("bf16", str(half_is_there))) == {"True"}
+    if ctx.on_gpu and asked in ("bf16", "tf32") and not all_have_bf16:  # torch would emulate it slowly
+        instead = "fp16" if asked == "bf16" else "fp32"
+        raise ConfigError(f"--precision {asked} needs GPUs of compute capability 8.0 or later: use {instead}")
+    wanted, otherwise = (recipe.half, "fp16") if ctx.on_gpu else ("bf16", "fp32")
+    precision = asked or ("fp32" if options.demo else wanted if all_have_bf16 else otherwise)
+    by_default = (ctx.on_gpu or seconds > LONG) and not options.demo
+    use_compiler = options.compile or (by_default and not options.no_compile)
+    if seconds > LONG:
+        hours = len(options.planned) * seconds / 3600 / (2 if precision == "bf16" else 1)
+        ctx.warn(f"without a GPU this takes about {hours:.1f} hours; --demo shows a small run in two minutes")
+    return replace(options, precision=precision, compile=use_compiler, no_compile=not use_compiler)
+
+
+def as_pairs(values: dict[str, object]) -> str:
+    """Return options as tables and logs have them: `name=value name=value`."""
+    return " ".join(f"{name}={value}" for name, value in values.items())
