@@ -1,4 +1,4 @@
-"""Kill random processes of small campaigns, resume each until it is complete, and give the launcher invalid options.
+"""Kill random processes of small campaigns, continue each until complete, and give the launcher invalid options.
 
     python tests/attack.py [--kills N] [--options N] [--seed S]
 
@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 LAUNCHER = Path(__file__).resolve().parent.parent / "train_cifar_parallel.sh"
-CAMPAIGN = "--demo --batch_size 16 --ghost_batch 8 --width 4 --epochs 2 --no_warmup --no_compile --runs 8"
-CAMPAIGN += " --ema_ep 0.4 --data ../images.npz"
+CAMPAIGN = "--demo --batch_size 16 --ghost_batch 8 --width 4 --epochs 2 --no_warmup --runs 8"
+CAMPAIGN += " --ema_ep 0.4 --data ../images.npz --campaign night"
 KINDS = ("--nproc 2 --teams 1", "--nproc 1 --teams 2")
 EQUAL = ("run", "seed", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "validation_count")
 NUMBERS = ("epochs", "batch_size", "lr_scaler", "runs", "seed", "micro_batches", "nproc", "teams", "timeout")
@@ -53,11 +53,13 @@ def table_of(folder: Path) -> list[tuple[str, ...]]:
 
 
 def complete(folder: Path, kind: str, kills: int, dice: random.Random) -> int:
-    """Start a campaign and resume it until it is complete. Kill at most `kills` processes; return how many."""
+    """Start a campaign again until it is complete. Kill at most `kills` processes; return how many."""
     folder.mkdir()
     killed = 0
     while len(before := table_of(folder)) < 8:
-        process = start(folder, *kind.split(), *(["--resume"] if before else CAMPAIGN.split()))
+        process = start(
+            folder, *kind.split(), *CAMPAIGN.split(), *(["--resume"] if before and dice.random() < 0.5 else [])
+        )
         if killed < kills:
             time.sleep(dice.uniform(0, 8))
             if family := processes_of(folder):

@@ -1,14 +1,12 @@
 """The heart of the design: the result does not depend on how many processes compute the workers."""
 
 import functools
-import subprocess
 
 import pandas as pd
 import pytest
 import torch
-from conftest import LAUNCHER, TINY, edit_table, environment, free_port, train_on_machines, train_together, write_npz
+from conftest import TINY, train_on_machines, train_together, write_npz
 from large_batch_cifar_10_fast.command_line import RECIPES
-from large_batch_cifar_10_fast.options import has_option
 
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 
@@ -52,7 +50,7 @@ def _equal(weights, expected):
 
 
 def test_every_recipe_of_several_workers_is_tried():
-    several = {name for name, kind in RECIPES.items() if kind().workers > 1 or has_option(kind, "workers")}
+    several = {name for name, kind in RECIPES.items() if kind().workers > 1 or "workers" in kind.__dataclass_fields__}
     assert {recipe for recipe, *_ in SPLITS} == several - {"muon2024"}, "which is muon with other figures"
 
 
@@ -69,42 +67,25 @@ def test_parameters_statistics_and_counts_do_not_depend_on_processes(
     assert row["validation_loss"] == pytest.approx(expected_row["validation_loss"], rel=1e-9)
 
 
-def _on_two_machines(folder, commands, **variables):
-    """Two launchers that meet on loopback, each in a folder of its own: their statuses, STDOUT and STDERR."""
-    port, machines = free_port(), []
-    for rank, (name, command) in enumerate(commands.items()):
-        (folder / name).mkdir(exist_ok=True)
-        where = ["--nproc", "1", "--nnodes", "2", "--node_rank", str(rank), "--rdzv_endpoint", f"127.0.0.1:{port}"]
-        how = {"cwd": folder / name, "env": environment(**variables), "text": True}
-        how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        machines.append(subprocess.Popen(["bash", str(LAUNCHER), *command, *where], **how))
-    output = [machine.communicate(timeout=100) for machine in machines]
-    return [(machine.returncode, *texts) for machine, texts in zip(machines, output, strict=True)]
-
-
-def test_two_machines_equal_one_and_go_on_with_what_the_first_has_finished(few_npz, tmp_path, alone):
-    """The several-machine form; the second has no table, and need not know which campaign is gone on with."""
-    expected, _ = alone("apple2019")
-    command = [*SMALL["apple2019"], "--data", str(few_npz), "--precision", "fp64", "--save", "w.pt"]
-    first, second = _on_two_machines(tmp_path, {"first": command, "second": command}, OMP_NUM_THREADS=1)
-    assert first[0] == 0, first
-    assert "8 workers on 2 processes" in first[1]
-    assert second[:2] == (0, "")
-    _equal(torch.load(tmp_path / "first" / "w.pt", weights_only=True), expected)
-    table = tmp_path / "first" / "runs.tsv"
-    edit_table(table, runs="2")
-    first, second = _on_two_machines(tmp_path, {"first": ["--resume"], "second": ["--resume"]}, OMP_NUM_THREADS=1)
-    assert first[0] == 0, first
-    assert ", 1 of 2 runs finished before\n" in first[1]
-    assert second[:2] == (0, "")
-    assert pd.read_csv(table, sep="\t")["seed"].tolist() == [0, 1]
-    assert not list((tmp_path / "second").iterdir()), "only the first machine writes"
+def test_two_machines_equal_one_and_only_the_first_has_tables(few_npz, tmp_path, alone):
+    command = [*SMALL["apple2019"], "--data", str(few_npz), "--precision", "fp64", "--save", "w.pt", "--campaign", "c"]
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    result = train_on_machines(command, command, folders=folders)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("8 workers on 2 processes") == 1
+    _equal(torch.load(folders[0] / "w.pt", weights_only=True), alone("apple2019")[0])
+    more = [*command, "--runs", "2"]
+    assert ", 1 of 2 runs finished before\n" in train_on_machines(more, more, folders=folders).stdout
+    assert pd.read_csv(folders[0] / "runs.tsv", sep="\t")["seed"].tolist() == [0, 1]
+    assert not list(folders[1].iterdir())
 
 
 def test_two_machines_that_were_asked_for_different_things_train_nothing(tiny_npz, tmp_path):
     command = [*SMALL["apple2019"], "--data", str(tiny_npz)]
     result = train_on_machines(command, [*command, "--seed", "5", "--epochs", "3"], folders=[tmp_path] * 2)
-    message = "process 1 has other epochs (3, not 2), seed (5, not 0) than process 0: give all machines the same"
+    message = "process 1 has epochs (3, not 2), seed (5, not 0) as process 0 has: give all machines the same"
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == f"train_cifar_parallel.sh: {message}\n" * 2
+    assert result.stderr == f"train_cifar_parallel.sh: {message}\n", "one process of all reports it"
     assert not list(tmp_path.iterdir())

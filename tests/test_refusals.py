@@ -1,24 +1,19 @@
 """Before training: what cannot be done is refused with status 2, in one line; what was not given is chosen."""
 
 import os
-import socket
 import subprocess
 from dataclasses import fields
 
 import pytest
 import torch
 from attack import BAD_NUMBERS
-from conftest import ALONE, REPO, free_port, launch, python, write_npz
-from large_batch_cifar_10_fast.checks import check_out
-from large_batch_cifar_10_fast.command_line import RECIPES, read_request
-from large_batch_cifar_10_fast.options import ConfigError, Launch, RunConfig
+from conftest import ALONE, REPO, launch, python, train_here, write_npz
 
-from large_batch_cifar_10_fast import checks, devices, distributed
-from large_batch_cifar_10_fast import environment as software
+from large_batch_cifar_10_fast import ConfigError, config, devices, runs
+from large_batch_cifar_10_fast.config import Options, check_save, parse
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.devices import take_device
-from large_batch_cifar_10_fast.launch import check_launch, plan_processes
-from large_batch_cifar_10_fast.recipes.apple2019 import DEMO as PRESET
+from large_batch_cifar_10_fast.launch import plan_processes
+from large_batch_cifar_10_fast.recipes import DEMO, RECIPES
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
 CASES = {  # the words of a command line and the error; no word is written to --out before it
@@ -27,29 +22,30 @@ CASES = {  # the words of a command line and the error; no word is written to --
     "--batch_size 40": "--batch_size 40 is not divisible into 16 ghost groups: use 32",
     "--demo --ghost_batch 12": "--ghost_batch 12 does not divide --batch_size 32",
     "--demo --lr_scaler=--": "-- is no value of an option",
-    "--demo --lr_scaler 0": "--lr_scaler 0.0 must be greater than 0",
+    "--demo --lr_scaler 0": "--lr_scaler 0.0 must lie in 1e-09 to 100000",
     "--demo --epochs 1 --ema_ep 2": "--ema_ep 2.0 leaves no time",
     "--demo --momentum 1": "recipe apple2019 has no option --momentum; --help",
     "--recipe apple2018": "--recipe: invalid choice: 'apple2018'",
-    "--demo --micro_batches 3 --nproc 2": "--micro_batches 3 does not divide the 4 workers",
-    "--demo --data http://host/x": "--data http://host/x is an address, not",
-    "--demo --save /tmp": "would replace a table or another file",
-    "--demo --save ./runs.tsv": "would replace a table or another file",
-    f"--demo --out {'x' * 300}": "--out or --save cannot be written: ",
-    f"--resume --out {'x' * 300}": "runs.tsv cannot be read (File name too long): give another --out",
+    "--demo --recipe muon": "--demo is apple2019, small, not muon",
+    "--demo --compile --no_compile": "--compile and --no_compile were both given",
+    "--demo --micro_batches 3": "--micro_batches 3 does not divide the 8 workers",
+    "--data http://host/x": "--data http://host/x is an address, not",
+    "--demo --save /tmp": "--save /tmp cannot be written (it would replace another file)",
+    "--demo --save /absent/w.pt": "--save /absent/w.pt cannot be written (/absent is not a folder",
+    f"--demo --out {'x' * 300}": "cannot be written (",
+    f"--demo --resume --out {'x' * 300}": "runs.tsv cannot be read (File name too long): choose another --out",
+    "--demo --resume": "--resume: there is no campaign in .",
+    "--demo --campaign a/b": "--campaign 'a/b': use letters",
     "--demo --data a\nb": "--data 'a\\nb' cannot stand in a table",
-    "--demo --nnodes 2 --node_rank 2": "--node_rank 2 must lie in 0 to 1",
-    "--demo --teams 99999": "--teams 99999 is more than the runs to make (1)",
-    "--demo --nnodes 2 --restarts 1": "--teams and --restarts are for one machine",
-    "--demo --nnodes 2": "--rdzv_endpoint  must be host:port",
-    "--recipe basenet --epochs 41": "--epochs 41 must lie in 1 to 40: the schedule has no more",
-    "--recipe fastai --entry one_gpu --epochs 31": "--epochs 31 must lie in 1 to 30",
-    "--recipe page --width 8": "--width 8 must lie in 16 to 100000: a strided convolution",
+    "--demo --precision tf32": "--precision tf32 is for GPUs",
+    "--recipe basenet --epochs 41": "--epochs 41 must lie in 1 to 40",
+    "--recipe fastai --entry one_gpu --epochs 31": "--epochs 31 is more than the schedule's 30",
+    "--recipe page --width 8": "--width 8 must lie in 16 to 100000",
     "--recipe muon --kept 1,half": "--kept 1,half is no list of numbers, like 1,1,0.7",
     "--recipe muon --kept 1,0": "--kept 1,0: shares must lie above 0, and at most be 1",
     "--recipe muon --pixels 24x2": "--pixels 24x2 is no list of whole numbers, like 24,24,28,32",
     "--recipe muon --pixels 24,40": "--pixels 24,40: sizes must lie in 9 to 32",
-    "--recipe muon --whitening_epochs 10": "--whitening_epochs 10 must lie in 0 to 9: a run has 9 epochs",
+    "--recipe muon --whitening_epochs 10": "--whitening_epochs 10 is more than --epochs 9",
     "--recipe muon --workers 3": "--workers 3 does not divide 2000 images: choose --batch_size",
     "--recipe muon --batch_size 1": "is too small for its norms: use a larger --batch_size",
 }
@@ -59,25 +55,16 @@ CASES = {  # the words of a command line and the error; no word is written to --
 def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
-        check_launch(words.split(" "))
+        train_here(*words.split(" "))
     assert CASES[words] in str(error.value)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_machine_that_never_comes_is_waited_for_no_longer_than_asked(tmp_path):
-    alone = {"nnodes": 2, "node_rank": 0, "rdzv_endpoint": f"127.0.0.1:{free_port()}", "timeout": 1}
-    result = launch("--demo", cwd=tmp_path, **alone)
-    line = "train_cifar_parallel.sh: the 2 machines, each with a --node_rank of its own, found no rendezvous; "
-    line += "no run was finished (details: last_failure.txt)\n"
-    assert (result.returncode, result.stdout, result.stderr) == (1, "", line)
-
-
-@pytest.mark.slow
 def test_train_alone_refuses_likewise(tmp_path):
     result = python("-m", "large_batch_cifar_10_fast.train", "--demo", "--epochs", "-1", cwd=tmp_path)
-    line = "train: --epochs -1 must be greater than 0, and at most 100000\n"
+    line = "train: --epochs -1 must lie in 1 to 100000\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
 
 
@@ -106,95 +93,78 @@ def test_a_campaign_survives_kills_and_invalid_options_end_in_one_line():
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("value", BAD_NUMBERS)
 def test_no_option_takes_an_invalid_number(recipe, value):
-    options = [entry for owner in (RECIPES[recipe], RunConfig, Launch) for entry in fields(owner)]
+    options = [entry for owner in (RECIPES[recipe], Options) for entry in fields(owner)]
     for name in (entry.name for entry in options if entry.type in (int, float)):
         with pytest.raises(ConfigError, match=r"^[^\n]+$"):
-            check_launch(["--recipe", recipe, "--data", "synthetic", f"--{name}={value}"])
+            parse(["--recipe", recipe, "--data", "synthetic", f"--{name}={value}"])
 
 
 def test_demo_is_a_preset_that_can_be_overridden_and_the_published_command_line_still_works():
-    config, recipe = read_request(["--epochs", "3", "--demo", "--workers", "4"])
-    assert (config.data, config.demo, recipe) == ("synthetic", True, Apple2019(**PRESET | {"epochs": 3, "workers": 4}))
+    options, recipe = parse(["--epochs", "3", "--demo", "--workers", "4"])
+    assert (options.data, options.demo, recipe) == ("synthetic", True, Apple2019(**DEMO | {"epochs": 3, "workers": 4}))
     line = "--lr_scaler 1.5 --lr_scaler_end_fraction 0.1 --epochs 18 --warmup_fraction 5 --ema_ep 2 --batch_size 256"
-    config, recipe = read_request([*line.split(), "--runs", "50"])
-    assert (config, recipe, recipe.workers, recipe.eval_stats) == (RunConfig(runs=50), Apple2019(), 8, "first")
+    options, recipe = parse([*line.split(), "--runs", "50"])
+    assert (options, recipe, recipe.workers, recipe.eval_stats) == (Options(runs=50), Apple2019(), 8, "first")
 
 
 def test_version_and_help_answer_without_training(capsys):
     for option in ("--version", "--help"):
         with pytest.raises(SystemExit, match="0"):
-            check_launch([option])
+            parse([option])
     shown = capsys.readouterr().out
     assert (shown.split()[0], "the recipe apple2019:" in shown) == ("large_batch_cifar_10_fast", True)
-    assert all(f"--{entry.name}" in shown for entry in (*fields(RunConfig), *fields(Launch), *fields(Apple2019)))
+    assert all(f"--{entry.name}" in shown for entry in (*fields(Options), *fields(Apple2019)))
 
 
 def test_weights_may_take_the_place_of_weights_but_not_of_images(tmp_path, tiny_npz):
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
-    check_out(tmp_path, str(tmp_path / "w.pt"))
-    with pytest.raises(ConfigError, match="would replace a table or another file"):
-        check_out(tmp_path, str(tiny_npz))
+    check_save(str(tmp_path / "w.pt"))
+    with pytest.raises(ConfigError, match="would replace another file"):
+        check_save(str(tiny_npz))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cores", "workers", "options", "processes"),
-    [
-        (3, 64, 8, {}, 2),
-        (0, 6, 8, {}, 4),
-        (0, 2, 5, {}, 1),
-        (8, 64, 8, {"nproc": 2}, 2),
-        (8, 64, 8, {"nnodes": 2, "rdzv_endpoint": "ten.example:2911"}, 4),
-        (0, 6, 8, {"teams": 2}, 2),
-        (8, 64, 8, {"teams": 2}, 4),
-        (8, 64, 1, {"teams": 5}, 1),
-    ],
+    ("gpus", "cores", "workers", "nproc", "teams", "processes"),
+    [(3, 64, 8, 0, 1, 2), (0, 6, 8, 0, 1, 4), (0, 2, 5, 0, 1, 1), (8, 64, 8, 2, 1, 2), (0, 6, 8, 0, 2, 2)]
+    + [(8, 64, 8, 0, 2, 4), (8, 64, 1, 0, 5, 1)],
 )
-def test_there_are_as_many_processes_as_divide_the_workers_and_fit(gpus, cores, workers, options, processes):
-    assert plan_processes(Apple2019(workers=workers), Launch(**options), gpus, cores) == processes
+def test_there_are_as_many_processes_as_divide_the_workers_and_fit(gpus, cores, workers, nproc, teams, processes):
+    assert plan_processes(nproc, teams, workers, gpus, cores, runs=9) == processes
 
 
 @pytest.mark.parametrize(("nproc", "teams", "most"), [(4, 1, 2), (2, 2, 1)])
-def test_more_processes_than_gpus_are_refused(nproc, teams, most):
-    with pytest.raises(ConfigError, match=f"--nproc {nproc}.* is more than the 2 GPUs here: use at most {most}"):
-        plan_processes(Apple2019(), Launch(nproc=nproc, teams=teams), gpus=2, cores=64)
-
-
-@pytest.mark.parametrize(("gpus", "processes", "taken"), [(4, 2, [0, 1, 2, 3]), (2, 1, [0, 1]), (1, 1, [0, 0])])
-def test_each_team_has_its_own_gpus_and_teams_share_where_there_are_too_few(gpus, processes, taken, monkeypatch):
-    monkeypatch.setattr("large_batch_cifar_10_fast.devices.count_gpus", lambda device: gpus)
-    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-
-    def gpu(team: int, rank: int) -> int:
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
-        return take_device(team=team).index
-
-    assert [gpu(team, rank) for team in (0, 1) for rank in range(processes)] == taken
+def test_more_processes_than_gpus_and_more_teams_than_runs_are_refused(nproc, teams, most):
+    with pytest.raises(
+        ConfigError, match=f"--nproc {nproc} is more than the 2 GPUs of {teams} teams: use at most {most}"
+    ):
+        plan_processes(nproc, teams, 8, gpus=2, cores=64, runs=9)
+    with pytest.raises(ConfigError, match=r"--teams 3 is more than the runs to make \(2\): use fewer"):
+        plan_processes(1, 3, 8, gpus=0, cores=64, runs=2)
 
 
 @pytest.mark.parametrize(
     ("cores", "seconds", "bf16_is_faster", "options", "precision", "compiles", "hours"),
     [
         (1, 700, True, {"runs": 36}, "bf16", True, 3.5),
-        (8, 700, True, {"runs": 36}, "bf16", True, 0.4),
-        (8, 700, True, {"runs": 36, "precision": "fp32"}, "fp32", True, 0.9),
-        (8, 700, False, {"runs": 36}, "fp32", True, 0.9),
-        (8, 500, True, {"runs": 36}, "fp32", True, 0.6),
+        (8, 700, True, {"runs": 36}, "bf16", False, None),
+        (1, 700, True, {"runs": 36, "precision": "fp32"}, "fp32", True, 7.0),
+        (1, 700, False, {"runs": 36, "share": "1/2"}, "fp32", True, 3.5),
+        (1, 700, True, {"demo": True}, "fp32", False, None),
         (1, 700, False, {"no_compile": True}, "fp32", False, 0.2),
         (1, 500, False, {}, "fp32", False, None),
         (1, 500, False, {"compile": True}, "fp32", True, None),
-        (1, 250, False, {"runs": 3, "share": "2/3"}, "fp32", True, 0.1),
+        (1, 500, False, {"runs": 36}, "fp32", False, None),
     ],
 )
-def test_bf16_is_for_long_runs_and_the_compiler_for_long_campaigns_all_shares_alike(
+def test_bf16_is_taken_where_it_is_faster_and_the_compiler_for_long_runs(
     cores, seconds, bf16_is_faster, options, precision, compiles, hours, monkeypatch, capsys
 ):
-    """The seed decides a run, so neither cores nor runs may change the precision. A run takes `seconds` on one core."""
-    monkeypatch.setattr(checks, "run_flop", lambda recipe, images: seconds * checks.CORE)
-    monkeypatch.setattr(checks, "count_cores", lambda: cores)
-    monkeypatch.setattr(checks, "gains_by_bf16", lambda: bf16_is_faster)
-    config = checks.resolve_defaults(RunConfig(**options), Apple2019(), ALONE, 50_000)
-    assert (config.precision, config.compile, config.no_compile) == (precision, compiles, not compiles)
+    """The number of runs changes nothing, so that runs can be added. A run takes `seconds` on one core."""
+    monkeypatch.setattr(config, "run_flop", lambda recipe, images: seconds * config.CORE)
+    monkeypatch.setattr(config, "count_cores", lambda: cores)
+    monkeypatch.setattr(config, "gains_by_bf16", lambda: bf16_is_faster)
+    chosen = config.choose_computation(Options(**options), Apple2019(), ALONE, 50_000)
+    assert (chosen.precision, chosen.compile, chosen.no_compile) == (precision, compiles, not compiles)
     warning = capsys.readouterr().err
     assert f"this takes about {hours} hours" in warning if hours else not warning
 
@@ -213,34 +183,13 @@ def test_the_commit_is_not_that_of_a_repository_around_this_folder(tmp_path, mon
     commit = "git -c user.name=a -c user.email=a commit -q --allow-empty -ma"
     subprocess.run(f"git init -q && {commit}", shell=True, cwd=tmp_path, check=True)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
-    monkeypatch.setattr(software, "REPO", tmp_path / "unpacked")
-    assert software.commit.__wrapped__() == "unknown"
-    monkeypatch.setattr(software, "REPO", tmp_path)
-    assert software.commit.__wrapped__() != "unknown"
-
-
-def test_one_process_says_which_variables_make_it_wait_for_others(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set, but not RANK, MASTER_ADDR, MASTER_PORT: unset it"):
-        next(distributed.init_distributed().gen)
-    for name, value in {"RANK": "1", "MASTER_ADDR": "far.example", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    distributed.check_variables(2)
-    assert "RANK=1, MASTER_ADDR=far.example" in capsys.readouterr().err
-
-
-def test_a_host_name_that_is_a_loopback_address_is_an_error_on_several_machines(monkeypatch):
-    addresses = {socket.gethostname(): "127.0.1.1", "near.example": "127.0.0.1", "far.example": "10.1.1.1"}
-    monkeypatch.setattr(socket, "gethostbyname", addresses.__getitem__)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    distributed.check_host_name("near.example")
-    with pytest.raises(ConfigError, match=r"set GLOO_SOCKET_IFNAME to the interface that leads to far\.example"):
-        distributed.check_host_name("far.example")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    distributed.check_host_name("far.example")
+    monkeypatch.setattr(runs, "PACKAGE", tmp_path / "unpacked" / "package")
+    assert runs.commit.__wrapped__() == "unknown"
+    monkeypatch.setattr(runs, "PACKAGE", tmp_path / "package")
+    assert runs.commit.__wrapped__() != "unknown"
 
 
 def test_a_tilde_that_the_shell_left_alone_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    config = RunConfig(data="~/d.npz", out="~/out", save="~/w.pt")
-    assert (config.data, config.out, config.save) == ("/home/me/d.npz", "/home/me/out", "/home/me/w.pt")
+    options = Options(data="~/d.npz", out="~/out", save="~/w.pt")
+    assert (options.data, options.out, options.save) == ("/home/me/d.npz", "/home/me/out", "/home/me/w.pt")

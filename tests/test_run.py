@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 
 import numpy as np
 import pandas as pd
@@ -12,8 +11,8 @@ from conftest import TINY, train_here
 from large_batch_cifar_10_fast.checks import out_of_memory_hint
 from large_batch_cifar_10_fast.options import ConfigError
 
-from large_batch_cifar_10_fast import evaluate, train
 from large_batch_cifar_10_fast import log as run_log
+from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.metrics import TWO_VIEWS, Score
 
@@ -41,35 +40,46 @@ def test_the_last_run_of_a_campaign_equals_a_single_run_with_its_seed_after_a_wa
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.fixture
-def evaluated(monkeypatch, capsys):
-    """Return a function that calls evaluate, and returns the accuracy and the loss that it prints."""
-
-    def run(*arguments) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, arguments)])
-        evaluate.main()
-        return re.findall(r"\nvalidation acc (\S+) loss (\S+) of ", capsys.readouterr().out)[0]
-
-    return run
+def options_of(words: list[object]) -> dict[str, object]:
+    """Return a command line of `--name value` pairs and flags as keywords."""
+    texts, options = [str(word) for word in words], {}
+    for name, value in zip(texts, [*texts[1:], "--"], strict=True):
+        if name.startswith("--"):
+            options[name[2:]] = True if value.startswith("--") else value
+    return options
 
 
-def test_saved_weights_have_the_result_of_their_run_and_another_by_other_views(saved, evaluated):
-    weights, options, row = saved
-    accuracy, loss = evaluated(weights, *options)
-    assert (accuracy, loss) == (f"{row['validation_accuracy']:.4f}", f"{row['validation_loss']:.5f}")
-    other = ["--views", "one"] if row["recipe"] == "muon" else ["--eval_stats", "first"]
-    assert evaluated(weights, *options, *other)[1] != loss
+def test_saved_weights_have_the_result_of_their_run_and_another_by_other_views(saved):
+    weights, words, row = saved
+    options = options_of(words)
+    score = api.evaluate(weights, **options)
+    assert (score.accuracy, score.loss) == (row["validation_accuracy"], row["validation_loss"])
+    other = {"views": "one"} if row["recipe"] == "muon" else {"eval_stats": "first"}
+    assert api.evaluate(weights, **options | other).loss != score.loss
+    network = api.load(weights, **options)
+    assert not network.training
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_what_does_not_fit_is_refused_in_one_line(saved, evaluated, tmp_path, error_line):
-    weights, options, _ = saved
+def test_weights_that_do_not_fit_are_refused_in_one_line(saved, tmp_path):
+    weights, words, _ = saved
     (tmp_path / "text.pt").write_text("weights")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "cut.pt").write_bytes(b"PK" + weights.read_bytes()[:500])
     (tmp_path / "changed.pt").write_bytes(weights.read_bytes().replace(b"ctorch", b"cos\nys"))
     for name in ("absent.pt", "text.pt", "cut.pt", "changed.pt", "list.pt"):
-        assert f"{tmp_path / name} does not fit (" in error_line(evaluated, tmp_path / name, *options)
-    assert "give the recipe and options it was trained with" in error_line(evaluated, weights, *options, "--width", 8)
+        with pytest.raises(ConfigError, match=rf"{name} does not fit \([^\n]*$"):
+            api.load(tmp_path / name, **options_of(words))
+    with pytest.raises(ConfigError, match="give the recipe and options it was trained with"):
+        api.load(weights, **options_of(words) | {"width": 8})
+
+
+def test_a_program_trains_and_gets_the_rows_of_its_campaign(tiny_npz, tmp_path):
+    options = options_of([*TINY, "--epochs", 1, "--data", tiny_npz, "--out", tmp_path, "--precision", "fp32"])
+    rows = api.train(**options, runs=2, demo=True)
+    assert [(row["run"], row["recipe"]) for row in rows] == [("0", "apple2019"), ("1", "apple2019")]
+    with pytest.raises(ConfigError, match="--runs 0 must lie in 1 to 100000"):
+        api.train(**options, runs=0)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
@@ -106,7 +116,7 @@ def test_a_diverged_run_is_a_result_with_a_warning_and_never_reached_the_goal(ti
 def test_running_out_of_memory_gives_a_hint(words):
     ctx = DistContext(0, 1, torch.device("cuda", 0), 8)
     hint = r"8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches \(at most 8\)"
-    with pytest.raises(ConfigError, match=hint), out_of_memory_hint(1, 256, ctx):
+    with pytest.raises(OutOfMemoryError, match=hint), out_of_memory_hint(1, 256, ctx):
         raise RuntimeError(words) if words else torch.OutOfMemoryError
 
 

@@ -7,11 +7,10 @@ import pandas as pd
 import pytest
 import torch
 from conftest import TINY, train_here
-from large_batch_cifar_10_fast.environment import code_digest
 from large_batch_cifar_10_fast.options import ConfigError, option
 from torch import nn
 
-from large_batch_cifar_10_fast import command_line, train
+from large_batch_cifar_10_fast import ConfigError, runs, train
 from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independent
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import GhostBatchNorm
@@ -81,25 +80,34 @@ class Stock(Recipe):
         return [torch.optim.SGD([group], lr=0.0, momentum=0.9, nesterov=True, weight_decay=0.01)]
 
 
-def test_a_campaign_of_another_recipe_is_written_and_resumed(tiny_npz, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(command_line.RECIPES, "stock", Stock)
-    base = ["--recipe", "stock", "--data", tiny_npz, "--out", tmp_path, "--no_warmup", "--no_compile"]
-    train_here(*base, "--runs", 2, "--epochs", 1)
-    table = tmp_path / "runs.tsv"
-    table.write_text("".join(table.read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(ConfigError, match=r"had other recipe \(stock then, apple2019 now\)"):
-        train_here("--resume", "--recipe", "apple2019", "--out", tmp_path)
-    train_here("--resume", "--out", tmp_path)
-    rows = pd.read_csv(table, sep="\t")[["run", "recipe", "options"]]
+def test_a_campaign_of_another_recipe_is_written_and_continued(tiny_npz, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(RECIPES, "stock", Stock)
+    base = ["--data", tiny_npz, "--out", tmp_path, "--no_warmup", "--precision", "fp32"]
+    train_here("--recipe", "stock", *base, "--epochs", 1)
+    with pytest.raises(ConfigError, match=r"continued with recipe \(apple2019, not stock\)"):
+        train_here("--resume", *base)
+    train_here("--recipe", "stock", *base, "--epochs", 1, "--resume", "--runs", 2)
+    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")[["run", "recipe", "options"]]
     assert rows.to_numpy().tolist() == [[run, "stock", "batch_size=16 epochs=1"] for run in (0, 1)]
     assert "# recipe stock batch_size=16 epochs=1\n" in capsys.readouterr().out
 
 
-def test_the_digest_of_the_code_covers_what_decides_the_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr("large_batch_cifar_10_fast.environment.PACKAGE", tmp_path)
-    seen = [code_digest()]
-    for name in ("train.py", "recipes/page.py", "layers.py", "data/augment.py", "plot.py", "log.py"):
+def test_the_digest_of_the_code_covers_what_decides_the_weights_of_this_recipe(tmp_path, monkeypatch):
+    recipes = (Page(), Apple2019())
+    for module in ("page", "basenet", "apple2019"):
+        monkeypatch.setattr(f"large_batch_cifar_10_fast.recipes.{module}.__file__", str(tmp_path / f"{module}.py"))
+        (tmp_path / f"{module}.py").touch()
+    monkeypatch.setattr(runs, "PACKAGE", tmp_path)
+
+    def changes(name: str) -> list[bool]:
+        before = [runs.code_digest(recipe) for recipe in recipes]
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("changed")
-        seen.append(code_digest())
-    assert len(set(seen[:5])) == len(set(seen)) == 5, "not a picture or a line of the log"
+        return [runs.code_digest(recipe) != old for recipe, old in zip(recipes, before, strict=True)]
+
+    for name in ("train.py", "layers.py", "data/augment.py"):
+        assert changes(name) == [True, True], name
+    assert changes("page.py") == [True, False]
+    assert changes("basenet.py") == [True, False], "from which page inherits"
+    assert changes("apple2019.py") == [False, True]
+    assert changes("plot.py") == changes("log.py") == changes("fastai.py") == [False, False]
