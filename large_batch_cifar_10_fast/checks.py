@@ -1,8 +1,6 @@
 """What is checked before training, and the defaults that depend on the device."""
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -142,20 +140,3 @@ def precision_on(ctx: DistContext, asked: str, recipe: Recipe, train_images: int
         has_bf16 = not asked and run_flop(recipe, train_images) > LONG * CORE and gains_by_bf16()
     all_have_bf16 = set(ctx.all_gather_strings("bf16", str(has_bf16))) == {"True"}
     return asked or (preferred if all_have_bf16 else other)
-
-
-NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in torch's errors on a CPU, and on a GPU from cuBLAS and cuDNN
-
-
-@contextlib.contextmanager
-def out_of_memory_hint(micro_batches: int, batch_size: int, ctx: DistContext) -> Iterator[None]:
-    """Turn an out-of-memory error into a ConfigError with a hint."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in NO_MEMORY):
-            raise
-        count = len(ctx.workers)
-        images = f"{count} workers x {batch_size} images in {micro_batches} micro-batches"
-        hint = f"raise --micro_batches (at most {count}), or use --no_graph, more processes, fewer --workers or a "
-        raise ConfigError(f"out of memory with {images} on {ctx.device}: {hint}smaller --batch_size") from error

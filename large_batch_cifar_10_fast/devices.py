@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import timeit
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import torch
@@ -95,6 +95,20 @@ def allow_tf32(allowed: bool) -> None:
     """Let float32 convolutions and matrix products use TF32 on a GPU, or not. By default convolutions do."""
     torch.backends.cudnn.allow_tf32 = allowed
     torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in torch's errors on a CPU, and on a GPU from cuBLAS and cuDNN
+
+
+@contextlib.contextmanager
+def out_of_memory_hint(doing: str, load: str, device: torch.device, advice: str) -> Iterator[None]:
+    """Turn an out-of-memory error of the body into a ConfigError that names what was done, and what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in NO_MEMORY):
+            raise
+        raise ConfigError(f"{doing} ran out of memory with {load} on {device}: {advice}") from error
 
 
 def matrix_rate(precision: str, device: torch.device) -> float:

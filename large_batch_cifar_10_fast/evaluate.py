@@ -7,6 +7,7 @@ WEIGHTS is a file that --save wrote. Give the options it was trained with; only 
 """
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from .checks import precision_on
 from .command_line import read_request
 from .data.cifar10 import load_images
 from .data.shards import normalize_for, upload_test
-from .devices import allow_tf32
+from .devices import allow_tf32, out_of_memory_hint
 from .distributed import DistContext, init_distributed
 from .layers import norms_of
 from .log import Clock, data_line, recipe_line, version_line
-from .metrics import Logits, Metrics, Prediction, Score
+from .metrics import Logits, Metrics, Prediction, Score, most_at_once
 from .options import ConfigError, RunConfig, exit_on_config_error
 from .recipe import Recipe, autocast, cast, make_network, sums_of, weight_dtype
 
@@ -43,11 +44,17 @@ def evaluate(
     network.eval()
     ctx.broadcast(*(buffer for norm in norms_of(network) for buffer in norm.buffers()))
     (images, labels), metrics = test, Metrics(ctx)
-    with autocast(recipe, precision, ctx.device):
+    with evaluation_memory_hint("evaluation", ctx.device), autocast(recipe, precision, ctx.device):
         logits = predict(compiled or network, images)
     metrics.sums += sums_of(logits, labels, recipe.loss(logits, labels))
     network.train()
     return metrics.read()
+
+
+def evaluation_memory_hint(doing: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which an out-of-memory error says how evaluations need less memory."""
+    advice = "end other programs that use its memory, use a --precision of fewer bits, or a smaller --width"
+    return out_of_memory_hint(doing, f"up to {most_at_once(device)} images at once", device, advice)
 
 
 def load_weights(network: nn.Module, path: Path) -> None:

@@ -4,6 +4,7 @@ Start it with train_cifar_parallel.sh (all devices), with torchrun, or as `pytho
 (one process). A recipe (recipes/) decides what is trained and how. "Section 6" is that of docs/method.md.
 """
 
+import contextlib
 import math
 import os
 import sys
@@ -16,14 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .campaign import TEAM, Row, rows_from_main
-from .checks import check_agreement, check_request, out_of_memory_hint, resolve_defaults
+from .checks import check_agreement, check_request, resolve_defaults
 from .command_line import read_launch, read_request
 from .compiling import Forward, compiled, compiled_evaluation
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Shards, Step, normalize_for, upload_shards, upload_test
-from .devices import allow_tf32
+from .devices import allow_tf32, out_of_memory_hint
 from .distributed import DistContext, exit_process, init_distributed, on_one_machine
-from .evaluate import evaluate
+from .evaluate import evaluate, evaluation_memory_hint
 from .graphs import StepGraphs, TakeStep, graphed
 from .layers import prepare_norms, update_statistics
 from .log import Clock, RunLog
@@ -54,8 +55,20 @@ def main(arguments: Sequence[str]) -> None:
         config, recipe = read_request(arguments, finished)
         check_request(config, recipe, ctx.world_size, ctx.is_main, finished)
         ctx = replace(ctx, total_workers=recipe.workers)
-        with out_of_memory_hint(config.micro_batches, recipe.batch_size, ctx):
+        with training_memory_hint("training", recipe, config.micro_batches, ctx):
             train_campaign(config, recipe, ctx, finished, team)
+
+
+def training_memory_hint(
+    doing: str, recipe: Recipe, micro_batches: int, ctx: DistContext
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which an out-of-memory error says how steps need less memory."""
+    workers = len(ctx.workers)
+    advice = "use --no_graph, or a smaller --batch_size or --width"
+    if micro_batches < workers:
+        advice = f"raise --micro_batches (at most {workers}), use more processes, {advice}"
+    load = f"{workers} workers x {recipe.batch_size} images in {micro_batches} micro-batches"
+    return out_of_memory_hint(doing, load, ctx.device, advice)
 
 
 def train_campaign(config: RunConfig, recipe: Recipe, ctx: DistContext, finished: list[Row], team: str) -> None:
@@ -121,14 +134,16 @@ def make_model(
     forward = eager = partial(training_pass, network, recipe, precision)
     if compile:
         sizes = [size for size in (recipe.batch_size, short) if size]
-        forward = compiled(eager, network, recipe, precision, sizes, micro_batches, ctx)
+        with training_memory_hint("compilation", recipe, micro_batches, ctx):
+            forward = compiled(eager, network, recipe, precision, sizes, micro_batches, ctx)
     is_compiled = forward is not eager
     optimizers, evaluation = recipe.optimizers(network, ctx), None
     if ctx.on_gpu:
         prepare_for_gpu(optimizers, compile=is_compiled)
         if is_compiled and test_images:
             sizes = chunk_sizes(len(range(ctx.rank, test_images, ctx.world_size)), ctx.device)
-            evaluation = compiled_evaluation(network, recipe, precision, sizes, ctx)
+            with evaluation_memory_hint("compilation of evaluation", ctx.device):
+                evaluation = compiled_evaluation(network, recipe, precision, sizes, ctx)
     return Model(recipe, network, optimizers, forward, is_compiled, precision, micro_batches, ctx, evaluation)
 
 
