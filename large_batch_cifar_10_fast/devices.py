@@ -95,6 +95,7 @@ def allow_tf32(allowed: bool) -> None:
     """Let float32 convolutions and matrix products use TF32 on a GPU, or not. By default convolutions do."""
     torch.backends.cudnn.allow_tf32 = allowed
     torch.backends.cuda.matmul.allow_tf32 = allowed
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # with which torch.compile recommends them
 
 
 NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in torch's errors on a CPU, and on a GPU from cuBLAS and cuDNN
