@@ -64,7 +64,7 @@ class DistContext:
             message = torch.cat([tensor.flatten() for tensor in tensors])
             dist.all_reduce(message)
             parts = message.split([tensor.numel() for tensor in tensors])
-            torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+            torch._foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
     def broadcast(self, *tensors: Tensor) -> None:
         """Copy rank 0's values to all processes, in place."""
@@ -131,10 +131,10 @@ def init_distributed(
         check_host_name(os.environ["MASTER_ADDR"])
     wait = timedelta(seconds=timeout)
     store = rendezvous_store(rank, world_size, wait)
-    group = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world_size, "timeout": wait}
-    nccl = taken.type == "cuda"
+    backend, own = ("nccl", taken) if taken.type == "cuda" else ("gloo", None)
+    group = dist.PrefixStore("group", store)
     with redirect_stdout(os.devnull):  # STDOUT is the log, and Gloo (torch 2.10) prints a line per rank
-        dist.init_process_group("nccl" if nccl else "gloo", **group, device_id=taken if nccl else None)
+        dist.init_process_group(backend, None, wait, world_size, rank, group, device_id=own)
     yield DistContext(rank, world_size, taken, total_workers, dist.PrefixStore("messages", store))
     dist.destroy_process_group()
 
@@ -181,7 +181,7 @@ def exit_process() -> Iterator[None]:
         with contextlib.nullcontext() if LAUNCH in os.environ else exit_on_config_error("train"):
             yield
     except SystemExit as end:
-        status = end.code
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         if re.search("connection|remote process", str(error), re.IGNORECASE):
             time.sleep(3)  # until torchrun has found the lost process, which caused this error

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +67,7 @@ class TestTimeAugmentation:
         """Return logits [n, 10] for images [n, 32, 32, 3]."""
         chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(chunk_sizes(len(images), images.device)))
         views = self.views.items()
-        return torch.cat([sum(w * at_least_float32(network(view(chunk))) for view, w in views) for chunk in chunks])
+        return torch.cat([reduce(add, (w * at_least_float32(network(view(x))) for view, w in views)) for x in chunks])
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

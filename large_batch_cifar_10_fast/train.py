@@ -131,7 +131,8 @@ def make_model(
     """
     allow_tf32(precision == "tf32")
     network = cast(make_network(recipe, seed=0), weight_dtype(recipe, precision), ctx.device)
-    forward = eager = partial(training_pass, network, recipe, precision)
+    eager: Forward = partial(training_pass, network, recipe, precision)
+    forward = eager
     if compile:
         sizes = [size for size in (recipe.batch_size, short) if size]
         with training_memory_hint("compilation", recipe, micro_batches, ctx):
@@ -209,7 +210,7 @@ def train_once(run: int, seed: int, model: Model, data: Data, take: TakeStep, cl
     log.run(run, clock, train, validation, network)
 
 
-def take_step(model: Model, micro_batches: Sequence[Batch], metrics: Metrics) -> Tensor:
+def take_step(model: Model, micro_batches: Step | Sequence[Batch], metrics: Metrics) -> Tensor:
     """Update the weights once, from one batch of every worker. Return the losses of the images."""
     recipe, network, ctx = model.recipe, model.network, model.ctx
     workers = len(ctx.workers) // len(micro_batches)  # whose batches a micro-batch holds, one after the other

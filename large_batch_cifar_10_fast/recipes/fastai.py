@@ -7,7 +7,6 @@ at the first three; decay 2e-4 on all parameters; mean cross-entropy; crop, colo
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -47,12 +46,12 @@ class FastAI(Recipe):
     batch_size: int = option(0, "images a worker takes each step; 0: 128, or 512 on one GPU")
     width: int = option(16, "channels of the first convolution; the others scale with it")
 
-    name: ClassVar = "fastai"
-    augmentation: ClassVar = CropJitterRotateFlip(padding=4, assign=assign_independent, strength=0.25, degrees=2.0)
-    whole_epochs: ClassVar = True
-    reduction: ClassVar = "mean"
-    half_weights: ClassVar = False
-    loss_scale: ClassVar = 512
+    name = "fastai"
+    augmentation = CropJitterRotateFlip(padding=4, assign=assign_independent, strength=0.25, degrees=2.0)
+    whole_epochs = True
+    reduction = "mean"
+    half_weights = False
+    loss_scale = 512
 
     def __post_init__(self) -> None:
         entry = ENTRIES[self.entry]
