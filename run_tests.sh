@@ -11,6 +11,9 @@ if "$python" -m ruff --version >/dev/null 2>&1; then
     "$python" -m ruff check .
     "$python" -m ruff format --check .
 fi
+if "$python" -m mypy --version >/dev/null 2>&1; then
+    "$python" -m mypy
+fi
 export PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" PYTHON="$python"
 if [ "${1:-}" = --quick ]; then
     shift

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import timeit
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -79,6 +79,26 @@ def allow_tf32(allowed: bool) -> None:
     """Let float32 convolutions and matrix products use TF32 on a GPU, or not. By default convolutions do."""
     torch.backends.cudnn.allow_tf32 = allowed
     torch.backends.cuda.matmul.allow_tf32 = allowed
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # with which torch.compile recommends them
+
+
+NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in torch's errors on a CPU, and on a GPU from cuBLAS and cuDNN
+
+LESS_MEMORY = {
+    "training": "raise --micro_batches, use more processes or --no_graph, or a smaller --batch_size or --width",
+    "evaluation": "end other programs that use it, use a --precision of fewer bits, or a smaller --width",
+}
+
+
+@contextlib.contextmanager
+def out_of_memory_hint(doing: str) -> Iterator[None]:
+    """Turn an out-of-memory error of the body into a ConfigError that names what was done, and what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in NO_MEMORY):
+            raise
+        raise ConfigError(f"{doing} ran out of memory: {LESS_MEMORY[doing]}") from error
 
 
 def matrix_rate(precision: str, device: torch.device) -> float:

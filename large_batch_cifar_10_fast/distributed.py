@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 from tqdm import tqdm
 
-from . import INVALID, ConfigError, exit_on_config_error, first_line
+from . import ConfigError, exit_on_config_error, first_line
 from .devices import take_device
 
 
@@ -62,7 +62,7 @@ class DistContext:
             message = torch.cat([tensor.flatten() for tensor in tensors])
             dist.all_reduce(message)
             parts = message.split([tensor.numel() for tensor in tensors])
-            torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+            torch._foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
     def broadcast(self, *tensors: Tensor) -> None:
         """Copy rank 0's values to all processes, in place."""
@@ -124,44 +124,18 @@ def init_distributed(total_workers: int = 1, device: str = "", timeout: int = 36
     if on_one_machine():
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
-    nccl, wait = taken.type == "cuda", timedelta(seconds=timeout)
+    backend, own = ("nccl", taken) if taken.type == "cuda" else ("gloo", None)
+    wait = timedelta(seconds=timeout)
     store = next(dist.rendezvous("env://", timeout=wait))[0]
+    group = dist.PrefixStore("group", store)
     with redirect_stdout(os.devnull):  # STDOUT is the log, and Gloo (torch 2.10) prints a line per rank
-        dist.init_process_group(
-            "nccl" if nccl else "gloo",
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=wait,
-            device_id=taken if nccl else None,
-        )
+        dist.init_process_group(backend, None, wait, world_size, rank, group, device_id=own)
     try:
         yield DistContext(rank, world_size, taken, total_workers, dist.PrefixStore("messages", store))
     except ConfigError as error:  # the first process that finds it reports it, of the first team
         error.reported = store.add("errors", 1) > 1 or int(os.environ.get("LOCAL_RANK", 0)) >= world_size
         raise
     dist.destroy_process_group()
-
-
-class OutOfMemoryError(Exception):
-    """A device is out of memory. The text is one line."""
-
-
-NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in torch's errors on a CPU, and on a GPU from cuBLAS and cuDNN
-
-
-@contextlib.contextmanager
-def out_of_memory_hint(micro_batches: int, batch_size: int, ctx: DistContext) -> Iterator[None]:
-    """Turn an out-of-memory error into one line with a hint."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in NO_MEMORY):
-            raise
-        count = len(ctx.workers)
-        images = f"{count} workers x {batch_size} images in {micro_batches} micro-batches"
-        hint = f"raise --micro_batches (at most {count}), or use --no_graph, more processes, fewer --workers or a "
-        raise OutOfMemoryError(f"out of memory with {images} on {ctx.device}: {hint}smaller --batch_size") from error
 
 
 @contextlib.contextmanager
@@ -176,10 +150,7 @@ def exit_process() -> Iterator[None]:
         with exit_on_config_error("train"):
             yield
     except SystemExit as end:
-        status = int(end.code or 0)
-    except OutOfMemoryError as error:
-        print(f"process {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
-        status = INVALID
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
             time.sleep(3)  # the process that is lost caused this error, and the launcher ends this one, too

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from .devices import out_of_memory_hint
 from .distributed import DistContext
 from .layers import norms_of
 from .metrics import Logits, Metrics, Prediction, Score
@@ -10,6 +11,7 @@ from .recipe import Recipe, autocast, sums_of
 
 
 @torch.no_grad()
+@out_of_memory_hint("evaluation")
 def evaluate(
     network: nn.Module,
     recipe: Recipe,

@@ -20,6 +20,9 @@ class GhostBatchNorm(nn.Module):
     `update_statistics`, each group's for running statistics of its own, [groups, C]; evaluation uses their mean.
     """
 
+    running_mean: Tensor
+    running_var: Tensor
+
     def __init__(
         self,
         channels: int,

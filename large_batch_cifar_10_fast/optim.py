@@ -1,7 +1,7 @@
 """Schedules, and two optimizers that PyTorch lacks: Nesterov with the rate inside the velocity, and Muon."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from .distributed import DistContext
 
-Tensors = Sequence[Tensor]
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def prepare_for_gpu(optimizers: Iterable[Optimizer], compile: bool) -> None:
             group["lr"] = torch.zeros((), device=group["params"][0].device)
             if isinstance(optimizer, SGD):
                 group["fused"] = True
-        if compile and not isinstance(optimizer, SGD):
+        if compile and isinstance(optimizer, NesterovSGD | Muon):
             optimizer.compile()
 
 
@@ -92,7 +92,7 @@ class NesterovSGD(Optimizer):
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # no closure
         for group in self.param_groups:
             rates = [group[name] for name in ("lr", "weight_decay", "momentum")]
             for weights in group["lists"]:
@@ -141,7 +141,7 @@ class Muon(Optimizer):
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # no closure
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]  # not frozen
             if weights:

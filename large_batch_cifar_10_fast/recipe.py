@@ -4,10 +4,11 @@ A recipe is everything that decides the weights. Where and how it runs are Optio
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,14 +39,13 @@ class Stage:
         return replace(self, first_epoch=1, keep_fraction=1.0)
 
 
-class Recipe(Protocol):
+class Recipe(ABC):
     """A frozen dataclass whose fields are its options on the command line; add one beside apple2019.py.
 
     A recipe states where it differs from the defaults here.
     """
 
     name: str
-    workers: int  # replicas, each with its own shard of the training images
     batch_size: int  # images a worker takes each step
     epochs: int
     augmentation: CropAndFlip  # or a class like it
@@ -55,23 +55,36 @@ class Recipe(Protocol):
     half_weights: bool = True  # with fp16: whether weights are fp16, too; if not, operations cast float32 weights
     loss_scale: int = 1  # multiplies the loss and divides gradients: half precision loses small gradients
     label_smoothing: float = 0.0  # part of a label that is spread over all classes
-    stages: Sequence[Stage] = (Stage(),)  # ordered; the first begins with epoch 1
-    tta: Prediction = ONE_VIEW  # test-time augmentation after the last epoch, and for saved weights
-    tta_early: Prediction = ONE_VIEW  # after earlier epochs
+    tta_early: Prediction = ONE_VIEW  # test-time augmentation after all epochs but the last
 
+    @property
+    def tta(self) -> Prediction:
+        """Test-time augmentation after the last epoch, and for saved weights."""
+        return ONE_VIEW
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """Stages in their order; the first begins with epoch 1."""
+        return (Stage(),)
+
+    @property
+    @abstractmethod
+    def workers(self) -> int:
+        """The number of replicas, each with its own shard of the training images."""
+
+    @abstractmethod
     def network(self) -> nn.Module:
         """Return an initialized network: images [B, 3, 32, 32] to logits [B, 10]. Its norms are GhostBatchNorm."""
-        ...
 
-    def whiten(self, network: nn.Module, images: Tensor) -> None:
+    def whiten(self, network: nn.Module, images: Tensor) -> None:  # noqa: B027 (optional)
         """Set the frozen weights from worker 0's images [n, 32, 32, 3], normalized and unpadded; by default none."""
 
+    @abstractmethod
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         """Return optimizers whose groups have `schedules`: lr, momentum, ... as functions of the time in epochs.
 
         All processes of the ctx give them the same gradients and weights, and must get the same weights back.
         """
-        ...
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return losses [B], in float32 or float64, for logits [B, 10] and labels int64 [B]."""
@@ -169,7 +182,7 @@ def make_network(recipe: Recipe, seed: int) -> nn.Module:
 
 def cast(network: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Move the network to the device, channels-last, with weights of this type; norms stay in float32 at least."""
-    network.to(device, dtype, memory_format=torch.channels_last)
+    network.to(device, dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's stubs
     if dtype == torch.float16:
         for norm in norms_of(network):
             norm.float()

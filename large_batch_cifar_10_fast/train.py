@@ -18,8 +18,8 @@ from .compiling import Forward, compiled, compiled_evaluation
 from .config import Options, check_images, check_processes, check_save, choose_computation, parse
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Shards, Step, normalize_for, upload_shards, upload_test
-from .devices import allow_tf32
-from .distributed import DistContext, exit_process, init_distributed, on_one_machine, out_of_memory_hint
+from .devices import allow_tf32, out_of_memory_hint
+from .distributed import DistContext, exit_process, init_distributed, on_one_machine
 from .evaluate import evaluate
 from .graphs import StepGraphs, TakeStep, graphed
 from .layers import prepare_norms, update_statistics
@@ -43,7 +43,7 @@ from .recipe import (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Make the missing runs of a campaign. They share images and network; nothing before `clock` is timed."""
+    """Make the missing runs of a campaign."""
     options, recipe = parse(arguments)
     check_save(options.save)
     with init_distributed(recipe.workers, options.device, options.timeout) as ctx:
@@ -53,13 +53,13 @@ def main(arguments: Sequence[str]) -> None:
         options = choose_computation(options, recipe, ctx, len(images.train_images))
         log = RunLog(options, recipe, ctx, images)
         if log.missing:
-            with out_of_memory_hint(options.micro_batches, recipe.batch_size, ctx):
-                make_runs(options, recipe, images, ctx, log)
+            make_runs(options, recipe, images, ctx, log)
         log.summary()
 
 
+@out_of_memory_hint("training")
 def make_runs(options: Options, recipe: Recipe, images: Images, ctx: DistContext, log: RunLog) -> None:
-    """Set up once, then make each missing run."""
+    """Make each missing run. They share images and network; nothing before `clock` is timed."""
     if ctx.on_gpu and ctx.world_size == 1:  # with several each copies its share
         images = images.pinned()
     short = images_of_an_epoch(recipe, len(images.train_images), epoch=1) % recipe.batch_size
@@ -113,7 +113,8 @@ def make_model(
     """
     allow_tf32(precision == "tf32")
     network = cast(make_network(recipe, seed=0), weight_dtype(recipe, precision), ctx.device)
-    forward = eager = partial(training_pass, network, recipe, precision)
+    eager: Forward = partial(training_pass, network, recipe, precision)
+    forward = eager
     if compile:
         sizes = [size for size in (recipe.batch_size, short) if size]
         forward = compiled(eager, network, recipe, precision, sizes, micro_batches, ctx)
@@ -189,7 +190,7 @@ def train_once(run: int, seed: int, model: Model, data: Data, take: TakeStep, cl
     log.run(run, clock, train, validation, network)
 
 
-def take_step(model: Model, micro_batches: Sequence[Batch], metrics: Metrics) -> Tensor:
+def take_step(model: Model, micro_batches: Step | Sequence[Batch], metrics: Metrics) -> Tensor:
     """Update the weights once, from one batch of every worker. Return the losses of the images."""
     recipe, network, ctx = model.recipe, model.network, model.ctx
     workers = len(ctx.workers) // len(micro_batches)  # whose batches a micro-batch holds, one after the other

@@ -14,9 +14,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 from conftest import random_pictures, write_npz
-from large_batch_cifar_10_fast.options import ConfigError
 from torchvision.datasets import CIFAR10
 
+from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.data import cifar10
 from large_batch_cifar_10_fast.data.cifar10 import ARCHIVE, Images, count_training_images, load_images
 

@@ -8,9 +8,8 @@ import sys
 import pytest
 import torch
 from conftest import GPUS, REPO, environment, write_program
-from large_batch_cifar_10_fast.options import ConfigError
 
-from large_batch_cifar_10_fast import checks, devices
+from large_batch_cifar_10_fast import ConfigError, checks, devices
 from large_batch_cifar_10_fast.devices import matrix_rate
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019

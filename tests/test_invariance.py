@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 import torch
 from conftest import TINY, train_on_machines, train_together, write_npz
-from large_batch_cifar_10_fast.command_line import RECIPES
 
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.recipes import RECIPES
 
 pytestmark = pytest.mark.slow
 

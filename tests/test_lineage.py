@@ -7,18 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ALONE, CPU, REPO
-from large_batch_cifar_10_fast.command_line import RECIPES, read_request
 from test_oracle import check_run
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from large_batch_cifar_10_fast.compiling import gradients, noise
+from large_batch_cifar_10_fast.compiling import noise, results_of_pass
+from large_batch_cifar_10_fast.config import parse
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import norms_of
 from large_batch_cifar_10_fast.optim import NesterovSGD
 from large_batch_cifar_10_fast.recipe import autocast, run_flop, weight_dtype
+from large_batch_cifar_10_fast.recipes import RECIPES
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
@@ -176,8 +177,9 @@ def test_in_half_precision_gradients_point_where_those_of_float64_do(recipe, pre
     found = {}
     for name in (precision, "fp64"):
         model = make_model(recipe, ALONE, name)
-        batch = noise(recipe.batch_size, recipe.stages[0].resolution, weight_dtype(recipe, name), ALONE)
-        found[name] = gradients(model.network, model.forward, batch, workers=1)
+        images = noise(recipe.batch_size, recipe.stages[0].resolution, weight_dtype(recipe, name), ALONE)
+        labels = torch.zeros(len(images), dtype=torch.int64)  # all equal, so that gradients add up
+        found[name], _ = results_of_pass(model.network, model.forward, images, labels, workers=1)
     for name, expected in found["fp64"].items():
         assert found[precision][name].dtype == torch.float32
         cosine = F.cosine_similarity(found[precision][name].double().flatten(), expected.flatten(), dim=0)
@@ -189,7 +191,7 @@ def test_the_table_in_the_documents_is_counted_on_the_recipes():
     rows = {row[0].strip("`"): row for row in cells if len(row) == 11 and row[0].startswith("`")}
     assert {name.split()[0] for name in rows} == RECIPES.keys()
     for name, (_, _, parameters, multiply_adds, batches, epochs, rate, pflop, *_) in rows.items():
-        _, recipe = read_request(["--recipe", *name.split()])
+        _, recipe = parse(["--recipe", *name.split()])
         network = recipe.network()
         assert f"{sum(w.numel() for w in network.parameters() if w.requires_grad):,}" == parameters
         with torch.device("meta"), FlopCounterMode(display=False) as counter:

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ALONE, Recorder
-from large_batch_cifar_10_fast.options import as_pairs
 from test_oracle import Head, check_run, check_whitening
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import train
+from large_batch_cifar_10_fast.config import as_pairs
 from large_batch_cifar_10_fast.data.cifar10 import Images, random_images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.log import Clock

@@ -2,19 +2,21 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, train_here
-from large_batch_cifar_10_fast.checks import out_of_memory_hint
-from large_batch_cifar_10_fast.options import ConfigError
+from conftest import ALONE, TINY, train_here
 
+from large_batch_cifar_10_fast import ConfigError, api, train
 from large_batch_cifar_10_fast import log as run_log
-from large_batch_cifar_10_fast import train
-from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.metrics import TWO_VIEWS, Score
+from large_batch_cifar_10_fast.devices import out_of_memory_hint
+from large_batch_cifar_10_fast.evaluate import evaluate
+from large_batch_cifar_10_fast.metrics import TWO_VIEWS, Score, chunk_sizes
+from large_batch_cifar_10_fast.recipe import make_network
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
 pytestmark = pytest.mark.slow
 
@@ -113,11 +115,26 @@ def test_a_diverged_run_is_a_result_with_a_warning_and_never_reached_the_goal(ti
 
 
 @pytest.mark.parametrize("words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", ""])
-def test_running_out_of_memory_gives_a_hint(words):
-    ctx = DistContext(0, 1, torch.device("cuda", 0), 8)
-    hint = r"8 workers x 256 images in 1 micro-batches on cuda:0: raise --micro_batches \(at most 8\)"
-    with pytest.raises(OutOfMemoryError, match=hint), out_of_memory_hint(1, 256, ctx):
+def test_running_out_of_memory_gives_a_hint_that_fits_what_was_done(words):
+    def predict(network, images):
         raise RuntimeError(words) if words else torch.OutOfMemoryError
+
+    training = "^training ran out of memory: raise --micro_batches"
+    with pytest.raises(ConfigError, match=training), out_of_memory_hint("training"):
+        predict(None, None)
+    recipe, test = Apple2019(width=4), (torch.zeros(2, 32, 32, 3), torch.zeros(2, dtype=torch.int64))
+    hint = r"^evaluation ran out of memory: (?!.*--micro_batches).*--precision"
+    with pytest.raises(ConfigError, match=hint), out_of_memory_hint("training"):
+        evaluate(make_network(recipe, seed=0), recipe, predict, "fp32", test, ALONE)
+
+
+def test_what_an_evaluation_takes_leaves_room_on_small_gpus(monkeypatch):
+    """An uncompiled fastai takes 1.6 MiB an image in fp32, the most of all recipes."""
+    for gib in (2, 7.6, 15.8, 79):
+        properties = SimpleNamespace(total_memory=int(gib * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, it=properties: it)
+        largest = chunk_sizes(10_000, torch.device("cuda", 0))[0]
+        assert largest * 1.6 * 2**20 < 0.45 * properties.total_memory
 
 
 def test_clocks_are_read_after_the_warm_up(tiny_npz, tmp_path, capsys, monkeypatch):

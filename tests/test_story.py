@@ -1,13 +1,11 @@
 """How the parts are put together: what is timed, which epoch reaches 94%, and that another recipe can be added."""
 
 import dataclasses
-from typing import ClassVar
 
 import pandas as pd
 import pytest
 import torch
 from conftest import TINY, train_here
-from large_batch_cifar_10_fast.options import ConfigError, option
 from torch import nn
 
 from large_batch_cifar_10_fast import ConfigError, runs, train
@@ -61,12 +59,12 @@ class Stock(Recipe):
     batch_size: int = option(16, "images a worker takes each step")
     epochs: int = option(2, "epochs of a run")
 
-    name: ClassVar = "stock"
-    workers: ClassVar = 2
-    augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_independent)
-    whole_epochs: ClassVar = True
-    reduction: ClassVar = "mean"
-    loss_scale: ClassVar = 8
+    name = "stock"
+    workers = 2
+    augmentation = CropAndFlip(padding=4, assign=assign_independent)
+    whole_epochs = True
+    reduction = "mean"
+    loss_scale = 8
 
     def network(self) -> nn.Module:
         norm = GhostBatchNorm(6, ghost_batch=self.batch_size)
@@ -78,6 +76,13 @@ class Stock(Recipe):
         schedules = {"lr": PiecewiseLinear((0, 1, 2), (0, 0.1, 0.01)), "momentum": PiecewiseLinear((0, 2), (0.95, 0.8))}
         group = {"params": list(network.parameters()), "schedules": schedules}
         return [torch.optim.SGD([group], lr=0.0, momentum=0.9, nesterov=True, weight_decay=0.01)]
+
+
+@pytest.mark.parametrize("name", ["network", "optimizers", "workers"])
+def test_a_recipe_without_a_part_that_has_no_default_cannot_be_made(name):
+    incomplete = type("Incomplete", (Stock,), {name: getattr(Recipe, name)})
+    with pytest.raises(TypeError, match=rf"abstract method '?{name}"):
+        incomplete()
 
 
 def test_a_campaign_of_another_recipe_is_written_and_continued(tiny_npz, tmp_path, capsys, monkeypatch):

@@ -44,7 +44,9 @@ class CropAndFlip:
     padding: int
     assign: Callable[[int, int, Sequence[Generator]], Tensor]
 
-    def sample(self, count: int, generators: Sequence[Generator], *_: object) -> tuple[Tensor, Tensor]:
+    def sample(
+        self, count: int, generators: Sequence[Generator], run_generators: Sequence[Generator] = (), epoch: int = 0
+    ) -> tuple[Tensor, ...]:
         """Return each image's crop offset, counted row by row, and whether it is mirrored (1), int64 [W, count]."""
         return self.assign(count, (2 * self.padding + 1) ** 2, generators), self.assign(count, 2, generators)
 
@@ -64,8 +66,8 @@ class CropAndAlternateFlip(CropAndFlip):
     """Crop like CropAndFlip. Mirror at random in the first epoch, then alternately, so that two show both sides."""
 
     def sample(
-        self, count: int, generators: Sequence[Generator], run_generators: Sequence[Generator], epoch: int
-    ) -> tuple[Tensor, Tensor]:
+        self, count: int, generators: Sequence[Generator], run_generators: Sequence[Generator] = (), epoch: int = 0
+    ) -> tuple[Tensor, ...]:
         crops, _ = super().sample(count, generators)
         return crops, (assign_independent(count, 2, run_generators) + epoch) % 2
 
@@ -77,7 +79,9 @@ class CropJitterRotateFlip(CropAndFlip):
     strength: float
     degrees: float
 
-    def sample(self, count: int, generators: Sequence[Generator], *_: object) -> tuple[Tensor, ...]:
+    def sample(
+        self, count: int, generators: Sequence[Generator], run_generators: Sequence[Generator] = (), epoch: int = 0
+    ) -> tuple[Tensor, ...]:
         """Return crops and flips like CropAndFlip, then float32 [W, count]: three factors, and angles in radians."""
         crops, flips = super().sample(count, generators)
         *changes, turn = (2 * draw(generators, torch.rand, count) - 1 for _ in range(4))
@@ -107,7 +111,8 @@ def _blend(images: Tensor, other: Tensor, factors: Tensor) -> Tensor:
 
 
 def _gray(images: Tensor) -> Tensor:
-    return sum(weight * images[:, c : c + 1] for c, weight in enumerate(LUMA))
+    red, green, blue = (weight * images[:, c : c + 1] for c, weight in enumerate(LUMA))
+    return red + green + blue
 
 
 def rotate_and_flip(images: Tensor, angles: Tensor, flips: Tensor) -> Tensor:
@@ -115,7 +120,7 @@ def rotate_and_flip(images: Tensor, angles: Tensor, flips: Tensor) -> Tensor:
     cos, sin, zero, sign = angles.cos(), angles.sin(), torch.zeros_like(angles), 1 - 2 * flips
     # From an output pixel to its source: undo the flip, then the rotation. Rows are x and y; y points down.
     origins = torch.stack([cos * sign, -sin, zero, sin * sign, cos, zero], 1).view(-1, 2, 3).to(images.dtype)
-    grid = F.affine_grid(origins, images.shape, align_corners=False)
+    grid = F.affine_grid(origins, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="nearest", padding_mode="zeros", align_corners=False)
 
 

@@ -88,6 +88,9 @@ class Step:
     def __len__(self) -> int:
         return len(self.columns[0])
 
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[index] for index in range(len(self)))
+
     def __getitem__(self, index: int) -> Batch:
         shards, resolution = self.shards, self.kind.resolution
         sample = (column[index] for column in self.columns)
@@ -130,7 +133,7 @@ def upload_shards(
     images: np.ndarray, labels: np.ndarray, recipe: Recipe, ctx: DistContext, micro_batches: int, compile: bool
 ) -> Shards:
     """Copy the training images of this process's workers to its device, as bytes."""
-    mine = slice(None)  # without a copy in host memory
+    mine: slice | np.ndarray = slice(None)  # without a copy in host memory
     if len(ctx.workers) < recipe.workers:
         mine = np.isin(np.arange(len(images)) % recipe.workers, ctx.workers)
     make = torch.compile(make_batch, dynamic=False) if compile else make_batch
@@ -143,7 +146,8 @@ def upload_test(images: np.ndarray, labels: np.ndarray, ctx: DistContext) -> Bat
 
 
 def _upload(images: np.ndarray, labels: np.ndarray, mine: slice | np.ndarray, device: torch.device) -> Batch:
-    return tuple(torch.from_numpy(np.ascontiguousarray(part[mine])).to(device) for part in (images, labels))
+    parts = (torch.from_numpy(np.ascontiguousarray(part[mine])).to(device) for part in (images, labels))
+    return next(parts), next(parts)
 
 
 def normalize_for(recipe: Recipe, precision: str, images: Tensor) -> Tensor:

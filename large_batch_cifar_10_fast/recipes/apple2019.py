@@ -6,7 +6,6 @@ smoothing 0.2; pad 4, balanced crops and flips; test-time augmentation by mirror
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,11 +44,11 @@ class Apple2019(Recipe):
     eval_stats: str = option("first", "ghost groups whose statistics evaluation uses", choices=("first", "average"))
     workers: int = option(8, "replicas, each with its own shard", least=1)
 
-    name: ClassVar = "apple2019"
-    augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_balanced)
-    label_smoothing: ClassVar = 0.2  # 0.8 x cross-entropy + 0.2 x the mean over classes of -log p limits overfitting
-    tta: ClassVar = TWO_VIEWS
-    tta_early: ClassVar = TWO_VIEWS
+    name = "apple2019"
+    augmentation = CropAndFlip(padding=4, assign=assign_balanced)
+    label_smoothing = 0.2  # 0.8 x cross-entropy + 0.2 x the mean over classes of -log p limits overfitting
+    tta = TWO_VIEWS
+    tta_early = TWO_VIEWS
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -70,8 +69,8 @@ class Apple2019(Recipe):
         groups = self.batch_size // self.ghost_batch if self.eval_stats == "average" else 1
         return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.ghost_batch, affine=False, groups=groups))
 
-    def whiten(self, network: "Network", images: Tensor) -> None:
-        network.whitening.weight.copy_(whitening_filters(images[:10_000], size=3, epsilon=0.01))
+    def whiten(self, network: nn.Module, images: Tensor) -> None:
+        network.get_parameter("whitening.weight").copy_(whitening_filters(images[:10_000], size=3, epsilon=0.01))
 
     def rate(self) -> PiecewiseLinear:
         """Return the rate: up to the peak, down, then constant, which replaces the averaging of weights."""
@@ -107,8 +106,8 @@ class Network(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         mix, norm, celu = self.prep
         channels = 32 if images.is_cuda else 27
-        x = celu(norm(whiten_and_mix(images, self.whitening.weight, mix.weight, channels)))
-        return self.head(self.layer3(self.layer2(self.layer1(x)))) * LOGIT_SCALE
+        x = whiten_and_mix(images, self.whitening.weight, mix.weight, channels)  # type: ignore[arg-type]  # a parameter
+        return self.head(self.layer3(self.layer2(self.layer1(celu(norm(x)))))) * LOGIT_SCALE
 
 
 def whiten_and_mix(images: Tensor, filters: Tensor, weight: Tensor, channels: int) -> Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +32,11 @@ class Basenet(Recipe):
     batch_size: int = option(128, "images of a step", least=1)
     width: int = option(64, "channels of the first stage; the others scale with it", least=NARROWEST)
 
-    name: ClassVar = "basenet"
-    workers: ClassVar = 1
-    augmentation: ClassVar = CropAndFlip(padding=4, assign=assign_independent)
-    whole_epochs: ClassVar = True
-    reduction: ClassVar = "mean"
+    name = "basenet"
+    workers = 1
+    augmentation = CropAndFlip(padding=4, assign=assign_independent)
+    whole_epochs = True
+    reduction = "mean"
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -72,7 +71,8 @@ class Network(nn.Module):
         self.pools = pools
         self.linear = nn.Linear(8 * width, 10)
         for made in norms_of(self):
-            nn.init.uniform_(made.weight)  # as PyTorch's norms did before version 1.2
+            if made.weight is not None:
+                nn.init.uniform_(made.weight)  # as PyTorch's norms did before version 1.2
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.blocks(self.prep(images))

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -50,12 +49,12 @@ class FastAI(Recipe):
         16, "channels of the first convolution; the others scale with it", least=math.ceil(NARROWEST / 6)
     )
 
-    name: ClassVar = "fastai"
-    augmentation: ClassVar = CropJitterRotateFlip(padding=4, assign=assign_independent, strength=0.25, degrees=2.0)
-    whole_epochs: ClassVar = True
-    reduction: ClassVar = "mean"
-    half_weights: ClassVar = False
-    loss_scale: ClassVar = 512
+    name = "fastai"
+    augmentation = CropJitterRotateFlip(padding=4, assign=assign_independent, strength=0.25, degrees=2.0)
+    whole_epochs = True
+    reduction = "mean"
+    half_weights = False
+    loss_scale = 512
 
     def __post_init__(self) -> None:
         entry = ENTRIES[self.entry]

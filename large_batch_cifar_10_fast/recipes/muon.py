@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +53,10 @@ class MuonRecipe(Recipe):
     views: str = option("six", "views of a test image after the last epoch", choices=tuple(VIEWS))
     workers: int = option(1, "replicas, each with its own shard", least=1)
 
-    name: ClassVar = "muon"
-    augmentation: ClassVar = CropAndAlternateFlip(padding=2, assign=assign_independent)
-    half: ClassVar = "bf16"
-    half_weights: ClassVar = False
+    name = "muon"
+    augmentation = CropAndAlternateFlip(padding=2, assign=assign_independent)
+    half = "bf16"
+    half_weights = False
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -104,10 +103,10 @@ class MuonRecipe(Recipe):
         )
         return Network(self.width, norm)
 
-    def whiten(self, network: "Network", images: Tensor) -> None:
+    def whiten(self, network: nn.Module, images: Tensor) -> None:
         filters = whitening_filters(images[:5000], size=2, epsilon=5e-4)
         both_signs = torch.cat([filters, -filters])  # since the activation suppresses negative values
-        network.whitening.weight.copy_(both_signs)
+        network.get_parameter("whitening.weight").copy_(both_signs)
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         """SGD's rates are for the sum of the loss over a step; ours is the mean of the workers' sums."""
@@ -119,13 +118,12 @@ class MuonRecipe(Recipe):
             decay = WEIGHT_DECAY * self.batch_size / rate
             return {"params": params, "schedules": {"lr": schedule * (rate * self.workers)}, "weight_decay": decay}
 
-        inner, head = list(network.groups.parameters()), network.linear.weight
+        inner, head = list(network.get_submodule("groups").parameters()), network.get_parameter("linear.weight")
         biases = group([weight for weight in inner if weight.ndim == 1], falling, self.bias_rate)
-        whitening = group([network.whitening.bias], falling_early, self.bias_rate)
+        whitening = group([network.get_parameter("whitening.bias")], falling_early, self.bias_rate)
         sgd = SGD([biases, whitening, group([head], falling, self.head_rate)], momentum=self.momentum, nesterov=True)
-        filters = {"params": [weight for weight in inner if weight.ndim == 4]}
-        filters["schedules"] = {"lr": falling * self.filter_rate}
-        muon = Muon([filters], self.filter_momentum, ctx)
+        filters = [weight for weight in inner if weight.ndim == 4]
+        muon = Muon([{"params": filters, "schedules": {"lr": falling * self.filter_rate}}], self.filter_momentum, ctx)
         return [muon, sgd]
 
 
@@ -138,7 +136,7 @@ class Muon2024(MuonRecipe):
     kept: str = same_option(MuonRecipe, "kept", "1")
     whitening_epochs: int = same_option(MuonRecipe, "whitening_epochs", 3)
 
-    name: ClassVar = "muon2024"
+    name = "muon2024"
 
 
 class Network(nn.Module):
