@@ -51,9 +51,9 @@ with init_distributed() as ctx:
     make_model(MuonRecipe(), ctx, sys.argv[1])
     print(torch.cuda.get_device_capability()[0])
     x, filters = (torch.randn(128, 256, side, side, device=ctx.device) for side in (16, 3))
-    for multiply, y in ((torch.conv2d, filters), (torch.matmul, x.mT)):
-        exact = multiply(x.double(), y.double())
-        print(float((multiply(x, y) - exact).norm() / exact.norm()))
+    for multiply, a, b in ((torch.conv2d, x, filters), (torch.matmul, x.flatten(2), x.flatten(2))):
+        exact = multiply(a.double(), b.double())
+        print(float((multiply(a, b) - exact).norm() / exact.norm()))
 """
 SMALL = {
     "apple2019": ["--demo", *TINY, "--lr_scaler", 0.1],  # at higher rates, rounding alone soon changes the weights
