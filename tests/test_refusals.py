@@ -125,8 +125,10 @@ def test_weights_may_take_the_place_of_weights_but_not_of_images(tmp_path, tiny_
 
 @pytest.mark.parametrize(
     ("gpus", "cores", "workers", "nproc", "teams", "processes"),
-    [(3, 64, 8, 0, 1, 2), (0, 6, 8, 0, 1, 4), (0, 2, 5, 0, 1, 1), (8, 64, 8, 2, 1, 2), (0, 6, 8, 0, 2, 2)]
-    + [(8, 64, 8, 0, 2, 4), (8, 64, 1, 0, 5, 1)],
+    [
+        *((3, 64, 8, 0, 1, 2), (0, 6, 8, 0, 1, 4), (0, 2, 5, 0, 1, 1), (8, 64, 8, 2, 1, 2), (0, 6, 8, 0, 2, 2)),
+        *((8, 64, 8, 0, 2, 4), (8, 64, 1, 0, 5, 1)),
+    ],
 )
 def test_there_are_as_many_processes_as_divide_the_workers_and_fit(gpus, cores, workers, nproc, teams, processes):
     assert plan_processes(nproc, teams, workers, gpus, cores, runs=9) == processes

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import CPU, random_pictures
 
 from large_batch_cifar_10_fast.data.augment import CropAndAlternateFlip, assign_balanced, assign_independent
-from large_batch_cifar_10_fast.data.shards import shuffle_shards, upload_shards, upload_test
+from large_batch_cifar_10_fast.data.shards import normalize_for, shuffle_shards, upload_shards, upload_test
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.recipe import images_for_every_step, images_of_an_epoch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -200,6 +200,19 @@ def test_one_gather_is_reflection_padding_then_crop_then_flip():
         crop = padded[row, :, y : y + 32, x : x + 32]
         assert torch.equal(found, crop.flip(2) if flip else crop)
     assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_images_are_normalized_in_the_precision_of_the_weights():
+    """As published (docs/method.md, section 2). NumPy rounds each of its operations to half precision, too."""
+    pixels = np.arange(256, dtype=np.uint8)[:, None].repeat(3, 1)
+    mean, deviation = np.array([125.31, 122.95, 113.87]), np.array([62.99, 62.09, 66.70])
+    half, single = (
+        (pixels.astype(dtype) - mean.astype(dtype)) / deviation.astype(dtype) for dtype in (np.float16, np.float32)
+    )
+    assert (half != single.astype(np.float16)).mean() > 0.2
+    for recipe, precision, expected in ((APPLE, "fp16", half), (MuonRecipe(), "fp16", single), (APPLE, "fp32", single)):
+        found = normalize_for(recipe, precision, torch.from_numpy(pixels))
+        torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=0)
 
 
 def test_the_test_images_are_shared_out_once_each():

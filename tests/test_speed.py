@@ -1,5 +1,6 @@
-"""An epoch never waits for a GPU."""
+"""An epoch never waits for a GPU, and convolutions need not transpose."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.train import Model, make_step, prepare
+from large_batch_cifar_10_fast.train import Model, make_model, make_step, prepare
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +27,27 @@ RECIPES = [
     FastAI(width=3),
     MuonRecipe(width=4, batch_size=20, workers=2, pixels="24,32", kept="0.5"),
 ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_weights_and_activations_are_channels_last_in_memory(recipe):
+    recipe = replace(recipe, batch_size=8)
+    ctx, found = DistContext(0, 1, torch.device("cpu"), recipe.workers), {}
+    model = make_model(recipe, ctx, "fp32")
+
+    def look(name: str, tensor: torch.Tensor) -> None:
+        if tensor.ndim == 4:
+            found[name] = tensor.is_contiguous(memory_format=torch.channels_last)
+
+    for name, module in model.network.named_modules():
+        module.register_forward_hook(lambda module, inputs, output, name=name: look(f"output of {name}", output))
+    for name, weight in model.network.named_parameters():
+        look(name, weight)
+    data = prepare(random_images(16 * recipe.workers, 1), model, Clock(ctx.synchronize))
+    [(images, labels)] = data.train.epoch(seed=0, epoch=1)[0]
+    model.forward(images, labels, recipe.workers)
+    assert len(found) > 20
+    assert [name for name in found if not found[name]] == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

@@ -14,7 +14,10 @@ from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import GhostBatchNorm
 from large_batch_cifar_10_fast.metrics import Score
 from large_batch_cifar_10_fast.optim import PiecewiseLinear
-from large_batch_cifar_10_fast.recipe import Recipe
+from large_batch_cifar_10_fast.recipe import Recipe, option
+from large_batch_cifar_10_fast.recipes import RECIPES
+from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.recipes.page import Page
 
 
 @pytest.mark.slow
