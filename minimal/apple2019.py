@@ -4,8 +4,8 @@
     torchrun --nproc_per_node 8 minimal/apple2019.py    # 2, 4 or 8 processes, each with a GPU
 
 Published: 41 of 50 runs reach 94% (lowest 93.74%, median 94.19%), in 7.885 seconds on average on eight V100s. Sections
-are those of docs/method.md. A line that ends with `# without X: ...` says how to train without trick X: delete the
-line, or put the code after the colon in its place.
+are those of docs/method.md. To train without trick X, edit the line with `# without X: ...` as it says: delete it, or
+write the code after the colon instead.
 """
 
 import argparse
@@ -41,6 +41,7 @@ hyp = SimpleNamespace(
 # torchrun sets these variables. Process p of P has workers p, p + P, p + 2P, ... and computes them as one larger batch.
 RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 WORKERS = range(RANK, hyp.workers, PROCESSES)
+assert hyp.workers % PROCESSES == 0, f"{hyp.workers} workers cannot be split over {PROCESSES} processes"
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if GPU else torch.device("cpu")
 
@@ -200,8 +201,7 @@ def update(weights: list[Tensor], velocities: list[Tensor], rate: float, decay: 
 
 @torch.no_grad()
 def evaluate(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the sums over this process's share of the test images. Test-time augmentation: the mirror image shows the
-    same, and the mean of both logits is wrong less often (section 5)."""
+    """Return the sums over this process's test images. Averaging over mirror images reduces errors (section 5)."""
     network.eval()
     for buffer in network.buffers() if PROCESSES > 1 else ():
         dist.broadcast(buffer, src=0)

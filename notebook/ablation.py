@@ -1,8 +1,8 @@
 """Train by minimal/apple2019.py as it is and without each of its tricks, with the same seeds.
 
-    OMP_NUM_THREADS=1 python notebook/ablation.py --data FILE.npz --seeds 6 --epochs 5 --width 8 --batch_size 64
+    OMP_NUM_THREADS=1 python notebook/ablation.py --data FILE.npz --seeds 6 --epochs 5 --width 8 --batch_size 32
 
-Appends a row of --out for each run, seed by seed. A run that has a row is skipped, so the same command continues.
+Appends a row to --out after each run; skips a run that has one. Ghost groups have 16 images, as published.
 """
 
 import argparse
@@ -32,7 +32,8 @@ def load_program(text: str, **hyperparameters: int) -> ModuleType:
         path = Path(folder) / "program.py"
         path.write_text(text)
         spec = importlib.util.spec_from_file_location("program", path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         spec.loader.exec_module(program := importlib.util.module_from_spec(spec))
     vars(program.hyp).update(hyperparameters)
     return program
@@ -44,11 +45,12 @@ def main() -> None:
     parser.add_argument("--out", default="ablation.tsv", type=Path, help="table of runs")
     parser.add_argument("--seeds", default=6, type=int, help="0 to this number, exclusive")
     parser.add_argument("--images", default=50_000, type=int, help="the first of the training images")
-    for name, default in (("epochs", 5), ("width", 8), ("batch_size", 64)):
+    for name, default in (("epochs", 5), ("width", 8), ("batch_size", 32)):
         parser.add_argument(f"--{name}", default=default, type=int)
     args = parser.parse_args()
     sizes = {"epochs": args.epochs, "width": args.width, "batch_size": args.batch_size}
-    programs = {variant: load_program(text, **sizes) for variant, text in variants().items()}
+    groups = args.batch_size // 16
+    programs = {name: load_program(text, ghost_groups=groups, **sizes) for name, text in variants().items()}
     program = programs["as published"]
     train_images, train_labels, *test = program.load(args.data)
     data, _ = program.prepare([train_images[: args.images], train_labels[: args.images], *test], torch.float32)

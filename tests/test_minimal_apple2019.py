@@ -25,7 +25,7 @@ SHAPES = draw_shapes(8 * 27, 24)  # three steps an epoch; three images of each s
 
 
 def trained(text: str, path) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
-    """Train with the program. Return the state, and of each epoch training accuracy and loss, test accuracy and loss."""
+    """Train with the program. Return its state, and each epoch's training accuracy and loss, test accuracy and loss."""
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     spec.loader.exec_module(program := importlib.util.module_from_spec(spec))
