@@ -25,7 +25,7 @@ HEAD_LINE += r"|(?P<workers>\d+) workers on (?P<processes>\d+) process(?:es)?, (
 HEAD_LINE += r"|data (?P<images>.*): .* images, SHA-256 (?P<digest>\w+)"
 HEAD_LINE += r"|recipe (?P<recipe>\w+) (?P<options>.*)|settings (?P<settings>.*))$"
 SUMMARY = r"(?m)^(\d+) runs reached 0\.94 out of (\d+)\s*$"
-LOSSES = {name: (-np.inf, np.inf, "nan") for name in ("train_loss", "validation_loss")}  # limits, and a text for NaN
+LOSSES = dict.fromkeys(("train_loss", "validation_loss"), (-np.inf, np.inf, "nan"))  # limits, and a text for NaN
 SECONDS = {"seconds": (1e-9, 1e9)}
 
 
@@ -110,7 +110,9 @@ def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], **known)
 
 def from_runs(source: str, tables: Mapping[str, pd.DataFrame], campaign: str) -> Log:
     """Read the named or the last campaign of each table. Raise ConfigError if conditions differ or a seed recurs."""
-    parts = {path: table[table["campaign"] == (campaign or table["campaign"].iloc[-1])] for path, table in tables.items()}
+    parts = {
+        path: table[table["campaign"] == (campaign or table["campaign"].iloc[-1])] for path, table in tables.items()
+    }
     for path in [path for path, part in parts.items() if part.empty]:
         raise ConfigError(f"{path}: no campaign {campaign}, only {', '.join(tables[path]['campaign'].unique())}")
     rows = pd.concat(parts.values()).fillna("")
@@ -169,7 +171,7 @@ def from_lines(path: str, text: str) -> Log:
 
 
 def from_rounded(path: str, table: pd.DataFrame, summary: str, conditions: dict[str, str]) -> Log:
-    """Return the log of printed runs. By accuracies of three decimals runs at 94% cannot be counted, but by a summary."""
+    """Return the log of printed runs. By accuracies of three decimals only a summary can count the runs at 94%."""
     runs = numbers(table, {"accuracy": (0, 1), **SECONDS, **LOSSES})
     if table["accuracy"].str.partition(".")[2].str.len().max() >= 4:
         return make_log(path, runs, conditions)
