@@ -102,7 +102,7 @@ def time_parts(bench: Bench, repeats: int) -> Laps:
     for _ in range(1 + repeats):
         with clock.timed("augmentation"):
             images, labels = step[0]  # with several micro-batches, of the first one
-        prepare_norms(model.network, workers, tracking=False)
+        prepare_norms(model.network, workers, tracking=ctx.is_main)
         with clock.timed("forward"):
             loss = model.forward(images, labels, workers).loss
         with clock.timed("backward"):
