@@ -9,7 +9,7 @@ Without a GPU a step has one worker per process, unless --workers is given: eigh
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -37,7 +37,7 @@ from .train import Data, Model, make_model, make_step, prepare, steps_of_every_k
 TRAIN, TEST = 50_000, 10_000  # images of CIFAR-10
 SAMPLING = "sampling of an epoch"
 
-Laps = dict[Stage | str, list[float]]  # seconds of a part of a run, or of a step in a kind of stage, by repetition
+Laps = dict[Hashable, list[float]]  # seconds of a part of a run, or of a step in a kind of stage, by repetition
 
 
 @dataclass(frozen=True)
@@ -138,16 +138,17 @@ def measure_run(config: RunConfig, recipe: Recipe, repeats: int, ctx: DistContex
     bench = set_up(config, recipe, ctx)
     (laps,) = time_in_turn([bench], repeats)
     peak, last = peak_memory(ctx.device) / 2**30, recipe.stages[-1].kind
-    names = {stage.kind: f"step from epoch {stage.first_epoch} on" for stage in reversed(recipe.stages)}
+    names: dict[Hashable, str] = {s.kind: f"step from epoch {s.first_epoch} on" for s in reversed(recipe.stages)}
     parts = bench.laps | laps | time_parts(bench, repeats) | {"validation": time_validation(bench, repeats)}
     lines = [f"{names.get(part, part):26}{with_range(seconds)}" for part, seconds in parts.items()]
     run = with_range(seconds_of_run(recipe, recipe, laps))
     speed = recipe.workers * recipe.batch_size / median(laps[last])
     rate, largest = speed * training_flop(recipe, last), matrix_rate(bench.model.precision, ctx.device) * ctx.world_size
-    lines += ["", f"training of a run         {run} s, {run_flop(recipe, TRAIN) / 1e15:.4g} PFLOP"]
+    lines += ["", f"peak memory of a process  {peak:.3g} GiB"]
+    lines += [f"training of a run         {run} s, {run_flop(recipe, TRAIN) / 1e15:.4g} PFLOP"]
     lines += [f"speed of the last step    {speed:.4g} images/s, {rate / 1e12:.4g} TFLOP/s, {rate / largest:.0%} of the"]
     lines[-1] += " rate of a large matrix product"
-    return [str(bench), "", "seconds: median (least to most)", *lines, f"peak memory of a process  {peak:.3g} GiB"]
+    return [str(bench), "", "seconds: median (least to most)", *lines]
 
 
 def compare_recipes(requests: list[list[str]], repeats: int, ctx: DistContext) -> list[str]:
@@ -164,11 +165,11 @@ def compare_recipes(requests: list[list[str]], repeats: int, ctx: DistContext) -
 
 def which_is_faster(one: str, other: str, ratios: np.ndarray) -> str:
     """Return a sentence on the ratios of the times of `other` to those of `one`, in pairs."""
-    low, high = stats.quantile_test(ratios, p=0.5).confidence_interval(0.95)  # by ranks, for any distribution
+    rank = int(stats.binom.ppf(0.025, len(ratios), 0.5))  # of the sign test, for any distribution; 0 below six ratios
+    low, high = np.sort(ratios)[[rank - 1, -rank]] if rank else (-np.inf, np.inf)
     verdict = f"{one} is faster" if low > 1 else f"{other} is faster" if high < 1 else "No difference is shown"
-    interval = f"[{low:.4g}, {high:.4g}]" if low <= high else "unknown below six repetitions"
     text = f"{other} takes {with_range(ratios)} times as long as {one}, n = {len(ratios)}"
-    return f"{verdict}: {text}, 95% confidence interval of the median {interval}"
+    return f"{verdict}: {text}, 95% confidence interval of the median [{low:.4g}, {high:.4g}]"
 
 
 def with_range(values: Sequence[float] | np.ndarray) -> str:

@@ -8,6 +8,7 @@ FILE is what `compare` reads, several tables included (`a/runs.tsv,b/runs.tsv`):
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import rcdefaults, rcParams
@@ -34,11 +35,18 @@ ENTRIES = {  # DAWNBench's files and their labels
 }
 ENDS = ["seconds", "accuracy", "accuracy", "accuracy"]  # of a log without epochs, like a curve
 BEHIND, INK = "0.6", "0.0"
-STYLE = {"font.size": 7, "axes.linewidth": 0.5, "svg.fonttype": "none"}
+STYLE: dict[str, Any] = {"font.size": 7, "axes.linewidth": 0.5, "svg.fonttype": "none"}
 STYLE |= {"axes.spines.right": False, "axes.spines.top": False}
-GOAL_LINE = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
+GOAL_LINE: dict[str, Any] = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
 DISTRIBUTIONS = [("final test accuracy, %", "accuracy", 100), ("seconds", "seconds", 1)]
-LABEL = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6, "annotation_clip": False, "parse_math": False}
+LABEL: dict[str, Any] = {
+    "rotation": 90,
+    "ha": "center",
+    "va": "bottom",
+    "fontsize": 6,
+    "annotation_clip": False,
+    "parse_math": False,
+}
 
 
 def separate_labels(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
@@ -71,7 +79,7 @@ def draw_curves(axes: Axes, logs: list[tuple[str, Log]]) -> None:
     gap = (right - left) * 0.042  # a label's height as a share of the axis
     places = separate_labels(np.log10([x for x, *_ in ends]), gap, left + gap / 2, right - gap / 2)
     for (label, _), (x, y, color), place in zip(lines, ends, places, strict=True):
-        text = {"color": color, "weight": "bold" if color == INK else "normal", **LABEL}
+        text: dict[str, Any] = {"color": color, "weight": "bold" if color == INK else "normal", **LABEL}
         text |= {"arrowprops": {"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 0}}
         end = x, np.clip(y, *axes.get_ylim())
         axes.annotate(label, end, (10**place, 1.05), textcoords=axes.get_xaxis_transform(), **text)
@@ -80,7 +88,7 @@ def draw_curves(axes: Axes, logs: list[tuple[str, Log]]) -> None:
 def draw_picture(logs: list[tuple[str, Log]], out: Path) -> None:
     """Draw and save; the runs of the first log with several are drawn over the published ones. Raise OSError."""
     rcdefaults()  # whatever a matplotlibrc says
-    rcParams.update(STYLE)
+    rcParams.update(STYLE)  # type: ignore[arg-type]
     several = [(label, log) for label, log in logs if len(log.runs) > 1][:1]
     figure = Figure(figsize=(3.5, 4.9 if several else 3.0), layout="constrained")
     axes = figure.subplots(3 if several else 1, 1, height_ratios=[2.4, 1, 1] if several else None, squeeze=False)[:, 0]

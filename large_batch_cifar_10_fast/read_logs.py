@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -78,8 +79,8 @@ def parse_table(path: str, text: str) -> pd.DataFrame:
     head, last = text.partition("\n")[0], text.rpartition("\n")[2]
     separator = max("\t,;", key=head.count)
     text = text.removesuffix(last if last.count(separator) < head.count(separator) else "")
-    how = {"sep": separator, "header": None, "dtype": str, "na_filter": False, "skip_blank_lines": False}
-    table = pd.read_csv(io.StringIO(text), **how).replace({"TRUE": "True", "FALSE": "False"})
+    how: dict[str, Any] = {"header": None, "dtype": str, "na_filter": False, "skip_blank_lines": False}
+    table = pd.read_csv(io.StringIO(text), sep=separator, **how).replace({"TRUE": "True", "FALSE": "False"})
     table = table.rename(index=lambda i: f"{path}, line {i + 1}").set_axis(table.iloc[0], axis=1).iloc[1:]
     table = table.loc[(table != "").any(axis=1), ~table.columns.duplicated()]
     if table.empty:
@@ -100,11 +101,11 @@ def numbers(table: pd.DataFrame, limits: Mapping[str, tuple]) -> pd.DataFrame:
 
 def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], **known) -> Log:
     """Return a log of numbers. A run whose loss is not finite has diverged. Count the runs at 94% if not known."""
-    diverged = ~np.isfinite(runs.filter([*LOSSES])).all(axis=1)
+    finite = runs.filter([*LOSSES]).abs().lt(np.inf).all(axis=1)
     runs = runs.reindex(columns=["accuracy", "validation_loss", "seconds", "goal_seconds"])
-    runs.loc[diverged, ["validation_loss", "goal_seconds"]] = np.nan
-    notes = [*known.pop("notes", []), *[f"{name}: {diverged.sum()} runs diverged"] * bool(diverged.any())]
-    reached = known.pop("reached", int((runs["accuracy"][~diverged] >= GOAL).sum()))
+    runs.loc[~finite, ["validation_loss", "goal_seconds"]] = np.nan
+    notes = [*known.pop("notes", []), *([] if finite.all() else [f"{name}: {(~finite).sum()} runs diverged"])]
+    reached = known.pop("reached", int(((runs["accuracy"] >= GOAL) & finite).sum()))
     return Log(name, runs, reached, conditions, notes, **known)
 
 
@@ -179,7 +180,7 @@ def from_rounded(path: str, table: pd.DataFrame, summary: str, conditions: dict[
     return make_log(path, runs, conditions, reached=known[0] if known else None)
 
 
-def conditions_of(found: Mapping[str, str]) -> dict[str, str]:
+def conditions_of(found: Mapping[Any, str]) -> dict[str, str]:
     """Select what may explain a difference, each option of the recipe by itself."""
     names = [name for name in ("images", *CONDITIONS, *PLACE) if found.get(name) and name != "options"]
     options = from_pairs(found.get("options", ""))

@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 GOAL = 0.94  # accuracy
-CONDITIONS = ("recipe", "options", "workers", "digest", "code", "torch", "precision", "compile", "no_graph")
-CONDITIONS += ("micro_batches", "environment")  # what may show in a result
+CONDITIONS = (  # what may show in a result
+    *("recipe", "options", "workers", "digest", "code", "torch"),
+    *("precision", "compile", "no_graph", "micro_batches", "environment"),
+)
 PLACE = ("device", "processes")  # where it was made, which decides the seconds alone
 
 
