@@ -92,7 +92,7 @@ def test_the_last_campaign_or_the_named_one_of_a_table_is_read_as_a_spreadsheet_
 
 def test_lines_from_srun_or_of_several_launches_are_read(log):
     assert log("".join(f" 0: {line}\r\n" for line in run_lines([0.94]).splitlines())).conditions["device"]
-    found = log(run_lines([0.91]) + run_lines([0.92, 0.93]) + HEAD + "Train acc 0.98\n"[:0])
+    found = log(run_lines([0.91]) + run_lines([0.92, 0.93]) + HEAD)
     assert found.runs["accuracy"].tolist() == [0.92, 0.93]
     assert log(RUN + "Train acc 0.98").runs["accuracy"].tolist() == [0.9], "the last line is still being written"
 
