@@ -1,4 +1,4 @@
-"""The scripts as a user meets them: the launcher, measure_gpu.sh and those for Slurm. And links in documents."""
+"""The scripts as a user meets them: the launcher and those for Slurm. And links in documents."""
 
 import io
 import os
@@ -12,7 +12,7 @@ from conftest import LAUNCHER, REPO, TINY, launch, python, run_program, train_he
 
 from large_batch_cifar_10_fast import LAUNCH
 from large_batch_cifar_10_fast.campaign import read_rows
-from large_batch_cifar_10_fast.command_line import read_launch, read_request
+from large_batch_cifar_10_fast.command_line import read_launch
 
 pytestmark = pytest.mark.slow
 
@@ -108,62 +108,6 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
     (venv / "bin" / "python").unlink()
     write_program(venv / "bin" / "python", 'echo "/another (3, 11)"')
     assert message() == "Making"
-
-
-PARTS = ["facts", "tests", "bench", "first", "compare", "profile", "nccl", "campaign", "modern", "lineage", "teams"]
-STAND_IN = f"""case $* in
-    -c*torch.profiler*) shift 2; set -- profile "$@" ;;
-    -m*ruff*) exit 1 ;;
-    -m*) shift ;;
-    *) exec {sys.executable} "$@" ;;
-esac
-(IFS=$'\\t'; echo "$*" >>"$CALLS")
-case $* in $FAILING) exit $STATUS ;; esac
-"""
-
-
-@pytest.fixture
-def measure(tmp_path, tiny_npz):
-    """Return a function that runs parts, and returns the process and the programs that it started."""
-    python, calls = write_program(tmp_path / "python", STAND_IN), tmp_path / "calls"
-
-    def run(*parts: str, failing: str = "", status: int = 1) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
-        calls.write_text("")
-        command = ["bash", REPO / "measure_gpu.sh", "--data", tiny_npz, "--out", tmp_path, *parts]
-        result = run_program(*command, cwd=tmp_path, PYTHON=python, CALLS=calls, FAILING=failing, STATUS=status)
-        text = calls.read_text().replace("large_batch_cifar_10_fast.", "")
-        return result, [line.split("\t") for line in text.splitlines()]
-
-    return run
-
-
-def test_each_part_calls_programs_with_options_that_they_have(measure, tiny_npz):
-    result, calls = measure(*PARTS)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert list(dict.fromkeys(line.split()[0].split(".")[0] for line in result.stdout.splitlines())) == PARTS
-    assert [program for program, *_ in calls].count("launch") == 12
-    for program, *arguments in calls:
-        if program in ("launch", "profile"):
-            assert read_request(arguments)[0].data == str(tiny_npz)
-
-
-@pytest.mark.parametrize(
-    ("table", "status", "resumes"),
-    [("", 0, [False]), ("rows", 0, [True]), ("rows", 1, [True]), ("rows", 2, [True, False])],
-)
-def test_a_campaign_is_resumed_or_begun_anew_and_if_it_fails_other_parts_run(measure, tmp_path, table, status, resumes):
-    (tmp_path / "campaign").mkdir()
-    (tmp_path / "campaign" / "runs.tsv").write_text(table)
-    result, calls = measure("campaign", "modern.bench", failing="*--resume", status=status)
-    assert result.returncode == (status == 1)
-    assert [line.split()[2] for line in result.stdout.splitlines()] == [f"{status % 2},", "0,"]
-    assert ["--resume" in call for call in calls[:-1]] == resumes
-
-
-@pytest.mark.parametrize("argument", ["everything", "first.fp8", "facts tests", "--out"])
-def test_an_invalid_part_is_refused_in_one_line(measure, argument):
-    result, calls = measure(argument)
-    assert (result.returncode, result.stdout, result.stderr.count("\n"), calls) == (2, "", 1, [])
 
 
 STAND_INS = {
