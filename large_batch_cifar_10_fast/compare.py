@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     with exit_on_config_error("compare"):
         mine, reference = read_both(options.mine, options.reference, options.campaign)
     if notes := differing_conditions(mine, reference):
-        print("Conditions that differ (mine, not the reference's) or are unknown:", *notes, "", sep="\n  ")
+        print("Conditions that differ (mine, not the reference's) or are unknown:", *notes, sep="\n  ", end="\n\n")
     not_compared = why_times_are_not_compared(mine, reference)
     print(as_table(mine, reference, not not_compared), end="\n\n")
     accuracy = welch(values(mine, "accuracy"), values(reference, "accuracy"), options.margin)
