@@ -96,9 +96,12 @@ def time_in_turn(benches: list[Bench], repeats: int) -> list[Laps]:
 
 
 def time_parts(bench: Bench, repeats: int) -> Laps:
-    """Return the seconds of the parts of a step of the last stage, each synchronized by itself and never in a graph."""
+    """Return the seconds of the parts of a step of the last stage, each synchronized and in no graph, and of validation
+    after the last epoch; on a CPU, where it takes minutes, that is extrapolated."""
     model, step, clock = bench.model, [*bench.steps.values()][-1], Clock(bench.model.ctx.synchronize)
     recipe, ctx, workers = model.recipe, model.ctx, len(model.ctx.workers) // len(step)
+    images, labels = test = bench.data.test
+    some = test if ctx.on_gpu else (images[: AT_ONCE // 4], labels[: AT_ONCE // 4])
     for _ in range(1 + repeats):
         with clock.timed("augmentation"):
             images, labels = step[0]  # with several micro-batches, of the first one
@@ -111,18 +114,10 @@ def time_parts(bench: Bench, repeats: int) -> Laps:
             ctx.average_gradients(model.network, recipe.loss_scale)
         with clock.timed("update"), autocast(recipe, model.precision, ctx.device):
             step_all(model.optimizers)
+        with clock.timed("validation"):
+            evaluate(model.network, recipe, recipe.tta, model.precision, some, ctx, model.evaluation)
+    clock.laps["validation"] = [lap * len(test[0]) / len(some[0]) for lap in clock.laps["validation"]]
     return {part: laps[1:] for part, laps in clock.laps.items()}
-
-
-def time_validation(bench: Bench, repeats: int) -> list[float]:
-    """Return the seconds of a validation after the last epoch; on a CPU, where it takes minutes, extrapolated."""
-    model, (images, labels) = bench.model, bench.data.test
-    clock, count = Clock(model.ctx.synchronize), len(images) if model.ctx.on_gpu else AT_ONCE // 4
-    some = images[:count], labels[:count]
-    for _ in range(min(repeats, 3)):
-        with clock.timed(""):
-            evaluate(model.network, model.recipe, model.recipe.tta, model.precision, some, model.ctx, model.evaluation)
-    return [seconds * len(images) / len(some[0]) for seconds in clock.laps[""]]
 
 
 def seconds_of_run(run: Recipe, measured: Recipe, laps: Laps) -> np.ndarray:
@@ -139,16 +134,21 @@ def measure_run(config: RunConfig, recipe: Recipe, repeats: int, ctx: DistContex
     (laps,) = time_in_turn([bench], repeats)
     peak, last = peak_memory(ctx.device) / 2**30, recipe.stages[-1].kind
     names: dict[Hashable, str] = {s.kind: f"step from epoch {s.first_epoch} on" for s in reversed(recipe.stages)}
-    parts = bench.laps | laps | time_parts(bench, repeats) | {"validation": time_validation(bench, repeats)}
+    parts = bench.laps | laps | time_parts(bench, repeats)
     lines = [f"{names.get(part, part):26}{with_range(seconds)}" for part, seconds in parts.items()]
     run = with_range(seconds_of_run(recipe, recipe, laps))
     speed = recipe.workers * recipe.batch_size / median(laps[last])
     rate, largest = speed * training_flop(recipe, last), matrix_rate(bench.model.precision, ctx.device) * ctx.world_size
     lines += ["", f"peak memory of a process  {peak:.3g} GiB"]
     lines += [f"training of a run         {run} s, {run_flop(recipe, TRAIN) / 1e15:.4g} PFLOP"]
-    lines += [f"speed of the last step    {speed:.4g} images/s, {rate / 1e12:.4g} TFLOP/s, {rate / largest:.0%} of the"]
-    lines[-1] += " rate of a large matrix product"
-    return [str(bench), "", "seconds: median (least to most)", *lines]
+    lines += [f"speed of the last step    {speed:.0f} images/s, {rate / 1e12:.4g} TFLOP/s"]
+    return [
+        str(bench),
+        "",
+        "seconds: median (least to most)",
+        *lines,
+        f"share of the matrix rate  {rate / largest:.1%}",
+    ]
 
 
 def compare_recipes(requests: list[list[str]], repeats: int, ctx: DistContext) -> list[str]:
@@ -157,9 +157,7 @@ def compare_recipes(requests: list[list[str]], repeats: int, ctx: DistContext) -
     benches = [set_up(*read_to_measure(request), ctx) for request in requests]
     both = zip(runs, benches, time_in_turn(benches, repeats), strict=True)
     one, other = (seconds_of_run(run, bench.model.recipe, laps) for run, bench, laps in both)
-    lines = [
-        f"{bench}: training of a run {with_range(run)} s" for bench, run in zip(benches, (one, other), strict=True)
-    ]
+    lines = [f"{bench}: training of a run {with_range(s)} s" for bench, s in zip(benches, (one, other), strict=True)]
     return [*lines, "", which_is_faster(runs[0].name, runs[1].name, other / one)]
 
 

@@ -35,18 +35,12 @@ ENTRIES = {  # DAWNBench's files and their labels
 }
 ENDS = ["seconds", "accuracy", "accuracy", "accuracy"]  # of a log without epochs, like a curve
 BEHIND, INK = "0.6", "0.0"
-STYLE: dict[str, Any] = {"font.size": 7, "axes.linewidth": 0.5, "svg.fonttype": "none"}
+STYLE: dict[str, Any] = {"font.size": 7, "axes.linewidth": 0.5, "axes.labelpad": 1, "svg.fonttype": "none"}
 STYLE |= {"axes.spines.right": False, "axes.spines.top": False}
 GOAL_LINE: dict[str, Any] = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
 DISTRIBUTIONS = [("final test accuracy, %", "accuracy", 100), ("seconds", "seconds", 1)]
-LABEL: dict[str, Any] = {
-    "rotation": 90,
-    "ha": "center",
-    "va": "bottom",
-    "fontsize": 6,
-    "annotation_clip": False,
-    "parse_math": False,
-}
+LABEL: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6, "annotation_clip": False}
+LABEL |= {"parse_math": False}  # a file may be called $x$
 
 
 def separate_labels(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
@@ -71,8 +65,8 @@ def draw_curves(axes: Axes, logs: list[tuple[str, Log]]) -> None:
             axes.plot(x, 100 * y, "o", ms=2.5, mec=color, mfc="white" if len(x) > 1 else color, mew=0.5, zorder=order)
     every = np.concatenate([x[x > 0] for x, *_ in curves])
     left, right = np.log10(every.min()) - 0.1, np.log10(every.max()) + 0.15
-    axes.set(xscale="log", xlim=(10**left, 10**right), ylim=(40.0, 101.0), ylabel="test accuracy, %")
-    axes.set_xlabel("training time, seconds", labelpad=1)
+    axes.set(xscale="log", xlim=(10**left, 10**right), xlabel="training time, seconds")
+    axes.set(ylim=(40.0, 101.0), ylabel="test accuracy, %")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.axhline(100 * GOAL, zorder=3, **GOAL_LINE)
     axes.text(10**left, 100 * GOAL + 0.4, " 94%", va="bottom", ha="left", fontsize=6)
@@ -98,8 +92,7 @@ def draw_picture(logs: list[tuple[str, Log]], out: Path) -> None:
     for below, (title, column, factor) in zip(axes[1:], DISTRIBUTIONS, strict=False):
         for (label, log), color in zip([*several, labelled(read_log("published"))], (INK, BEHIND), strict=True):
             below.ecdf(factor * log.runs[column], color=color, lw=1, label=label)
-        below.set_ylabel("share of runs")
-        below.set_xlabel(title, labelpad=1)
+        below.set(xlabel=title, ylabel="share of runs")
         for text in below.legend(frameon=False, fontsize=6).get_texts():
             text.set_parse_math(False)
     with write_atomically(out.resolve()) as unfinished:  # the target of a link, not the link

@@ -6,7 +6,7 @@ import io
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +28,21 @@ HEAD_LINE += r"|recipe (?P<recipe>\w+) (?P<options>.*)|settings (?P<settings>.*)
 SUMMARY = r"(?m)^(\d+) runs reached 0\.94 out of (\d+)\s*$"
 LOSSES = dict.fromkeys(("train_loss", "validation_loss"), (-np.inf, np.inf, "nan"))  # limits, and a text for NaN
 SECONDS = {"seconds": (1e-9, 1e9)}
+Curve = tuple[np.ndarray, ...]  # seconds, and the median, lowest and highest accuracy, by epoch
 
 
 @dataclass(frozen=True)
 class Log:
     """The results of a campaign. `runs` has a row per run: accuracy (a fraction), validation_loss, seconds, and
     goal_seconds, the time to 94%; NaN where the log does not say, or the run diverged. `reached` counts the runs at
-    94%; None if rounded accuracies do not tell. `curve`: seconds, median, lowest and highest accuracy by epoch."""
+    94%; None if rounded accuracies do not tell."""
 
     name: str
     runs: pd.DataFrame
     reached: int | None
     conditions: dict[str, str]
-    notes: list[str] = field(default_factory=list)
-    curve: tuple[np.ndarray, ...] | None = None
+    notes: list[str]
+    curve: Curve | None
 
 
 def read_log(source: str, campaign: str = "") -> Log:
@@ -99,14 +100,13 @@ def numbers(table: pd.DataFrame, limits: Mapping[str, tuple]) -> pd.DataFrame:
     return found
 
 
-def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], **known) -> Log:
-    """Return a log of numbers. A run whose loss is not finite has diverged. Count the runs at 94% if not known."""
+def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], curve: Curve | None = None) -> Log:
+    """Return a log of numbers, and count the runs at 94%. A run whose loss is not finite has diverged."""
     finite = runs.filter([*LOSSES]).abs().lt(np.inf).all(axis=1)
     runs = runs.reindex(columns=["accuracy", "validation_loss", "seconds", "goal_seconds"])
     runs.loc[~finite, ["validation_loss", "goal_seconds"]] = np.nan
-    notes = [*known.pop("notes", []), *([] if finite.all() else [f"{name}: {(~finite).sum()} runs diverged"])]
-    reached = known.pop("reached", int(((runs["accuracy"] >= GOAL) & finite).sum()))
-    return Log(name, runs, reached, conditions, notes, **known)
+    notes = [] if finite.all() else [f"{name}: {(~finite).sum()} runs diverged"]
+    return Log(name, runs, int(((runs["accuracy"] >= GOAL) & finite).sum()), conditions, notes, curve)
 
 
 def from_runs(source: str, tables: Mapping[str, pd.DataFrame], campaign: str) -> Log:
@@ -120,21 +120,22 @@ def from_runs(source: str, tables: Mapping[str, pd.DataFrame], campaign: str) ->
     alike = rows.reindex(columns=["images", *CONDITIONS, *PLACE], fill_value="").drop_duplicates()
     found = {line: conditions_of(row) for line, row in alike.to_dict("index").items()}
     for line, other in found.items():
-        if differing := differences(other, found[alike.index[0]], [name for name in other if name not in PLACE]):
+        if differing := differences(other, found[alike.index[0]], [n for n in other if n not in (*PLACE, "images")]):
             raise ConfigError(f"{line} differs from {alike.index[0]} in {differing}: they cannot be taken together")
     for seed, lines in rows.groupby("seed").groups.items():
         if len(lines) > 1:
             raise ConfigError(f"seed {seed} is in {lines[0]} and in {lines[1]}: leave out one")
     runs = numbers(rows, {"validation_images": (1, 1e9), **SECONDS, "goal_seconds": (1e-9, 1e9, ""), **LOSSES})
     count = numbers(rows, {"validation_count": (0, runs["validation_images"].max())})["validation_count"]
-    mixed = [name for name in PLACE if alike[name].nunique() > 1]
-    conditions = {name: value for name, value in found[alike.index[0]].items() if name not in mixed}
-    notes = [f"{source} has more than one {name}" for name in mixed]
     runs["accuracy"] = count / runs["validation_images"]
-    return make_log(source, runs, conditions, notes=notes, curve=curve_of(parts))
+    log = make_log(source, runs, found[alike.index[0]], curve_of(parts))
+    for name in [name for name in PLACE if alike[name].nunique() > 1]:
+        log.notes.append(f"{source} has more than one {name}: {', '.join(alike[name])}")
+        log.conditions.pop(name, None)
+    return log
 
 
-def curve_of(parts: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, ...] | None:
+def curve_of(parts: Mapping[str, pd.DataFrame]) -> Curve | None:
     """Return the median over the runs by epoch, and the range of accuracies, from the epochs.tsv beside each table."""
     found = []
     for path, rows in parts.items():
@@ -177,7 +178,7 @@ def from_rounded(path: str, table: pd.DataFrame, summary: str, conditions: dict[
     if table["accuracy"].str.partition(".")[2].str.len().max() >= 4:
         return make_log(path, runs, conditions)
     known = [int(reached) for reached, of in re.findall(SUMMARY, summary) if int(of) == len(runs)]
-    return make_log(path, runs, conditions, reached=known[0] if known else None)
+    return replace(make_log(path, runs, conditions), reached=known[0] if known else None)
 
 
 def conditions_of(found: Mapping[Any, str]) -> dict[str, str]:

@@ -37,7 +37,7 @@ def measure(monkeypatch, capsys):
 
 def test_the_parts_of_a_run_and_of_a_step_are_printed(measure):
     text = measure("--repeats", "1", *MUON)
-    seconds = {name: float(number) for name, number in re.findall(r"(?m)^(\S.*?) {2,}([\d.e-]+)", text)}
+    seconds = {name: float(number) for name, number in re.findall(r"(?m)^(\S.*?) {2,}(\d[\d.]*(?:e-\d+)?)", text)}
     in_parts = sum(seconds[part] for part in ("augmentation", "forward", "backward", "averaging", "update"))
     assert 0.2 < in_parts / seconds["step from epoch 3 on"] < 5, "once each, on a busy machine"
     assert {"compilation", "upload", "preprocessing", "whitening", "validation"} <= seconds.keys()
