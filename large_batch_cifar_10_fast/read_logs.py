@@ -111,26 +111,26 @@ def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], curve: C
 
 def from_runs(source: str, tables: Mapping[str, pd.DataFrame], campaign: str) -> Log:
     """Read the named or the last campaign of each table. Raise ConfigError if conditions differ or a seed recurs."""
-    parts = {
-        path: table[table["campaign"] == (campaign or table["campaign"].iloc[-1])] for path, table in tables.items()
-    }
+    parts = {path: t[t["campaign"] == (campaign or t["campaign"].iloc[-1])] for path, t in tables.items()}
     for path in [path for path, part in parts.items() if part.empty]:
         raise ConfigError(f"{path}: no campaign {campaign}, only {', '.join(tables[path]['campaign'].unique())}")
     rows = pd.concat(parts.values()).fillna("")
     alike = rows.reindex(columns=["images", *CONDITIONS, *PLACE], fill_value="").drop_duplicates()
-    found = {line: conditions_of(row) for line, row in alike.to_dict("index").items()}
-    for line, other in found.items():
-        if differing := differences(other, found[alike.index[0]], [n for n in other if n not in (*PLACE, "images")]):
+    conditions: dict[str, str] = {}  # an earlier row's, so that what one table does not say, another may
+    for line, row in alike.to_dict("index").items():
+        other = conditions_of(row)
+        if differing := differences(other, conditions, [n for n in other if n not in (*PLACE, "images")]):
             raise ConfigError(f"{line} differs from {alike.index[0]} in {differing}: they cannot be taken together")
+        conditions = other | conditions
     for seed, lines in rows.groupby("seed").groups.items():
         if len(lines) > 1:
             raise ConfigError(f"seed {seed} is in {lines[0]} and in {lines[1]}: leave out one")
     runs = numbers(rows, {"validation_images": (1, 1e9), **SECONDS, "goal_seconds": (1e-9, 1e9, ""), **LOSSES})
     count = numbers(rows, {"validation_count": (0, runs["validation_images"].max())})["validation_count"]
     runs["accuracy"] = count / runs["validation_images"]
-    log = make_log(source, runs, found[alike.index[0]], curve_of(parts))
+    log = make_log(source, runs, conditions, curve_of(parts))
     for name in [name for name in PLACE if alike[name].nunique() > 1]:
-        log.notes.append(f"{source} has more than one {name}: {', '.join(alike[name])}")
+        log.notes.append(f"{source} has more than one {name}: {', '.join(alike[name].unique())}")
         log.conditions.pop(name, None)
     return log
 

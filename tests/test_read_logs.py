@@ -127,8 +127,11 @@ def test_several_tables_are_one_log_with_the_median_curve(tmp_path):
 )
 def test_tables_that_cannot_be_taken_together_are_refused(tmp_path, fields, message):
     sources = write_runs(tmp_path / "a", [9400, 9400], precision="bf16"), write_runs(tmp_path / "b", [9400], **fields)
+    unknown = write_runs(tmp_path / "unknown", [9400], seed=99, precision="")
     with pytest.raises(ConfigError, match=message):
         read_log(",".join(sources))
+    with pytest.raises(ConfigError):
+        read_log(",".join([unknown, *sources]))
 
 
 DAMAGED = {
