@@ -11,7 +11,8 @@ needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"
 out=gpu_measured options=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --out) out=${2:?--out needs a folder}; shift 2 ;;
+        --out) [ $# -gt 1 ] || { echo "measure_gpu.sh: --out needs a folder" >&2; exit 2; }
+            out=$2; shift 2 ;;
         *) options+=("$1"); shift ;;
     esac
 done

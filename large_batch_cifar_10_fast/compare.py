@@ -46,7 +46,7 @@ def differing_conditions(mine: Log, reference: Log) -> list[str]:
 def why_times_are_not_compared(mine: Log, reference: Log) -> str:
     """Return how device or number of processes differ, or that they are unknown; "" if they are known and equal."""
     pairs = [(name, *(log.conditions.get(name, "unknown") for log in (mine, reference))) for name in PLACE]
-    return ", ".join(f"{name} ({a}, not {b})" for name, a, b in pairs if a != b or a == "unknown")
+    return ", ".join(f"{name} {a} (mine) and {b} (reference)" for name, a, b in pairs if a != b or a == "unknown")
 
 
 def values(log: Log, name: str) -> np.ndarray:
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     within = f" within {options.margin:g} points" if of_accuracy == "equivalent" else ""
     print(f"Accuracy: {of_accuracy}{within}; {accuracy or 'a single run has no spread'}.")
     if not_compared:
-        print(f"Time: not compared, since conditions differ: {not_compared}.")
+        print(f"Time: not compared: {not_compared}.")
     else:
         a, b = values(mine, "seconds"), values(reference, "seconds")
         time = welch(a, b, TIME_MARGIN * b.mean())

@@ -107,13 +107,9 @@ def test_on_a_gpu_a_step_is_the_graph_of_training(tmp_path):
     assert ", a CUDA graph" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--against", "m"], "invalid choice: 'm'"), (["--repeats", "0"], "--repeats 0 must be greater than 0")],
-)
-def test_a_bad_option_ends_with_status_2_and_one_line(arguments, message, monkeypatch, error_line):
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-    assert message in error_line(bench.main)
+def test_a_bad_option_ends_with_status_2_and_one_line(monkeypatch, error_line):
+    monkeypatch.setattr(sys, "argv", ["bench", "--repeats", "0"])
+    assert "--repeats 0 must be greater than 0" in error_line(bench.main)
 
 
 STAND_IN = f"""case $* in
