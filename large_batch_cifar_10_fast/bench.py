@@ -3,8 +3,7 @@
     python -m large_batch_cifar_10_fast.bench [--repeats N] [options of train.py]
     python -m large_batch_cifar_10_fast.bench --against RECIPE [--repeats N] [options of train.py, for both recipes]
 
-A step is the one that training takes, so on a GPU a CUDA graph where training uses them. torchrun can start the first
-form, too. --against: steps of --recipe and of RECIPE in turn, scaled to whole runs, and the ratio of their times.
+A step is the one that training takes: on a GPU a CUDA graph where training uses them. torchrun can start the first.
 Without a GPU a step has one worker per process, unless --workers is given: eight would take half a minute.
 """
 
@@ -197,10 +196,10 @@ def main() -> None:
         config, recipe = read_to_measure(others)
         with init_distributed(recipe.workers, config.device) as ctx:
             head = f"# commit {commit()}, torch {torch.__version__}, {device_name(ctx)}, {options.repeats} repetitions"
-            if options.against:
-                lines = compare_recipes([others, [*others, "--recipe", options.against]], options.repeats, ctx)
-            else:
-                lines = measure_run(config, recipe, options.repeats, ctx)
+            both, repeats = [others, [*others, "--recipe", options.against]], options.repeats
+            lines = (
+                compare_recipes(both, repeats, ctx) if options.against else measure_run(config, recipe, repeats, ctx)
+            )
             if ctx.is_main:
                 print(head, *lines, sep="\n")
 

@@ -38,7 +38,6 @@ BEHIND, INK = "0.6", "0.0"
 STYLE: dict[str, Any] = {"font.size": 7, "axes.linewidth": 0.5, "axes.labelpad": 1, "svg.fonttype": "none"}
 STYLE |= {"axes.spines.right": False, "axes.spines.top": False}
 GOAL_LINE: dict[str, Any] = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
-DISTRIBUTIONS = [("final test accuracy, %", "accuracy", 100), ("seconds", "seconds", 1)]
 LABEL: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6, "annotation_clip": False}
 LABEL |= {"parse_math": False}  # a file may be called $x$
 
@@ -87,11 +86,10 @@ def draw_picture(logs: list[tuple[str, Log]], out: Path) -> None:
     figure = Figure(figsize=(3.5, 4.9 if several else 3.0), layout="constrained")
     axes = figure.subplots(3 if several else 1, 1, height_ratios=[2.4, 1, 1] if several else None, squeeze=False)[:, 0]
     draw_curves(axes[0], logs)
-    if several:
-        axes[1].axvline(100 * GOAL, zorder=0, **GOAL_LINE)
-    for below, (title, column, factor) in zip(axes[1:], DISTRIBUTIONS, strict=False):
+    for below, title in zip(axes[1:], ("final test accuracy, %", "seconds"), strict=False):
         for (label, log), color in zip([*several, labelled(read_log("published"))], (INK, BEHIND), strict=True):
-            below.ecdf(factor * log.runs[column], color=color, lw=1, label=label)
+            values = log.runs["seconds"] if title == "seconds" else 100 * log.runs["accuracy"]
+            below.ecdf(values, color=color, lw=1, label=label)
         below.set(xlabel=title, ylabel="share of runs")
         for text in below.legend(frameon=False, fontsize=6).get_texts():
             text.set_parse_math(False)
