@@ -47,6 +47,7 @@ def launch(arguments: Sequence[str]) -> int:
     from .log import print_summary
     from .runs import campaign_named
 
+    os.environ.pop("LOCAL_RANK", None)  # left over from a launcher around this one
     with exit_on_config_error(COMMAND):
         options, recipe = parse(arguments)
         gpus, cores, teams, out = count_gpus(options.device), count_cores(), options.teams, Path(options.out)

@@ -1,21 +1,25 @@
-"""Plot measured accuracy and time over the published entries.
+"""Plot accuracy and time of logs over the published entries. Below, where a log has several runs, draw the shares of
+runs up to each accuracy and time, beside those of the published runs.
 
     python -m large_batch_cifar_10_fast.plot FILE... [--out PICTURE]
 
-Above: test accuracy against training seconds, the given logs in black, DAWNBench's entries of 2018 to 2020 in grey.
-Below, where a log holds several runs: the distributions of their accuracies and times, beside the reference's.
-FILE is what `compare` reads, shares of one campaign included (`share0/runs.tsv,share1/runs.tsv`).
+FILE is what `compare` reads, several tables included (`a/runs.tsv,b/runs.tsv`): drawn in black, all others in grey.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib import rcdefaults, rcParams
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
 
-from .campaign import GOAL, write_atomically
-from .options import CIFAR_10, ConfigError, exit_on_config_error
+from . import ConfigError, exit_on_config_error
+from .data.cifar10 import CIFAR_10
 from .read_logs import PUBLISHED, Log, read_log
+from .runs import GOAL, write_atomically
 
 ENTRIES = {  # DAWNBench's files and their labels
     "apple_resnet9_8v100_pytorch": "Apple, 8 V100",
@@ -29,9 +33,13 @@ ENTRIES = {  # DAWNBench's files and their labels
     "fastai_pytorch_single_volta": "fast.ai, 1 V100",
     "basenet": "basenet",
 }
+ENDS = ["seconds", "accuracy", "accuracy", "accuracy"]  # of a log without epochs, like a curve
 BEHIND, INK = "0.6", "0.0"
-STYLE = {"font.size": 7, "axes.linewidth": 0.5, "axes.spines.right": False, "axes.spines.top": False}
-GOAL_LINE = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
+STYLE: dict[str, Any] = {"font.size": 7, "axes.linewidth": 0.5, "axes.labelpad": 1, "svg.fonttype": "none"}
+STYLE |= {"axes.spines.right": False, "axes.spines.top": False}
+GOAL_LINE: dict[str, Any] = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
+LABEL: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6, "annotation_clip": False}
+LABEL |= {"parse_math": False}  # a file may be called $x$
 
 
 def separate_labels(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
@@ -41,74 +49,58 @@ def separate_labels(places: np.ndarray, gap: float, low: float, high: float) -> 
     return moved[np.argsort(order)]
 
 
-def draw_curves(axes, logs: list[Log], labels: list[str]) -> None:
+def draw_curves(axes: Axes, logs: list[tuple[str, Log]]) -> None:
     """Draw accuracy against seconds: epochs as a line, or the ends of runs as dots, labelled above the axes."""
-    lines = [(label, read_log(str(PUBLISHED / "dawnbench" / f"{name}.tsv")), False) for name, label in ENTRIES.items()]
-    lines += [(label, log, True) for label, log in zip(labels, logs, strict=True)]
-    curves, ends = [log.epochs or (log.seconds, log.accuracy) for _, log, _ in lines], []
-    for (_, log, own), (x, y) in zip(lines, curves, strict=True):
-        last = np.argmax(x) if log.epochs else np.argsort(x)[len(x) // 2]
-        ends.append((x[last], 100 * y[last]))
-        if log.epochs:
-            style = {"color": INK, "lw": 1.6, "zorder": 4} if own else {"color": BEHIND, "lw": 0.7, "zorder": 2}
-            axes.plot(x, 100 * y, **style)
+    lines = [(label, read_log(str(PUBLISHED / "dawnbench" / f"{name}.tsv"))) for name, label in ENTRIES.items()] + logs
+    curves, ends = [log.curve or log.runs[ENDS].to_numpy().T for _, log in lines], []
+    for number, ((_, log), (x, y, low, high)) in enumerate(zip(lines, curves, strict=True)):
+        color, width, order = (BEHIND, 0.7, 2) if number < len(ENTRIES) else (INK, 1.6, 4)
+        last = np.argmax(x) if log.curve else np.argsort(x)[len(x) // 2]
+        ends.append((x[last], 100 * y[last], color))
+        if log.curve:
+            axes.plot(x, 100 * y, color=color, lw=width, zorder=order)
+            axes.fill_between(x, 100 * low, 100 * high, color=color, alpha=0.15, lw=0, zorder=3)
         else:
-            axes.plot(x, 100 * y, "o", ms=2.5, mec=INK, mfc="white" if len(x) > 1 else INK, mew=0.5, zorder=4)
-        if log.epochs and log.spread:
-            axes.fill_between(x, *(100 * edge for edge in log.spread), color=INK, alpha=0.15, lw=0, zorder=3)
-    every = np.concatenate([x[x > 0] for x, _ in curves])
-    low, high = np.log10(every.min()) - 0.1, np.log10(every.max()) + 0.15
-    axes.set(xscale="log", xlim=(10**low, 10**high), ylim=(40.0, 101.0), ylabel="test accuracy, %")
-    axes.set_xlabel("training time, seconds", labelpad=1)
+            axes.plot(x, 100 * y, "o", ms=2.5, mec=color, mfc="white" if len(x) > 1 else color, mew=0.5, zorder=order)
+    every = np.concatenate([x[x > 0] for x, *_ in curves])
+    left, right = np.log10(every.min()) - 0.1, np.log10(every.max()) + 0.15
+    axes.set(xscale="log", xlim=(10**left, 10**right), xlabel="training time, seconds")
+    axes.set(ylim=(40.0, 101.0), ylabel="test accuracy, %")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.axhline(100 * GOAL, zorder=3, **GOAL_LINE)
-    axes.text(10**low, 100 * GOAL + 0.4, " 94%", va="bottom", ha="left", fontsize=6)
-    gap = (high - low) * 0.042  # a label's height as a share of the axis
-    places = separate_labels(np.log10([x for x, _ in ends]), gap, low + gap / 2, high - gap / 2)
-    for (label, _, own), (x, y), place in zip(lines, ends, places, strict=True):
-        color, weight = (INK, "bold") if own else ("0.35", "normal")
-        text = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6, "color": color, "weight": weight}
-        text |= {"annotation_clip": False, "parse_math": False}  # a file may be called $x$
-        arrow = {"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 0}
-        place = {"xytext": (10**place, 1.05), "textcoords": axes.get_xaxis_transform()}
-        axes.annotate(label, xy=(x, np.clip(y, *axes.get_ylim())), arrowprops=arrow, **place, **text)
+    axes.text(10**left, 100 * GOAL + 0.4, " 94%", va="bottom", ha="left", fontsize=6)
+    gap = (right - left) * 0.042  # a label's height as a share of the axis
+    places = separate_labels(np.log10([x for x, *_ in ends]), gap, left + gap / 2, right - gap / 2)
+    for (label, _), (x, y, color), place in zip(lines, ends, places, strict=True):
+        text: dict[str, Any] = {"color": color, "weight": "bold" if color == INK else "normal", **LABEL}
+        text |= {"arrowprops": {"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 0}}
+        end = x, np.clip(y, *axes.get_ylim())
+        axes.annotate(label, end, (10**place, 1.05), textcoords=axes.get_xaxis_transform(), **text)
 
 
-def draw_runs(axes, logs: list[Log], names: list[str], figure: str, factor: float, label: str) -> None:
-    """Draw the share of runs at or below each value: mine in black, the reference in grey."""
-    for log, name, color in zip(logs, names, (INK, BEHIND), strict=False):
-        axes.ecdf(factor * getattr(log, figure), color=color, lw=1, label=name)
-    axes.set_ylabel("share of runs")
-    axes.set_xlabel(label, labelpad=1)
-    for text in axes.legend(frameon=False, fontsize=6).get_texts():
-        text.set_parse_math(False)
-
-
-def draw_picture(logs: list[Log], labels: list[str], reference: Log, out: Path) -> None:
-    """Draw and save; the runs of the first log with several are drawn over the reference's. Raise OSError."""
-    from matplotlib import rcdefaults, rcParams
-    from matplotlib.figure import Figure
-
+def draw_picture(logs: list[tuple[str, Log]], out: Path) -> None:
+    """Draw and save; the runs of the first log with several are drawn over the published ones. Raise OSError."""
     rcdefaults()  # whatever a matplotlibrc says
-    rcParams.update(STYLE | {"svg.fonttype": "none"})
-    campaign = next((i for i, log in enumerate(logs) if len(log.accuracy) > 1), None)
-    rows, height = (1, 3.0) if campaign is None else (3, 4.9)
-    figure = Figure(figsize=(3.5, height), layout="constrained")
-    axes = figure.subplots(rows, 1, height_ratios=[2.4, 1, 1][:rows], squeeze=False)[:, 0]
-    draw_curves(axes[0], logs, labels)
-    if campaign is not None:
-        sides, names = [logs[campaign], reference], [labels[campaign], with_other_images(reference.name, reference)]
-        sides = sides[:1] if sides[0].name == reference.name else sides  # the reference is not drawn over itself
-        draw_runs(axes[1], sides, names, "accuracy", 100, "final test accuracy, %")
-        axes[1].axvline(100 * GOAL, zorder=0, **GOAL_LINE)
-        draw_runs(axes[2], sides, names, "seconds", 1, "seconds")
+    rcParams.update(STYLE)  # type: ignore[arg-type]
+    several = [(label, log) for label, log in logs if len(log.runs) > 1][:1]
+    figure = Figure(figsize=(3.5, 4.9 if several else 3.0), layout="constrained")
+    axes = figure.subplots(3 if several else 1, 1, height_ratios=[2.4, 1, 1] if several else None, squeeze=False)[:, 0]
+    draw_curves(axes[0], logs)
+    for below, title in zip(axes[1:], ("final test accuracy, %", "seconds"), strict=False):
+        for (label, log), color in zip([*several, labelled(read_log("published"))], (INK, BEHIND), strict=True):
+            values = log.runs["seconds"] if title == "seconds" else 100 * log.runs["accuracy"]
+            below.ecdf(values, color=color, lw=1, label=label)
+        below.set(xlabel=title, ylabel="share of runs")
+        for text in below.legend(frameon=False, fontsize=6).get_texts():
+            text.set_parse_math(False)
     with write_atomically(out.resolve()) as unfinished:  # the target of a link, not the link
         figure.savefig(unfinished, dpi=200, format=out.suffix[1:].lower())
 
 
-def with_other_images(name: str, log: Log) -> str:
-    """Return the label, with the images where they are known and not CIFAR-10."""
-    return name if (images := log.conditions.get("images", CIFAR_10)) == CIFAR_10 else f"{name}, on {images}"
+def labelled(log: Log, name: str = "") -> tuple[str, Log]:
+    """Return the log's label, with the images where they are known and not CIFAR-10, and the log."""
+    images = log.conditions.get("images", CIFAR_10)
+    return (name or "/".join(Path(log.name).parts[-2:])) + (f", on {images}" if images != CIFAR_10 else ""), log
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -116,17 +108,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="+", help="run logs, runs.tsv, timing_log.tsv or other DAWNBench tables")
     parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
-    parser.add_argument("--reference", default="published", help="campaign drawn in grey (published)")
     options = parser.parse_args(arguments)
     with exit_on_config_error("plot"):
-        logs, reference = [read_log(name) for name in options.files], read_log(options.reference)
-        alone = len(logs) == 1 and logs[0].name != reference.name
-        names = ["mine"] if alone else [Path(log.name).name for log in logs]
-        labels = [with_other_images(name, log) for name, log in zip(names, logs, strict=True)]
+        logs = [labelled(read_log(name), "mine" if len(options.files) == 1 else "") for name in options.files]
         try:
             if options.out.exists() and not options.out.is_file():
                 raise OSError("it exists and is not a file")
-            draw_picture(logs, labels, reference, options.out)
+            draw_picture(logs, options.out)
         except (OSError, ValueError) as error:  # of the disk, or a format that Matplotlib lacks
             raise ConfigError(f"--out {options.out} cannot be written ({error}): choose another") from error
 

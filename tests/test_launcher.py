@@ -1,4 +1,4 @@
-"""The scripts as a user meets them: the launcher, measure_gpu.sh and those for Slurm. And links in documents."""
+"""The scripts as a user meets them: the launcher and those for Slurm. And links in documents."""
 
 import io
 import os
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from conftest import LAUNCHER, REPO, TINY, launch, python, run_program, train_here, write_program
-from large_batch_cifar_10_fast.campaign import read_rows
-from large_batch_cifar_10_fast.command_line import read_launch, read_request
 
-from large_batch_cifar_10_fast import LAUNCH
+from large_batch_cifar_10_fast.config import parse
+from large_batch_cifar_10_fast.runs import read
 
 pytestmark = pytest.mark.slow
 
@@ -25,17 +24,11 @@ def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"runs.tsv", "epochs.tsv", "timing_log.tsv"}
 
 
-def test_a_process_whose_launcher_is_gone_ends_before_torch_is_imported():
-    code = "import large_batch_cifar_10_fast.options, sys; sys.exit('torch' in sys.modules)"
-    for launcher, status in ((os.getpid(), 0), (1, 1)):
-        assert python("-c", code, cwd=REPO, **{LAUNCH: launcher}).returncode == status
-
-
 def test_progress_is_shown_on_a_terminal(tiny_npz, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
     stderr.isatty = lambda: True
     train_here("--demo", *TINY, "--no_compile", "--data", tiny_npz, "--out", tmp_path)
-    assert "run 1 epoch 2, 0 of 0 runs over 94%: " in stderr.getvalue()
+    assert "run 1 epoch 2: " in stderr.getvalue()
 
 
 SET = {"OMP_PLACES": 0, "PYTHONOPTIMIZE": 2, "TORCHELASTIC_RUN_ID": 0, "RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}
@@ -45,22 +38,18 @@ SET = {"OMP_PLACES": 0, "PYTHONOPTIMIZE": 2, "TORCHELASTIC_RUN_ID": 0, "RANK": 1
     ("start", "message"),
     [
         ("sh {} --demo --nproc 3", "8 workers cannot be split over 3 processes: use 1, 2, 4 or 8"),
-        ("flock . sh {} --demo", "another campaign is running in "),
-        ("ulimit -f 8; sh {} --demo", "ulimit -f allows files of 8192 bytes, and torch's rendezvous needs more"),
-        ("PYTHONPATH=$PWD/another sh {} --demo", "has packages of another Python than"),
         ("PYTHON=/absent/python sh {} --demo", "There is no interpreter /absent/python"),
         ("PYTHON=/bin/true sh {} --demo", "Python 3.11 or newer is needed"),
     ],
-    ids=["workers", "second campaign", "torch would hang", "another Python's numpy", "no interpreter", "no Python"],
+    ids=["workers", "no interpreter", "no Python"],
 )
 def test_what_cannot_work_is_one_line_whatever_an_outer_launcher_set_and_the_folder_holds(tmp_path, start, message):
-    (tmp_path / "another").mkdir()
-    for name in ("re", "csv", "email", "numpy", "importlib", "torch", "another/numpy"):
+    for name in ("re", "csv", "email", "numpy", "importlib", "torch"):
         (tmp_path / f"{name}.py").write_text("raise ImportError")
     result = run_program("bash", "-c", start.format(LAUNCHER), cwd=tmp_path, **SET)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert message in result.stderr
-    assert len([*tmp_path.iterdir()]) == 7, "nothing is written"
+    assert len([*tmp_path.iterdir()]) == 6, "nothing is written"
 
 
 def test_under_torchrun_train_needs_no_launcher_and_goes_on_if_its_log_cannot_be_written(tiny_npz, tmp_path):
@@ -68,8 +57,28 @@ def test_under_torchrun_train_needs_no_launcher_and_goes_on_if_its_log_cannot_be
     train += f" {' '.join(TINY)} --runs 2 --data '{tiny_npz}' >/dev/full"
     result = run_program("bash", "-c", train, cwd=tmp_path, PYTHONPATH=REPO)
     assert result.returncode == 0, result.stderr
-    assert [row["processes"] for row in read_rows(tmp_path / "runs.tsv")] == ["2", "2"]
+    assert [row["processes"] for row in read(tmp_path / "runs.tsv")] == ["2", "2"]
     assert result.stderr.count("STDOUT cannot be written (No space left on device)") == 1
+
+
+def test_an_error_of_any_process_is_named_with_its_traceback_also_under_torchrun(tmp_path):
+    code = "from large_batch_cifar_10_fast import train, distributed\n"
+    code += "def fail(*_): 1 / (int(distributed.os.environ['RANK']) - 1)\n"
+    code += "train.make_step = fail\nwith distributed.exit_process(): train.main(['--demo', '--no_warmup'])\n"
+    (tmp_path / "program.py").write_text(code)
+    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "program.py"]
+    result = python(*command, cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count("process 1 failed (ZeroDivisionError('division by zero'))\n") == 1
+    assert "in fail" in result.stderr, "the traceback"
+
+
+def test_a_closed_stdout_and_stderr_change_nothing_else(tiny_npz, tmp_path):
+    command = f"bash {LAUNCHER} --demo {' '.join(TINY)} --nproc 1 --data {tiny_npz}"
+    for number, closed in enumerate((">&-", ">&- 2>&-")):
+        result = run_program("bash", "-c", f"{command} --out {number} {closed}", cwd=tmp_path)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+        assert len(read(tmp_path / str(number) / "runs.tsv")) == 1
 
 
 @pytest.fixture
@@ -110,65 +119,8 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
     assert message() == "Making"
 
 
-PARTS = ["facts", "tests", "bench", "first", "compare", "profile", "nccl", "campaign", "modern", "lineage", "teams"]
-STAND_IN = f"""case $* in
-    -c*torch.profiler*) shift 2; set -- profile "$@" ;;
-    -m*ruff*) exit 1 ;;
-    -m*) shift ;;
-    *) exec {sys.executable} "$@" ;;
-esac
-(IFS=$'\\t'; echo "$*" >>"$CALLS")
-case $* in $FAILING) exit $STATUS ;; esac
-"""
-
-
-@pytest.fixture
-def measure(tmp_path, tiny_npz):
-    """Return a function that runs parts, and returns the process and the programs that it started."""
-    python, calls = write_program(tmp_path / "python", STAND_IN), tmp_path / "calls"
-
-    def run(*parts: str, failing: str = "", status: int = 1) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
-        calls.write_text("")
-        command = ["bash", REPO / "measure_gpu.sh", "--data", tiny_npz, "--out", tmp_path, *parts]
-        result = run_program(*command, cwd=tmp_path, PYTHON=python, CALLS=calls, FAILING=failing, STATUS=status)
-        text = calls.read_text().replace("large_batch_cifar_10_fast.", "")
-        return result, [line.split("\t") for line in text.splitlines()]
-
-    return run
-
-
-def test_each_part_calls_programs_with_options_that_they_have(measure, tiny_npz):
-    result, calls = measure(*PARTS)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert list(dict.fromkeys(line.split()[0].split(".")[0] for line in result.stdout.splitlines())) == PARTS
-    assert [program for program, *_ in calls].count("launch") == 12
-    for program, *arguments in calls:
-        if program in ("launch", "profile"):
-            assert read_request(arguments)[0].data == str(tiny_npz)
-
-
-@pytest.mark.parametrize(
-    ("table", "status", "resumes"),
-    [("", 0, [False]), ("rows", 0, [True]), ("rows", 1, [True]), ("rows", 2, [True, False])],
-)
-def test_a_campaign_is_resumed_or_begun_anew_and_if_it_fails_other_parts_run(measure, tmp_path, table, status, resumes):
-    (tmp_path / "campaign").mkdir()
-    (tmp_path / "campaign" / "runs.tsv").write_text(table)
-    result, calls = measure("campaign", "modern.bench", failing="*--resume", status=status)
-    assert result.returncode == (status == 1)
-    assert [line.split()[2] for line in result.stdout.splitlines()] == [f"{status % 2},", "0,"]
-    assert ["--resume" in call for call in calls[:-1]] == resumes
-
-
-@pytest.mark.parametrize("argument", ["everything", "first.fp8", "facts tests", "--out"])
-def test_an_invalid_part_is_refused_in_one_line(measure, argument):
-    result, calls = measure(argument)
-    assert (result.returncode, result.stdout, result.stderr.count("\n"), calls) == (2, "", 1, [])
-
-
 STAND_INS = {
-    "srun": '[ "$1" = bash ] || shift; for n in $(seq $SLURM_JOB_NUM_NODES); do SLURM_NODEID=$((n - 1)) "$@"; done',
-    "scontrol": '[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"',
+    "srun": 'exec "$@"',
     "train_cifar_parallel.sh": 'echo "$*"',
 }
 
@@ -186,25 +138,13 @@ def submit(tmp_path):
     return run
 
 
-def test_each_task_of_an_array_makes_its_share_and_is_resumed_if_it_has_runs(submit, tmp_path):
-    array = {"SLURM_JOB_NUM_NODES": 1, "SLURM_ARRAY_TASK_COUNT": 2, "SLURM_ARRAY_JOB_ID": 9}
-    for task, made in ((0, ""), (1, "head\nrow\n")):
-        (out := tmp_path / "campaign_9" / str(task)).mkdir(parents=True)
-        (out / "runs.tsv").write_text(made)
-        task_of_two = {"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_MAX": 1}
-        _, config = read_launch(submit("slurm_shares.sbatch", "--runs", "5", **array, **task_of_two).stdout.split())
-        assert (config.runs, config.share, config.out) == (5, f"{task}/2", f"campaign_9/{task}")
-        assert config.resume == bool(made)
-    with_gaps = submit("slurm_shares.sbatch", **array, SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MAX=3)
-    assert (with_gaps.returncode, with_gaps.stdout, with_gaps.stderr.count("\n")) == (2, "", 1)
-
-
-def test_the_machines_of_a_job_meet_at_the_first(submit):
-    job = {"SLURM_JOB_NUM_NODES": 2, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": 12001}
-    result = submit("slurm_machines.sbatch", "--runs", "5", **job)
-    launches = [read_launch(line.split())[0] for line in result.stdout.splitlines()]
-    assert [launch.node_rank for launch in launches] == [0, 1]
-    assert {(launch.nnodes, launch.rdzv_endpoint) for launch in launches} == {(2, "n1:20001")}
+def test_each_task_of_an_array_makes_its_share_of_one_campaign(submit):
+    array = {"SLURM_JOB_NUM_NODES": 1, "SLURM_ARRAY_TASK_COUNT": 2, "SLURM_ARRAY_TASK_MIN": 0, "SLURM_ARRAY_JOB_ID": 9}
+    for task in (0, 1):
+        words = submit("slurm_shares.sbatch", "--runs", "5", **array, SLURM_ARRAY_TASK_ID=task).stdout.split()
+        options, _ = parse(words)
+        assert (options.runs, options.share, options.campaign) == (5, f"{task}/2", "9")
+        assert options.out == f"campaign_9/{task}"
 
 
 def test_every_relative_link_leads_to_a_file():
