@@ -178,7 +178,7 @@ def read_to_measure(arguments: list[str]) -> tuple[Options, Recipe]:
     processes, (given, recipe) = launched_world_size(), parse(arguments)
     if "workers" in vars(recipe) and not count_gpus(given.device):
         given, recipe = parse(["--workers", str(processes), *arguments])  # the last one counts
-    check_processes(given.micro_batches, recipe, processes)
+    check_processes(recipe, processes, given.micro_batches)
     check_images(recipe, TRAIN)
     return given, recipe
 
@@ -196,7 +196,8 @@ def main() -> None:
             raise ConfigError("--against needs one process: start without torchrun")
         given, recipe = read_to_measure(others)
         with init_distributed(recipe.workers, given.device) as ctx:
-            head = f"# commit {commit()}, torch {torch.__version__}, {ctx.world_size} x {hardware_name(ctx.device)}, {options.repeats} repetitions"
+            hardware = f"{ctx.world_size} x {hardware_name(ctx.device)}"
+            head = f"# commit {commit()}, torch {torch.__version__}, {hardware}, {options.repeats} repetitions"
             both, repeats = [others, [*others, "--recipe", options.against]], options.repeats
             lines = compare_recipes(both, repeats, ctx) if options.against else measure_run(given, recipe, repeats, ctx)
             if ctx.is_main:

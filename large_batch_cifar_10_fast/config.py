@@ -86,8 +86,11 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Recipe]:
         if kind is not RECIPES[DEFAULT]:
             raise ConfigError(f"--demo is {DEFAULT}, small, not {kind.name}: leave out one of them")
         given = {"data": SYNTHETIC, **DEMO} | given
-    made = [owner(**{f.name: given[f.name] for f in fields(owner) if f.name in given}) for owner in (Options, kind)]
-    return made[0], made[1]
+
+    def make(owner: Any) -> Any:
+        return owner(**{field.name: given[field.name] for field in fields(owner) if field.name in given})
+
+    return make(Options), make(kind)
 
 
 class Parser(argparse.ArgumentParser):
@@ -183,12 +186,12 @@ def choose_computation(options: Options, recipe: Recipe, ctx: DistContext, train
     precision = asked or ("fp32" if options.demo else wanted if all_have_bf16 else otherwise)
     by_default = (ctx.on_gpu or seconds > LONG) and not options.demo
     use_compiler = options.compile or (by_default and not options.no_compile)
-    if seconds > LONG:
+    if seconds > LONG and not options.demo:
         hours = len(options.planned) * seconds / 3600 / (2 if precision == "bf16" else 1)
         ctx.warn(f"without a GPU this takes about {hours:.1f} hours; --demo shows a small run in two minutes")
     return replace(options, precision=precision, compile=use_compiler, no_compile=not use_compiler)
 
 
-def as_pairs(values: dict[str, object]) -> str:
-    """Return options as tables and logs have them: `name=value name=value`."""
-    return " ".join(f"{name}={value}" for name, value in values.items())
+def as_pairs(options: Any) -> str:
+    """Return the fields of options or of a recipe as tables and logs have them: `name=value name=value`."""
+    return " ".join(f"{field.name}={getattr(options, field.name)}" for field in fields(options))

@@ -98,10 +98,10 @@ def run_processes(arguments: Sequence[str], share: str, teams: int, processes: i
     try:
         for team in range(teams):
             listener = socket.create_server(("127.0.0.1", 0), backlog=processes)
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": listener.getsockname()[1], "WORLD_SIZE": processes}
+            port, day = listener.getsockname()[1], timedelta(days=1)
+            stores.append(dist.TCPStore("127.0.0.1", port, processes, True, day, False, False, listener.detach()))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes}
             place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": teams * processes}
-            how = {"wait_for_workers": False, "master_listen_fd": listener.detach(), "timeout": timedelta(days=1)}
-            stores.append(dist.TCPStore("127.0.0.1", place["MASTER_PORT"], processes, True, **how))
             for rank in range(processes):
                 variables = place | {"RANK": rank, "LOCAL_RANK": team * processes + rank}
                 process = subprocess.Popen(

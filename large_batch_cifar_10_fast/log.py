@@ -8,7 +8,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -125,7 +124,7 @@ class RunLog:
             device = f"CPU {names}, {device}{ctx.world_size} x {torch.get_num_threads()} threads"
         how = {name: getattr(options, name) for name in ("precision", "micro_batches", "compile", "no_graph")}
         how |= {"environment": environment(), "device": device, "processes": ctx.world_size}
-        what = {"recipe": recipe.name, "options": as_pairs(asdict(recipe)), "workers": recipe.workers}
+        what = {"recipe": recipe.name, "options": as_pairs(recipe), "workers": recipe.workers}
         data = options.data if options.data == SYNTHETIC else os.path.abspath(options.data)
         code = {"version": __version__, "commit": commit(), "code": code_digest(recipe), "torch": version("torch")}
         return what | how | {"data": data, "images": images.name, "digest": images.digest} | code
@@ -154,7 +153,7 @@ class RunLog:
         counts = f"{len(images.train_images)} training and {len(images.test_images)} test images"
         print_line(f"# data {images.name}: {counts}, SHA-256 {images.digest}")
         print_line(f"# recipe {recipe.name} {common['options']}")
-        print_line(f"# settings {as_pairs(asdict(self.options))}")
+        print_line(f"# settings {as_pairs(self.options)}")
         finished = f"{len(self.rows)} of {len(self.options.planned)} runs finished before"
         print_line(f"# campaign {common['campaign']}, {finished}")
 
@@ -183,7 +182,7 @@ class RunLog:
             self.common |= driver_and_clocks(self.ctx.device)  # after the warm-up: an idle GPU lowers its clocks
         if self.prints_head:
             how = {"precision": self.common["precision"], "compile": compiled, "graphs": graphs}
-            print_line(f"# computation {as_pairs(how)}")
+            print_line(f"# computation {' '.join(f'{name}={value}' for name, value in how.items())}")
             if self.common["driver"]:
                 print_line(f"# driver {self.common['driver']}, clocks {self.common['clocks']}")
             print_line(f"Uploaded data to GPUs {clock.seconds['upload']:.3f}s")

@@ -102,7 +102,7 @@ def option(default: Any, text: str, least: float = 0, most: float = MOST, choice
     return field(default=default, metadata={"help": text, "limits": (least, most), "choices": choices or None})
 
 
-def same_option(owner: type, name: str, default: Any) -> Any:
+def same_option(owner: Any, name: str, default: Any) -> Any:
     """Return an option of another recipe with another default."""
     return field(default=default, metadata=owner.__dataclass_fields__[name].metadata)
 

@@ -23,25 +23,37 @@ Row = dict[str, str]
 GOAL = 0.94  # accuracy
 PARTS = ("upload", "preprocessing", "whitening", "training")  # of the training time (method, section 6)
 # What may decide a result. Runs that differ in one of these are not of one campaign.
-CONDITIONS = ("recipe", "options", "workers", "digest", "code", "torch")
-CONDITIONS += ("precision", "compile", "no_graph", "micro_batches", "environment")
+CONDITIONS = (
+    *("recipe", "options", "workers", "digest", "code", "torch"),
+    *("precision", "compile", "no_graph", "micro_batches", "environment"),
+)
 PLACE = ("device", "processes")  # alike within a table; between tables they only rule out a comparison of times
-COLUMNS = ("campaign", "run", "seed", "recipe", "options", "workers", "processes")
-COLUMNS += ("precision", "micro_batches", "compile", "no_graph", "environment")
-COLUMNS += ("device", "driver", "clocks", "data", "images", "digest", "version", "commit", "code", "torch")
-COLUMNS += ("train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images")
-COLUMNS += ("validation_loss", *PARTS, "seconds", "last_validation", "goal_epoch", "goal_seconds", "peak_memory")
-EPOCHS = ("campaign", "run", "epoch", "seconds", "train_loss", "train_accuracy", "validation_loss")
-EPOCHS += ("validation_accuracy",)
+COLUMNS = (
+    *("campaign", "run", "seed", "recipe", "options", "workers", "processes"),
+    *("precision", "micro_batches", "compile", "no_graph", "environment"),
+    *("device", "driver", "clocks", "data", "images", "digest", "version", "commit", "code", "torch"),
+    *("train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images"),
+    *("validation_loss", *PARTS, "seconds", "last_validation", "goal_epoch", "goal_seconds", "peak_memory"),
+)
+NUMBERS = (
+    *("train_accuracy", "train_loss", "validation_accuracy", "validation_loss", *PARTS, "seconds"),
+    *("last_validation", "peak_memory", "run", "seed", "validation_count", "validation_images"),
+)
+EPOCHS = (
+    *("campaign", "run", "epoch", "seconds"),
+    *("train_loss", "train_accuracy", "validation_loss", "validation_accuracy"),
+)
 CURVE = ("epoch", "hours", "top1Accuracy")  # DAWNBench's
-NUMBERS = ("train_accuracy", "train_loss", "validation_accuracy", "validation_loss", *PARTS, "seconds")
-NUMBERS += ("last_validation", "peak_memory", "run", "seed", "validation_count", "validation_images")
-ARITHMETIC = ("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE")
-ARITHMETIC += ("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+ARITHMETIC = (  # environment variables
+    *("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+)
 
 # The files that decide the weights, beside those of the recipe.
-DECIDING = ("train.py", "recipe.py", "data/*.py", "layers.py", "optim.py", "compiling.py", "devices.py")
-DECIDING += ("distributed.py", "evaluate.py")
+DECIDING = (
+    *("train.py", "recipe.py", "data/*.py", "layers.py", "optim.py", "compiling.py", "devices.py"),
+    *("distributed.py", "evaluate.py", "graphs.py", "metrics.py", "cpu.py"),
+)
 warn_once = cache(warn)
 
 

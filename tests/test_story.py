@@ -93,7 +93,7 @@ def test_a_campaign_of_another_recipe_is_written_and_continued(tiny_npz, tmp_pat
     base = ["--data", tiny_npz, "--out", tmp_path, "--no_warmup", "--precision", "fp32"]
     train_here("--recipe", "stock", *base, "--epochs", 1)
     with pytest.raises(ConfigError, match=r"continued with recipe \(apple2019, not stock\)"):
-        train_here("--resume", *base)
+        train_here("--resume", *base, *TINY)
     train_here("--recipe", "stock", *base, "--epochs", 1, "--resume", "--runs", 2)
     rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")[["run", "recipe", "options"]]
     assert rows.to_numpy().tolist() == [[run, "stock", "batch_size=16 epochs=1"] for run in (0, 1)]
