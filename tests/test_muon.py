@@ -1,6 +1,5 @@
 """The Muon recipe: it trains and evaluates as stock layers in float64 do; its figures, its stages, its work."""
 
-from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -88,7 +87,7 @@ def test_every_figure_of_2024s_is_what_its_authors_state():
     figures = "epochs=8 batch_size=2000 width=64 pixels=32 kept=1 workers=1 views=six filter_rate=0.24 "
     figures += "filter_momentum=0.6 whitening_epochs=3 bias_rate=0.053 head_rate=0.67 momentum=0.85 "
     figures += "label_smoothing=0.2 norm_momentum=0.4"
-    assert {*as_pairs(asdict(Muon2024())).split()} == {*figures.split()}
+    assert {*as_pairs(Muon2024()).split()} == {*figures.split()}
 
 
 def test_work_is_what_torch_counts_over_a_run_that_is_made(monkeypatch):
