@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -18,6 +18,7 @@ from . import INVALID, ConfigError, exit_on_config_error
 
 COMMAND = "train_cifar_parallel.sh"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+LIBC, LAUNCHER = ctypes.CDLL(None), os.getpid()
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -25,7 +26,7 @@ class Interrupted(Exception):  # noqa: N818
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise Interrupted(number)
+    raise Interrupted(f"ended by {signal.Signals(number).name}", 128 + number)
 
 
 def main() -> None:
@@ -33,53 +34,46 @@ def main() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, interrupt)  # before torch is imported, which takes seconds: PID 1 has no default
+    os.environ.pop("LOCAL_RANK", None)  # left over from a launcher around this one
     try:
-        sys.exit(launch(sys.argv[1:]))
-    except Interrupted as end:
-        print(f"{COMMAND}: ended by {signal.Signals(end.args[0]).name}", file=sys.stderr)
-        sys.exit(128 + end.args[0])
+        with exit_on_config_error(COMMAND):
+            sys.exit(launch(sys.argv[1:]))
+    except Interrupted as end:  # before the processes were started
+        print(f"{COMMAND}: {end.args[0]}", file=sys.stderr)
+        sys.exit(end.args[1])
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Start a launch and wait for its end. Return the exit status."""
-    from .config import check_processes, check_save, parse
-    from .devices import count_cores, count_gpus
-    from .log import print_summary
-    from .runs import campaign_named
+    """Start the processes of a launch and wait for their end. Return the exit status; raise ConfigError."""
+    from . import config, devices, log, runs
 
-    os.environ.pop("LOCAL_RANK", None)  # left over from a launcher around this one
-    with exit_on_config_error(COMMAND):
-        options, recipe = parse(arguments)
-        gpus, cores, teams, out = count_gpus(options.device), count_cores(), options.teams, Path(options.out)
-        processes = plan_processes(options.nproc, teams, recipe.workers, gpus, cores, len(options.planned))
-        check_processes(recipe, processes, options.micro_batches)
-        check_save(options.save)
-        campaign = campaign_named(out, options.campaign, options.resume)[0]
-    campaign = campaign or f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
+    options, recipe = config.parse(arguments)
+    gpus, cores, teams, out = devices.count_gpus(options.device), devices.count_cores(), options.teams, options.out
+    if teams > len(options.planned):
+        raise ConfigError(f"--teams {teams} is more than the runs to make ({len(options.planned)}): use fewer")
+    processes = plan_processes(options.nproc, teams, recipe.workers, gpus, cores)
+    config.check_processes(recipe, processes, options.micro_batches)
+    config.check_save(options.save)
+    campaign = runs.campaign_named(Path(out), options.campaign, options.resume)[0] or runs.new_campaign()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (processes * teams))))
-    how, status = "", 1
     try:
         how, status = run_processes([*arguments, "--campaign", campaign], options.share, teams, processes)
     except Interrupted as end:
-        how, status = f"ended by {signal.Signals(end.args[0]).name}", 128 + end.args[0]
-    if status == INVALID:
+        how, status = end.args
+    if status == INVALID:  # a process has said why
         return status
-    with exit_on_config_error(COMMAND):
-        rows = [row for row in campaign_named(out, campaign, False)[1] if int(row["run"]) in options.planned]
+    rows = [row for row in runs.campaign_named(Path(out), campaign, False)[1] if int(row["run"]) in options.planned]
     if status:
-        made = f"{len(rows)} of {len(options.planned)} runs are finished"
         again = f"; the same command with --campaign {campaign} continues" if rows else ""
-        print(f"{COMMAND}: {how}; {made}{again}", file=sys.stderr)
+        print(f"{COMMAND}: {how}; {len(rows)} of {len(options.planned)} runs are finished{again}", file=sys.stderr)
     elif teams > 1:
-        print_summary(rows)
+        log.print_summary(rows)
     return status
 
 
-def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int, runs: int) -> int:
+def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) -> int:
     """Return --nproc, or the most processes of a team that divide the workers, each with a GPU or core of its own."""
     places = max(1, (gpus or cores) // teams)
-    if teams > runs:
-        raise ConfigError(f"--teams {teams} is more than the runs to make ({runs}): use fewer")
     if gpus and nproc > places:
         raise ConfigError(f"--nproc {nproc} is more than the {gpus} GPUs of {teams} teams: use at most {places}")
     return nproc or max(n for n in range(1, places + 1) if workers % n == 0)
@@ -90,41 +84,42 @@ def run_processes(arguments: Sequence[str], share: str, teams: int, processes: i
 
     Team t of T makes every Tth run of the share. The processes of a team meet at a store on loopback, as with torchrun.
     """
-    import torch.distributed as dist
+    from torch.distributed import TCPStore
 
     first, shares = map(int, share.split("/"))
-    command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments]
-    running, stores = {}, []
+    running: dict[subprocess.Popen, str] = {}
+    stores = []
     try:
         for team in range(teams):
             listener = socket.create_server(("127.0.0.1", 0), backlog=processes)
             port, day = listener.getsockname()[1], timedelta(days=1)
-            stores.append(dist.TCPStore("127.0.0.1", port, processes, True, day, False, False, listener.detach()))
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes}
-            place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": teams * processes}
+            stores.append(TCPStore("127.0.0.1", port, processes, True, day, False, False, listener.detach()))
+            command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments]
+            command += ["--share", f"{first + shares * team}/{shares * teams}"]
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            place |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": teams * processes}
             for rank in range(processes):
                 variables = place | {"RANK": rank, "LOCAL_RANK": team * processes + rank}
-                process = subprocess.Popen(
-                    [*command, "--share", f"{first + shares * team}/{shares * teams}"],
-                    env=os.environ | {name: str(value) for name, value in variables.items()},
-                    preexec_fn=follow_launcher,
-                )
-                running[process] = f"process {rank}" + (f" of team {team}" if teams > 1 else "")
-        while any(process.poll() is None for process in running):
+                environment = os.environ | {name: str(value) for name, value in variables.items()}
+                process = subprocess.Popen(command, env=environment, preexec_fn=follow_launcher)
+                running[process] = f"process {rank} of team {team}" if teams > 1 else f"process {rank}"
+        unfinished = True
+        while unfinished:
             time.sleep(0.05)
+            unfinished = any(process.poll() is None for process in running)
             # Of those that failed, one ended by a signal comes first: the others lost their connection to it.
             if failed := sorted((code, name) for process, name in running.items() if (code := process.poll())):
-                return describe_end(*failed[0])
+                code, name = failed[0]
+                if code > 0:
+                    return f"{name} ended with status {code}", code
+                memory = " (out of memory?)" if -code == signal.SIGKILL else ""
+                return f"{name} was ended by {signal.Signals(-code).name}{memory}", 1
         return "", 0
     finally:
         for process in running:
             process.kill()
         for process in running:
             process.wait()
-
-
-LIBC = ctypes.CDLL(None)
-LAUNCHER = os.getpid()
 
 
 def follow_launcher() -> None:
@@ -134,13 +129,6 @@ def follow_launcher() -> None:
         LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != LAUNCHER:  # it ended before the request
         os._exit(1)
-
-
-def describe_end(code: int, name: str) -> tuple[str, int]:
-    if code > 0:
-        return f"{name} ended with status {code}", code
-    memory = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"{name} was ended by {signal.Signals(-code).name}{memory}", 1
 
 
 if __name__ == "__main__":

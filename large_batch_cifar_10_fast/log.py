@@ -17,33 +17,14 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from . import ConfigError, __version__, first_line
+from . import ConfigError, __version__, first_line, runs
 from .config import Options, as_pairs
 from .data.cifar10 import SYNTHETIC, Images
 from .devices import driver_and_clocks, hardware_name, peak_memory, software
 from .distributed import DistContext, warn
 from .metrics import Score
 from .recipe import Recipe, images_of_an_epoch
-from .runs import (
-    COLUMNS,
-    CONDITIONS,
-    EPOCHS,
-    GOAL,
-    PARTS,
-    PLACE,
-    Row,
-    append,
-    campaign_named,
-    check_conditions,
-    code_digest,
-    commit,
-    differences,
-    diverged,
-    environment,
-    reached_goal,
-    write_atomically,
-    write_timing_log,
-)
+from .runs import COLUMNS, CONDITIONS, EPOCHS, PARTS, PLACE, Row, append
 
 T = TypeVar("T")
 
@@ -77,8 +58,7 @@ class Clock:
     @property
     def total(self) -> float:
         """The training time (method, section 6)."""
-        seconds = self.seconds
-        return sum(seconds.get(part, 0.0) for part in PARTS)
+        return sum(sum(laps) for part, laps in self.laps.items() if part in PARTS)
 
 
 class RunLog:
@@ -92,21 +72,19 @@ class RunLog:
 
         Raise ConfigError if the processes or the campaign's rows have other conditions, or a table cannot be written.
         """
-        self.options, self.ctx, self.out = options, ctx, Path(options.out)
+        self.options, self.ctx, self.out, count = options, ctx, Path(options.out), len(images.train_images)
         self.teams = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // ctx.world_size)
         first, shares = (int(part) for part in options.share.split("/"))
         self.of_launch = range(options.runs)[first % (shares // self.teams) :: shares // self.teams]  # of all teams
         self.prints_head = ctx.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
-        self.images_of_epochs = [
-            recipe.workers * images_of_an_epoch(recipe, len(images.train_images), epoch)
-            for epoch in range(1, recipe.epochs + 1)
-        ]
+        epochs = range(1, recipe.epochs + 1)
+        self.images_of_epochs = [recipe.workers * images_of_an_epoch(recipe, count, epoch) for epoch in epochs]
         self.epochs: list[dict[str, float]] = []  # of this run
-        self.common = {name: str(value) for name, value in self._common(recipe, images).items()}
+        self.common = {name: str(value) for name, value in self._common(recipe, images).items()}  # to all rows
         plan = {"seed": str(options.seed), "runs": str(options.runs), "share": options.share}
-        texts = ctx.all_gather_strings("conditions", json.dumps(self.common | plan))
-        for rank, other in enumerate(map(json.loads, texts)):
-            if text := differences(other, json.loads(texts[0]), (*CONDITIONS, *plan)):
+        first_process, *others = map(json.loads, ctx.all_gather_strings("conditions", json.dumps(self.common | plan)))
+        for rank, other in enumerate(others, 1):
+            if text := runs.differences(other, first_process, (*CONDITIONS, *plan)):
                 raise ConfigError(f"process {rank} has {text} as process 0 has: give all machines the same")
         self.rows = self._finished_rows() if ctx.is_main else {}  # by run
         finished = json.loads(ctx.all_gather_strings("finished", json.dumps([*self.rows]))[0])
@@ -118,36 +96,37 @@ class RunLog:
         """Return what the rows of this launch have in common."""
         options, ctx = self.options, self.ctx
         names = " and ".join(sorted(set(ctx.all_gather_strings("device", hardware_name(ctx.device)))))
-        device = f"{self.teams} teams of " if self.teams > 1 else ""
-        device += f"{ctx.world_size} x {names}" if ctx.on_gpu else ""
+        teams = f"{self.teams} teams of " if self.teams > 1 else ""
+        device = f"{teams}{ctx.world_size} x {names}"
         if not ctx.on_gpu:
-            device = f"CPU {names}, {device}{ctx.world_size} x {torch.get_num_threads()} threads"
+            device = f"CPU {names}, {teams}{ctx.world_size} x {torch.get_num_threads()} threads"
         how = {name: getattr(options, name) for name in ("precision", "micro_batches", "compile", "no_graph")}
-        how |= {"environment": environment(), "device": device, "processes": ctx.world_size}
+        how |= {"environment": runs.environment(), "device": device, "processes": ctx.world_size}
         what = {"recipe": recipe.name, "options": as_pairs(recipe), "workers": recipe.workers}
         data = options.data if options.data == SYNTHETIC else os.path.abspath(options.data)
-        code = {"version": __version__, "commit": commit(), "code": code_digest(recipe), "torch": version("torch")}
-        return what | how | {"data": data, "images": images.name, "digest": images.digest} | code
+        what |= {"data": data, "images": images.name, "digest": images.digest}
+        code = {"version": __version__, "commit": runs.commit(), "code": runs.code_digest(recipe)}
+        return what | how | code | {"torch": version("torch")}
 
     def _finished_rows(self) -> dict[int, Row]:
         """Return the planned runs that the campaign's table has; choose the campaign's name if it has none."""
-        campaign, rows = campaign_named(self.out, self.options.campaign, self.options.resume)
+        campaign, rows = runs.campaign_named(self.out, self.options.campaign, self.options.resume)
         self._check(rows, [name for name in (*CONDITIONS, *PLACE, "seed") if name not in ("compile", "no_graph")])
-        self.common["campaign"] = campaign or f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
+        self.common["campaign"] = campaign or runs.new_campaign()
         try:
             append(self.out / "runs.tsv", COLUMNS, 2, [])  # fails before training if it cannot be written
         except OSError as error:
             raise ConfigError(f"--out {self.out} cannot be written ({error}): choose another") from error
         return {int(row["run"]): row for row in rows if int(row["run"]) in self.options.planned}
 
-    def _check(self, rows: Sequence[Row], names: Sequence[str]) -> None:
-        check_conditions(rows, self.common | {"seed": str(self.options.seed)}, names)
+    def _check(self, rows: Iterable[Row], names: Sequence[str]) -> None:
+        runs.check_conditions(rows, self.common | {"seed": str(self.options.seed)}, names)
 
     def _print_head(self, recipe: Recipe, images: Images) -> None:
-        common, processes = self.common, f"{self.ctx.world_size} process{'es' if self.ctx.world_size > 1 else ''}"
-        print_line(
-            f"# large_batch_cifar_10_fast {__version__}, commit {common['commit']}, code {common['code']}, {now()}"
-        )
+        common, processes = self.common, "1 process" if self.ctx.world_size == 1 else f"{self.ctx.world_size} processes"
+        time_now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        code = f"commit {common['commit']}, code {common['code']}, {time_now}"
+        print_line(f"# large_batch_cifar_10_fast {__version__}, {code}")
         print_line("# Python {python}, torch {torch}, CUDA {cuda}, cuDNN {cudnn}{nccl}".format(**software()))
         print_line(f"# {recipe.workers} workers on {processes}, {common['device']}")
         counts = f"{len(images.train_images)} training and {len(images.test_images)} test images"
@@ -162,27 +141,17 @@ class RunLog:
 
         Raise ConfigError if the runs finished before were compiled, or replayed graphs, and now that failed.
         """
-        self.common |= {
-            "compile": str(compiled),
-            "no_graph": str(self.options.no_graph or (self.ctx.on_gpu and not graphs)),
-        }
-        self._check([*self.rows.values()], ["compile", "no_graph"])
-        a_run = sum(self.images_of_epochs)
-        self._bar = tqdm(
-            total=a_run * (len(self.rows) + len(self.missing)),
-            initial=a_run * len(self.rows),
-            unit="images",
-            unit_scale=True,
-            smoothing=0,
-            miniters=1,
-            file=sys.stderr,
-            disable=None if self.prints_head else True,  # None: disabled without a terminal
-        )
+        no_graph = self.options.no_graph or (self.ctx.on_gpu and not graphs)
+        self.common |= {"compile": str(compiled), "no_graph": str(no_graph)}
+        self._check(self.rows.values(), ["compile", "no_graph"])
+        done, missing = (sum(self.images_of_epochs) * len(made) for made in (self.rows, self.missing))
+        how: dict[str, Any] = {"unit": "images", "unit_scale": True, "smoothing": 0, "miniters": 1, "file": sys.stderr}
+        how["disable"] = None if self.prints_head else True  # None: disabled without a terminal
+        self._bar = tqdm(total=done + missing, initial=done, **how)
         if self.ctx.is_main:
             self.common |= driver_and_clocks(self.ctx.device)  # after the warm-up: an idle GPU lowers its clocks
         if self.prints_head:
-            how = {"precision": self.common["precision"], "compile": compiled, "graphs": graphs}
-            print_line(f"# computation {' '.join(f'{name}={value}' for name, value in how.items())}")
+            print_line(f"# computation precision={self.common['precision']} compile={compiled} graphs={graphs}")
             if self.common["driver"]:
                 print_line(f"# driver {self.common['driver']}, clocks {self.common['clocks']}")
             print_line(f"Uploaded data to GPUs {clock.seconds['upload']:.3f}s")
@@ -201,63 +170,53 @@ class RunLog:
         losses = {"train_loss": train.loss, "validation_loss": validation.loss}
         accuracies = {"train_accuracy": train.accuracy, "validation_accuracy": validation.accuracy}
         self.epochs.append({"epoch": len(self.epochs) + 1, "seconds": clock.total, **losses, **accuracies})
-        self._bar.set_postfix(
-            {"loss": f"{validation.loss:.3f}", "accuracy": f"{validation.accuracy:.4f}"}, refresh=False
-        )
+        shown = {"loss": f"{validation.loss:.3f}", "accuracy": f"{validation.accuracy:.4f}"}
+        self._bar.set_postfix(shown, refresh=False)
 
     def run(self, run: int, clock: Clock, train: Score, validation: Score, network: nn.Module) -> None:
         """Write and print a finished run: first its row, then its curve and epochs, and the weights of the last one."""
         epochs, self.epochs = self.epochs, []
         if not self.ctx.is_main:
             return
-        row: dict[str, Any] = self.common | {"run": run, "seed": self.options.seed + run}
-        row |= {"train_accuracy": train.accuracy, "train_loss": train.loss}
-        row |= {"validation_accuracy": validation.accuracy, "validation_loss": validation.loss}
+        row: dict[str, Any] = self.common | {"run": run, "seed": self.options.seed + run, **epochs[-1]}
         row |= {"validation_count": validation.correct, "validation_images": validation.images}
-        row |= {part: clock.seconds[part] for part in PARTS} | {"seconds": clock.total}
+        row |= {part: clock.seconds[part] for part in PARTS}
         row |= {"last_validation": clock.laps["validation"][-1], "peak_memory": peak_memory(self.ctx.device)}
-        at_goal = ((e["epoch"], e["seconds"]) for e in epochs if e["validation_accuracy"] >= GOAL)
-        row["goal_epoch"], row["goal_seconds"] = ("", "") if diverged(row) else next(at_goal, ("", ""))
+        at_goal = [e for e in epochs if e["validation_accuracy"] >= runs.GOAL and not runs.diverged(row)]
+        row |= {f"goal_{name}": at_goal[0][name] if at_goal else "" for name in ("epoch", "seconds")}
         self.rows[run] = {name: str(value) for name, value in row.items()}
         with warned("runs.tsv"):  # the next append tries again
             append(self.out / "runs.tsv", COLUMNS, 2, self.rows.values())
         self._print_run(self.rows[run])
-        name = {"campaign": row["campaign"], "run": run}
         with warned("epochs.tsv"):
+            name = {"campaign": row["campaign"], "run": run}
             append(self.out / "epochs.tsv", EPOCHS, 3, [name | epoch for epoch in epochs])
         if run == self.of_launch[0]:
             with warned("timing_log.tsv"):
-                write_timing_log(
-                    self.out / "timing_log.tsv", [(e["seconds"], e["validation_accuracy"]) for e in epochs]
-                )
+                curve = [(epoch["seconds"], epoch["validation_accuracy"]) for epoch in epochs]
+                runs.write_timing_log(self.out / "timing_log.tsv", curve)
         if run == self.of_launch[-1] and self.options.save:
-            with warned(self.options.save), write_atomically(Path(self.options.save)) as unfinished:
-                torch.save(
-                    {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}, unfinished
-                )
-        if diverged(row):
+            with warned(self.options.save), runs.write_atomically(Path(self.options.save)) as unfinished:
+                torch.save({name: part.cpu().contiguous() for name, part in network.state_dict().items()}, unfinished)
+        if runs.diverged(row):
             when = f"stopped after epoch {len(epochs)} of {len(self.images_of_epochs)}: its loss is not finite"
             warn(f"run {run} (seed {row['seed']}) {when}; lower the learning rate, or try --precision fp32")
 
     def summary(self) -> None:
-        """Print the closing lines of the published log. Rows that the table still lacks are written, or an error."""
-        if not self.ctx.is_main:
-            return
-        if self.missing:
+        """Print the closing lines of the published log. Write the rows that the table still lacks, or raise OSError."""
+        if self.ctx.is_main and self.missing:
             self._bar.close()
             append(self.out / "runs.tsv", COLUMNS, 2, self.rows.values())
-        if self.teams == 1:
+        if self.ctx.is_main and self.teams == 1:
             print_summary(self.rows.values())
 
     def _print_run(self, row: Row) -> None:
         """Print a run's line, as published but with a fourth decimal, without which runs over 94% cannot be counted."""
-        number = {name: float(row[name]) for name in (*PARTS, "seconds", "last_validation", "peak_memory")}
-        accuracies = [float(row[f"{part}_{what}"]) for part in ("train", "validation") for what in ("accuracy", "loss")]
-        scores = "Train acc {:.4f} loss {:.3f}, validation acc {:.4f} loss {:.3f}".format(*accuracies)
-        print_line(f"{scores} wall time {number['seconds']:.3f}s")
+        number = {name: float(row[name]) for name in runs.NUMBERS}
+        form = "Train acc {train_accuracy:.4f} loss {train_loss:.3f}, validation acc {validation_accuracy:.4f} "
+        print_line((form + "loss {validation_loss:.3f} wall time {seconds:.3f}s").format(**number))
         if int(row["run"]) == self.of_launch[0]:
-            parts = ", ".join(f"{part} {number[part]:.3f}s" for part in PARTS)
-            print_line(f"# wall time of the first run: {parts}")
+            print_line("# wall time of the first run: " + ", ".join(f"{part} {number[part]:.3f}s" for part in PARTS))
             last, memory = number["last_validation"], number["peak_memory"] / 2**30
             with_it = f"the last validation {last:.3f}s (with it {number['seconds'] + last:.3f}s)"
             print_line(f"# not in it: {with_it}; peak memory {memory:.2f} GiB")
@@ -282,15 +241,10 @@ def print_line(line: str) -> None:
             warn(f"the log ends here, the tables do not: STDOUT cannot be written ({error.strerror})")
 
 
-def now() -> str:
-    """Return the time in the form of the log's header."""
-    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-
-
 def print_summary(rows: Iterable[Mapping[str, str]]) -> None:
     """Print the three closing lines of the published log."""
     rows = list(rows)
     seconds, accuracies = ([float(row[name]) for row in rows] for name in ("seconds", "validation_accuracy"))
     print_line(f"Maximum training time {max(seconds)!r} median {statistics.median(seconds)!r}")
     print_line(f"Lowest accuracy {min(accuracies)!r} median {round(statistics.median(accuracies), 6)!r}")
-    print_line(f"{sum(map(reached_goal, rows))} runs reached 0.94 out of {len(rows)}")
+    print_line(f"{sum(map(runs.reached_goal, rows))} runs reached 0.94 out of {len(rows)}")

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
@@ -167,7 +168,12 @@ def campaign_named(out: Path, name: str, resume: bool) -> tuple[str, list[Row]]:
     return name, [row for row in rows if row["campaign"] == name]
 
 
-def check_conditions(rows: Sequence[Row], now: Mapping[str, str], names: Sequence[str]) -> None:
+def new_campaign() -> str:
+    """Return a name for a campaign that was given none: date, time and process."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
+
+
+def check_conditions(rows: Iterable[Row], now: Mapping[str, str], names: Sequence[str]) -> None:
     """Raise ConfigError if a campaign's rows were made under other conditions than a run would be now."""
     for row in rows:
         base = row | {"seed": str(int(row["seed"]) - int(row["run"]))}  # of run 0

@@ -12,6 +12,7 @@ from conftest import ALONE, REPO, launch, python, train_here, write_npz
 from large_batch_cifar_10_fast import ConfigError, config, devices, runs
 from large_batch_cifar_10_fast.config import Options, check_save, parse
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.launch import launch as launch_here
 from large_batch_cifar_10_fast.launch import plan_processes
 from large_batch_cifar_10_fast.recipes import DEMO, RECIPES
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -131,17 +132,16 @@ def test_weights_may_take_the_place_of_weights_but_not_of_images(tmp_path, tiny_
     ],
 )
 def test_there_are_as_many_processes_as_divide_the_workers_and_fit(gpus, cores, workers, nproc, teams, processes):
-    assert plan_processes(nproc, teams, workers, gpus, cores, runs=9) == processes
+    assert plan_processes(nproc, teams, workers, gpus, cores) == processes
 
 
 @pytest.mark.parametrize(("nproc", "teams", "most"), [(4, 1, 2), (2, 2, 1)])
 def test_more_processes_than_gpus_and_more_teams_than_runs_are_refused(nproc, teams, most):
-    with pytest.raises(
-        ConfigError, match=f"--nproc {nproc} is more than the 2 GPUs of {teams} teams: use at most {most}"
-    ):
-        plan_processes(nproc, teams, 8, gpus=2, cores=64, runs=9)
+    message = f"--nproc {nproc} is more than the 2 GPUs of {teams} teams: use at most {most}"
+    with pytest.raises(ConfigError, match=message):
+        plan_processes(nproc, teams, 8, gpus=2, cores=64)
     with pytest.raises(ConfigError, match=r"--teams 3 is more than the runs to make \(2\): use fewer"):
-        plan_processes(1, 3, 8, gpus=0, cores=64, runs=2)
+        launch_here(["--demo", "--teams", "3", "--runs", "2"])
 
 
 @pytest.mark.parametrize(
