@@ -8,6 +8,7 @@ from pathlib import Path
 
 __version__ = "0.3.0"
 PACKAGE = Path(__file__).resolve().parent
+RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: where the launcher lets its processes meet
 INVALID = 2  # the exit status for an invalid request
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 from tqdm import tqdm
 
-from . import ConfigError, exit_on_config_error, first_line
+from . import RENDEZVOUS, ConfigError, exit_on_config_error, first_line
 from .devices import take_device
 
 
@@ -115,7 +115,7 @@ def on_one_machine() -> bool:
 def init_distributed(total_workers: int = 1, device: str = "", timeout: int = 3600) -> Iterator[DistContext]:
     """Join the process group, and leave it at the end. Waits of more than `timeout` seconds raise torch's errors.
 
-    The rendezvous is torch's env://, as torchrun and our launcher provide it.
+    They meet at a file of our launcher, or as torchrun says.
     """
     rank, world_size, taken = int(os.environ.get("RANK", 0)), launched_world_size(), take_device(device)
     if world_size == 1:
@@ -126,7 +126,7 @@ def init_distributed(total_workers: int = 1, device: str = "", timeout: int = 36
             os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     backend, own = ("nccl", taken) if taken.type == "cuda" else ("gloo", None)
     wait = timedelta(seconds=timeout)
-    store = next(dist.rendezvous("env://", timeout=wait))[0]
+    store = next(dist.rendezvous(os.environ.get(RENDEZVOUS, "env://"), rank, world_size, timeout=wait))[0]
     group = dist.PrefixStore("group", store)
     with redirect_stdout(os.devnull):  # STDOUT is the log, and Gloo (torch 2.10) prints a line per rank
         dist.init_process_group(backend, None, wait, world_size, rank, group, device_id=own)

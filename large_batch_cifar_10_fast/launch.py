@@ -4,17 +4,16 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from . import INVALID, ConfigError, exit_on_config_error
+from . import INVALID, RENDEZVOUS, ConfigError, exit_on_config_error
 
 COMMAND = "train_cifar_parallel.sh"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -82,24 +81,20 @@ def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) 
 def run_processes(arguments: Sequence[str], share: str, teams: int, processes: int) -> tuple[str, int]:
     """Run the processes of all teams until the last ends, or one fails. Return how it failed, and the exit status.
 
-    Team t of T makes every Tth run of the share. The processes of a team meet at a store on loopback, as with torchrun.
+    Team t of T makes every Tth run of the share. The processes of a team meet at a file: no port is opened, and no name
+    server is asked.
     """
-    from torch.distributed import TCPStore
-
     first, shares = map(int, share.split("/"))
     running: dict[subprocess.Popen, str] = {}
-    stores = []
+    folder = tempfile.TemporaryDirectory(prefix="large_batch_cifar_10_fast_")
     try:
         for team in range(teams):
-            listener = socket.create_server(("127.0.0.1", 0), backlog=processes)
-            port, day = listener.getsockname()[1], timedelta(days=1)
-            stores.append(TCPStore("127.0.0.1", port, processes, True, day, False, False, listener.detach()))
             command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments]
             command += ["--share", f"{first + shares * team}/{shares * teams}"]
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            place |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": teams * processes}
+            place = {RENDEZVOUS: f"file://{folder.name}/{team}", "WORLD_SIZE": processes}
             for rank in range(processes):
                 variables = place | {"RANK": rank, "LOCAL_RANK": team * processes + rank}
+                variables |= {"LOCAL_WORLD_SIZE": teams * processes}
                 environment = os.environ | {name: str(value) for name, value in variables.items()}
                 process = subprocess.Popen(command, env=environment, preexec_fn=follow_launcher)
                 running[process] = f"process {rank} of team {team}" if teams > 1 else f"process {rank}"
@@ -120,6 +115,7 @@ def run_processes(arguments: Sequence[str], share: str, teams: int, processes: i
             process.kill()
         for process in running:
             process.wait()
+        folder.cleanup()
 
 
 def follow_launcher() -> None:
