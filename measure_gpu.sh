@@ -6,7 +6,6 @@
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 set -u
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"
 . "$top/choose_python.sh"
 out=gpu_measured options=()
 while [ $# -gt 0 ]; do
@@ -16,7 +15,7 @@ while [ $# -gt 0 ]; do
         *) options+=("$1"); shift ;;
     esac
 done
-choose_python
+choose_python pytest
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 export PYTHON="$python" PYTHONUNBUFFERED=1 PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 package=large_batch_cifar_10_fast

@@ -1,27 +1,29 @@
 #!/usr/bin/env bash
-# Run all tests (about four minutes on two idle cores with pytest-xdist), or with --quick one minute's worth. Other arguments go to pytest.
+# Check style, types and imports with the tools that are installed, then run all tests: about four minutes on two idle
+# cores with pytest-xdist, or with --quick one minute. Other arguments go to pytest.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 set -eu
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-needed="torch torchvision numpy pandas scipy matplotlib tqdm pytest"
 . "$top/choose_python.sh"
-choose_python
+choose_python pytest
 cd "$top"
-if "$python" -m ruff --version >/dev/null 2>&1; then
-    "$python" -m ruff check .
-    "$python" -m ruff format --check .
-fi
-if "$python" -m mypy --version >/dev/null 2>&1; then
-    "$python" -m mypy
-fi
 export PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" PYTHON="$python"
-if [ "${1:-}" = --quick ]; then
+
+run_if_installed() { # MODULE WORD...: print the words, and start the interpreter with them
+    "$python" -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('$1'))" || return 0
     shift
-    set -- -m "not slow" "$@"
-fi
-# Where pytest-xdist is, two files at a time, a thread each: most of what a test waits for does not use two cores.
+    echo "+ $python $*"
+    "$python" "$@"
+}
+run_if_installed ruff -m ruff check .
+run_if_installed ruff -m ruff format --check .
+run_if_installed mypy -m mypy
+run_if_installed importlinter -c "from importlinter.cli import lint_imports_command; lint_imports_command()" --no-logo
+[ "${1:-}" != --quick ] || { shift; set -- -m "not slow" "$@"; }
+# With pytest-xdist two files at a time, a thread each: most of what a test waits for does not use two cores.
 if "$python" -c "import xdist" 2>/dev/null; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     set -- -n 2 --dist loadfile "$@"
 fi
+echo "+ $python -m pytest $*"
 exec "$python" -m pytest "$@"

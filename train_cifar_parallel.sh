@@ -5,7 +5,6 @@
 set -eu
 for n in 1 2; do [ -e /dev/fd/$n ] || eval "exec $n>/dev/null"; done # a closed STDOUT or STDERR
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-needed="torch torchvision numpy pandas scipy matplotlib tqdm"
 . "$top/choose_python.sh"
 choose_python
 # The folder a user stands in may hold files named like modules: only the repository is searched for them.

@@ -94,15 +94,31 @@ def test_float32_is_ieee_unless_tf32_is_chosen():
 
 
 @pytest.mark.parametrize(
-    ("version", "needed"),
-    [("2.10.0+cu128", "==2.10.0"), ("2.14.2", ">=2.14.0"), ("2.9.1", "==2.9.1"), ("2.12.1", "==2.10.0")],
+    ("torch", "needed", "scipy", "lacking"),
+    [
+        ("2.10.0a0+git.nv25.12", "torch==2.10.0", "1.15", "nothing"),
+        ("2.14.2", "torch (>=2.14.0)", "1.15.3", "nothing"),
+        ("2.9.1", "torch==2.9.1", "1.15.0", "torch>=2.10"),
+        ("2.12.1", "torch (==2.10.0)", "1.15.0", "torch (==2.10.0)"),
+        ("2.10.0", "torch==2.10.0", "1.11.4", "scipy>=1.15"),
+        ("2.10.0", "torch==2.10.0", "2", "absent-thing"),
+    ],
 )
-def test_an_interpreter_needs_torch_from_2_10_on_and_the_torchvision_that_fits_it(version, needed, tmp_path):
-    for name, number, needs in (("torch", version, "numpy"), ("torchvision", "0.25.0", f"torch ({needed})")):
+def test_an_interpreter_needs_the_versions_in_pyproject_and_the_torch_of_its_torchvision(
+    torch, needed, scipy, lacking, tmp_path
+):
+    for name, number in (("torch", torch), ("torchvision", "0.25.0"), ("scipy", scipy)):
         (info := tmp_path / f"{name}-{number}.dist-info").mkdir()
-        info.joinpath("METADATA").write_text(f"Name: {name}\nVersion: {number}\nRequires-Dist: {needs}\n")
-    script = 'needed="torch torchvision numpy"; has_what_is_needed "$PYTHON" && echo yes'
-    assert bash(script, PYTHONPATH=tmp_path) == "yes\n" * (version in ("2.10.0+cu128", "2.14.2"))
+        info.joinpath("METADATA").write_text(f"Name: {name}\nVersion: {number}\nRequires-Dist: {needed}\n")
+    script = f'top={REPO}; what_is_lacking "$PYTHON"' + " absent-thing" * (lacking == "absent-thing")
+    assert bash(script, PYTHONPATH=tmp_path) == f"{lacking}\n"
+
+
+def test_a_pythonpath_that_breaks_the_interpreter_is_not_used(tmp_path):
+    (tmp_path / "re.py").write_text("raise ImportError")
+    script = f'top={REPO}; choose_python; echo "$python ${{PYTHONPATH-unset}}"'
+    assert bash(script, PYTHONPATH=tmp_path) == f"{sys.executable} unset\n"
+    assert bash(script, PYTHONPATH=tmp_path.parent) == f"{sys.executable} {tmp_path.parent}\n"
 
 
 def bash(script, **variables):
@@ -117,9 +133,10 @@ def test_a_python3_whose_torch_cannot_use_the_gpus_gives_way_to_the_venv_unless_
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
     (tmp_path / "requirements.txt").touch()
+    (tmp_path / "pyproject.toml").symlink_to(REPO / "pyproject.toml")
     (tmp_path / ".venv" / "complete").touch()
     (tmp_path / "large_batch_cifar_10_fast").symlink_to(REPO / "large_batch_cifar_10_fast")
-    script = f'top={tmp_path}; needed="torch torchvision"; choose_python; echo "$python"'
+    script = f'top={tmp_path}; choose_python; echo "$python"'
     assert bash(script, PYTHON="") == f"{tmp_path}/.venv/bin/python\n"
     assert bash(script, PYTHON="", CUDA_VISIBLE_DEVICES="") == "python3\n"
     assert bash(script, PYTHON=python3) == f"{python3}\n"

@@ -86,7 +86,8 @@ def script(tmp_path) -> Path:
     """Return a launcher that needs a package that nobody has, with an empty requirements.txt: it needs no network."""
     (folder := tmp_path / "checkout").mkdir()
     for name in ("train_cifar_parallel.sh", "choose_python.sh"):
-        (folder / name).write_text((REPO / name).read_text().replace("torch torchvision numpy", "absent-thing"))
+        (folder / name).write_text((REPO / name).read_text())
+    (folder / "pyproject.toml").write_text('[project]\ndependencies = ["absent-thing>=1"]')
     (folder / "requirements.txt").write_text("")
     (module := folder / "large_batch_cifar_10_fast").mkdir()
     (module / "__init__.py").write_text("")
@@ -105,7 +106,7 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
     venv = script.parent / ".venv"
 
     def message() -> str:
-        result = launch(cwd=script.parent, script=script, PIP_USER=1, PIP_REQUIRE_VIRTUALENV=1)
+        result = launch(cwd=script.parent, script=script, PIP_USER=1, PIP_CONSTRAINT="/absent", PYTHONHOME="/absent")
         assert result.stdout == f"{venv}\n", result.stderr
         return result.stderr.split(" ")[0]
 
