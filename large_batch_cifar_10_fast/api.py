@@ -1,8 +1,8 @@
 """The door for other programs and notebooks: train as the command line does, load and evaluate saved weights.
 
 from large_batch_cifar_10_fast import api
-rows = api.train("muon", data="cifar10.npz", out="muon", save="muon/w.pt")
-score = api.evaluate("muon/w.pt", "muon", data="cifar10.npz")
+rows = api.train("muon", data="cifar10.npz", save="w.pt")
+score = api.evaluate("w.pt", "muon", data="cifar10.npz")
 """
 
 from pathlib import Path

@@ -118,7 +118,7 @@ def make_parser(kind: type[Recipe]) -> Parser:
             if types[field.name] is bool:
                 group.add_argument(f"--{field.name}", action="store_true", help=text)
                 continue
-            text = f"{text} (default {'none' if field.default == '' else field.default})"
+            text += f" (default {field.default})" if field.default != "" else ""
             metavar = None if choices else types[field.name].__name__.upper()
             group.add_argument(f"--{field.name}", type=types[field.name], choices=choices, help=text, metavar=metavar)
     text = f"large_batch_cifar_10_fast {__version__}, commit {commit()} (Python {platform.python_version()})"
