@@ -15,7 +15,7 @@ from conftest import GPU, GPUS, TINY, launch, python
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(GPUS == 0, reason="no GPU here")]
 
 TRAIN = "large_batch_cifar_10_fast.train"
-ONE_GRAPH = "# a training step is one CUDA graph"
+ONE_GRAPH = "graphs=True"
 IMPORTS = f"""
 import sys, torch
 from large_batch_cifar_10_fast.data.cifar10 import random_images
