@@ -109,7 +109,7 @@ def test_on_a_gpu_a_step_is_the_graph_of_training(tmp_path):
 
 def test_a_bad_option_ends_with_status_2_and_one_line(monkeypatch, error_line):
     monkeypatch.setattr(sys, "argv", ["bench", "--repeats", "0"])
-    assert "--repeats 0 must be greater than 0" in error_line(bench.main)
+    assert "--repeats 0 must be at least 1" in error_line(bench.main)
 
 
 STAND_IN = f"""case $* in

@@ -63,7 +63,8 @@ def test_under_torchrun_train_needs_no_launcher_and_goes_on_if_its_log_cannot_be
 
 def test_an_error_of_any_process_is_named_with_its_traceback_also_under_torchrun(tmp_path):
     code = "from large_batch_cifar_10_fast import train, distributed\n"
-    code += "def fail(*_): 1 / (int(distributed.os.environ['RANK']) - 1)\n"
+    code += "rank, make_step = int(distributed.os.environ['RANK']), train.make_step\n"
+    code += "def fail(*parts, **options): return 1 / (rank - 1) and make_step(*parts, **options)\n"
     code += "train.make_step = fail\nwith distributed.exit_process(): train.main(['--demo', '--no_warmup'])\n"
     (tmp_path / "program.py").write_text(code)
     command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "program.py"]
@@ -71,6 +72,7 @@ def test_an_error_of_any_process_is_named_with_its_traceback_also_under_torchrun
     assert result.returncode == 1
     assert result.stderr.count("process 1 failed (ZeroDivisionError('division by zero'))\n") == 1
     assert "in fail" in result.stderr, "the traceback"
+    assert "process 0 failed" not in result.stderr, "it only waited"
 
 
 def test_a_closed_stdout_and_stderr_change_nothing_else(tiny_npz, tmp_path):
