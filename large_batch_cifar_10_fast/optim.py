@@ -43,7 +43,7 @@ def follow_schedules(optimizers: Iterable[Optimizer], epoch: float) -> None:
                     group[name] = schedule(epoch)
 
 
-def step_all(optimizers: Iterable[Optimizer]) -> None:
+def update_weights(optimizers: Iterable[Optimizer]) -> None:
     """Step each optimizer and clear its gradients."""
     for optimizer in optimizers:
         optimizer.step()
@@ -63,15 +63,25 @@ def restart(optimizers: Iterable[Optimizer]) -> None:
         torch._foreach_zero_(momenta)
 
 
-def prepare_for_gpu(optimizers: Iterable[Optimizer], compile: bool) -> None:
-    """Keep learning rates on the GPU, where a graph or compiled code reads them, and make updates few launches."""
+def prepare_for_gpu(optimizers: Iterable[Optimizer]) -> None:
+    """Keep learning rates on the GPU, where a graph or compiled code reads them, and fuse torch's SGD."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = torch.zeros((), device=group["params"][0].device)
             if isinstance(optimizer, SGD):
                 group["fused"] = True
-        if compile and isinstance(optimizer, NesterovSGD | Muon):
+
+
+def compile_updates(optimizers: Iterable[Optimizer]) -> None:
+    """Compile our own optimizers, which makes an update few launches."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, NesterovSGD | Muon):
             optimizer.compile()
+
+
+def only_rates_change(optimizers: Iterable[Optimizer]) -> bool:
+    """Return whether schedules change learning rates alone, and no momentum."""
+    return all(group["schedules"].keys() <= {"lr"} for optimizer in optimizers for group in optimizer.param_groups)
 
 
 class NesterovSGD(Optimizer):

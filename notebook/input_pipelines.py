@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from large_batch_cifar_10_fast.checks import resolve_defaults
 from large_batch_cifar_10_fast.command_line import read_request
+from large_batch_cifar_10_fast.metrics import Metrics
 from torch.utils.data import DataLoader, default_collate
 
 from large_batch_cifar_10_fast.data.cifar10 import random_images
@@ -23,7 +24,6 @@ from large_batch_cifar_10_fast.data.shards import MEAN, STD, Batch, Shards
 from large_batch_cifar_10_fast.devices import count_cores
 from large_batch_cifar_10_fast.distributed import init_distributed
 from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.metrics import Metrics
 from large_batch_cifar_10_fast.train import make_model, prepare, take_step, warm_up
 
 PADDING, SIZE = 4, 32  # pixels

@@ -15,8 +15,8 @@ from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.config import as_pairs
 from large_batch_cifar_10_fast.data.cifar10 import Images, random_images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.evaluate import Score
 from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.metrics import Score
 from large_batch_cifar_10_fast.recipe import Stage, make_network, run_flop, stage_of
 from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe
 from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once, warm_up
@@ -145,7 +145,7 @@ def test_filters_begin_as_the_identity_and_the_head_with_deviation_one():
     assert network.linear.weight.std().item() == pytest.approx(1)
 
 
-def test_the_warm_up_takes_each_kind_of_step_once(monkeypatch):
+def test_the_warm_up_takes_each_distinct_step_once(monkeypatch):
     """Of three stages at 16 pixels two take the same steps, and so do both at 20.
 
     A second pass begins with all parameters, too: a CUDA graph of a frozen bias would never train it.
@@ -153,11 +153,11 @@ def test_the_warm_up_takes_each_kind_of_step_once(monkeypatch):
     recipe = MuonRecipe(epochs=5, width=2, batch_size=10, pixels="16,16,16,20,20", kept="1,1,0.6,1,0.6")
     taken = []
 
-    def take_step(model, micro_batches, metrics):
-        [(images, _)] = micro_batches
+    def train_step(model, data, sample):
+        [(images, _)] = sample.micro_batches()
         taken.append((images.shape[-1], model.network.whitening.bias.requires_grad))
 
-    monkeypatch.setattr(train, "take_step", take_step)
+    monkeypatch.setattr(train, "train_step", train_step)
     model = make_model(recipe, ALONE, "fp32")
     for _ in range(2):
         warm_up(model, 100, 1)
