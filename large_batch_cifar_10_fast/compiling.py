@@ -69,10 +69,8 @@ def compiled_training(model: Model, sizes: Sequence[int]) -> Forward | None:
                 predicted = model.network(images).argmax(1)
             # All labels are equal, so that gradients add up, and of the most predicted class, so that some are correct.
             labels = predicted.mode().values.expand_as(predicted).contiguous()
-            gradients, values = results_of_pass(model.network, model.forward, images, labels)
-            found_gradients, found_values = results_of_pass(model.network, forward, images, labels)
-            check_all_close(found_gradients, gradients, GRADIENTS[model.precision.name])
-            check_all_close(found_values, values, VALUES[model.precision.name])
+            expected = results_of_pass(model.network, model.forward, images, labels)
+            check_all_close(results_of_pass(model.network, forward, images, labels), expected, model.precision.name)
 
     forward = try_to_compile("training", model.forward, check, model.ctx)
     model.network.zero_grad()
@@ -131,30 +129,27 @@ def noise(count: int, resolution: int, model: Model) -> Tensor:
     return images.to(model.ctx.device, model.precision.images).permute(0, 3, 1, 2)
 
 
-def results_of_pass(
-    network: nn.Module, forward: Forward, images: Tensor, labels: Tensor
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the gradients of a forward and backward pass; and its losses, metrics and norm statistics; by name."""
+def results_of_pass(network: nn.Module, forward: Forward, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return gradients, losses, metrics and norm statistics of a forward and backward pass, by name."""
     network.zero_grad()
     for norm in norms_of(network):
         norm.batch_statistics = ()  # or a pass that stores none would seem to have stored the last pass's
     loss, losses, sums = forward(images, labels)
     loss.backward()
-    named = ((name, weight.grad) for name, weight in network.named_parameters())
-    gradients = {f"gradient of {name}": gradient for name, gradient in named if gradient is not None}
-    values = {"loss": loss.detach(), "losses": losses, "metrics": sums / len(labels)}
+    weights = network.named_parameters()
+    results = {f"gradient of {name}": weight.grad for name, weight in weights if weight.grad is not None}
+    results |= {"loss": loss.detach(), "losses": losses, "metrics": sums / len(labels)}
     for number, norm in enumerate(norms_of(network)):
-        mean, variance = norm.batch_statistics
-        values |= {f"mean of norm {number}": mean, f"variance of norm {number}": variance}
-    return gradients, values
+        results[f"mean of norm {number}"], results[f"variance of norm {number}"] = norm.batch_statistics
+    return results
 
 
-def check_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+def check_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], precision: str) -> None:
     """Raise ArithmeticError for a tensor that is missing, or too far from the expected one."""
     for name, value in expected.items():
         if name not in found:
             raise ArithmeticError(f"the compiled pass has no {name}")
-        check_close(name, found[name], value, tolerance)
+        check_close(name, found[name], value, (GRADIENTS if name.startswith("gradient") else VALUES)[precision])
 
 
 def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:

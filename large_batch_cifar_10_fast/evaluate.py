@@ -58,15 +58,10 @@ def sums_of(logits: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
 AT_ONCE = 1000  # images evaluated at once on a CPU; on a GPU as many for each 4 GiB. Each takes up to 1.6 MiB in fp32
 
 
-def most_at_once(device: torch.device) -> int:
-    """Return how many images a device evaluates at once, which leaves most of its memory to training."""
-    gib = torch.cuda.get_device_properties(device).total_memory >> 30 if device.type == "cuda" else 4
-    return AT_ONCE * max(1, gib) // 4
-
-
 def chunk_sizes(count: int, device: torch.device) -> list[int]:
-    """Return the numbers of images that a device evaluates at once, one chunk after the other."""
-    most = most_at_once(device)
+    """Return how many images a device evaluates at once, by chunk. Most of its memory is left to training."""
+    gib = torch.cuda.get_device_properties(device).total_memory >> 30 if device.type == "cuda" else 4
+    most = AT_ONCE * max(1, gib) // 4
     return [min(most, count - start) for start in range(0, count, most)]
 
 

@@ -51,16 +51,12 @@ def update_weights(optimizers: Iterable[Optimizer]) -> None:
 
 
 def restart(optimizers: Iterable[Optimizer]) -> None:
-    """Zero all momenta in place, so that the next run starts like the first and CUDA graphs stay valid.
-
-    Gradients go, too: a capture that failed leaves some.
-    """
+    """Zero all momenta in place, so that the next run starts like the first and CUDA graphs stay valid."""
     for optimizer in optimizers:
-        optimizer.zero_grad()
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    momenta = [state["momentum_buffer"] for state in states if state.get("momentum_buffer") is not None]
-    if momenta:
-        torch._foreach_zero_(momenta)
+        optimizer.zero_grad()  # a capture that failed leaves gradients
+        for state in optimizer.state.values():
+            if state.get("momentum_buffer") is not None:  # SGD's may be missing before its first step
+                state["momentum_buffer"].zero_()
 
 
 def prepare_for_gpu(optimizers: Iterable[Optimizer]) -> None:

@@ -122,11 +122,8 @@ def stage_of(recipe: Recipe, epoch: int) -> Stage:
 
 
 def distinct_stages(recipe: Recipe) -> list[Stage]:
-    """Return the first stage of each signature, in their order."""
-    first: dict[Stage, Stage] = {}
-    for stage in recipe.stages:
-        first.setdefault(stage.signature, stage)
-    return list(first.values())
+    """Return a stage of each signature, in their order."""
+    return list({stage.signature: stage for stage in recipe.stages}.values())
 
 
 def images_of_an_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
@@ -167,9 +164,8 @@ def reset(network: nn.Module, recipe: Recipe, seed: int) -> None:
     Whitening filters stay: they are computed once, for all runs.
     """
     tensors, fresh = ([*x.parameters(), *running_statistics(x)] for x in (network, make_network(recipe, seed)))
-    flat = torch.cat([tensor.flatten() for tensor in fresh]).to(tensors[0].device)  # one copy
-    parts = flat.split([tensor.numel() for tensor in fresh])
-    torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, fresh, strict=True)])
+    for tensor, value in zip(tensors, fresh, strict=True):
+        tensor.copy_(value)
 
 
 # A training pass
@@ -227,12 +223,9 @@ def training_flop(recipe: Recipe, stage: Stage) -> int:
     return counter.get_total_flops() // 2
 
 
-def epoch_flop(recipe: Recipe, total_images: int, epoch: int) -> int:
-    """Return the floating-point operations of an epoch's training steps, without evaluation."""
-    images = recipe.workers * images_of_an_epoch(recipe, total_images, epoch)
-    return images * training_flop(recipe, stage_of(recipe, epoch).signature)
-
-
 def run_flop(recipe: Recipe, total_images: int) -> int:
-    """Return the floating-point operations of a run's training steps."""
-    return sum(epoch_flop(recipe, total_images, epoch) for epoch in range(1, recipe.epochs + 1))
+    """Return the floating-point operations of a run's training steps, without evaluation."""
+    return recipe.workers * sum(
+        images_of_an_epoch(recipe, total_images, epoch) * training_flop(recipe, stage_of(recipe, epoch).signature)
+        for epoch in range(1, recipe.epochs + 1)
+    )

@@ -23,17 +23,7 @@ from .evaluate import Metrics, evaluate
 from .layers import norms_of, update_running_statistics, whitening_buffers
 from .log import Clock, RunLog
 from .optim import follow_schedules, only_rates_change, prepare_for_gpu, restart, update_weights
-from .recipe import (
-    Model,
-    Recipe,
-    apply_stage,
-    distinct_stages,
-    make_network,
-    place,
-    reset,
-    stage_of,
-    training_pass,
-)
+from .recipe import Model, Recipe, apply_stage, distinct_stages, make_network, place, reset, stage_of, training_pass
 
 
 def main(arguments: Sequence[str]) -> None:
