@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, Recorder
+from conftest import CPU, Recorder, prepared, train_prepared
 from torch import nn
 
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.devices import Precision
-from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.layers import norms_of, update_running_statistics, whitening_buffers
-from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.recipe import make_network, place, reset
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once
 
 WORKERS, BATCH, GHOST, WIDTH, SEED = 8, 16, 8, 3, 11
 SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
@@ -40,14 +37,12 @@ def check_run(recipe, reference, update, losses, reduce, images, steps, predict=
     `losses` returns those of images, `reduce` a worker's loss. `steps` are a worker's images and their pixels in each
     step, by epoch.
     """
-    ctx = DistContext(0, 1, CPU, recipe.workers)
-    model, reference = make_model(recipe, ctx, "fp64"), reference.double()
-    data, log = prepare(images, model, Clock(ctx.synchronize)), Recorder()
+    (model, data), reference, log = prepared(recipe, images), reference.double(), Recorder()
     reset(model.network, recipe, SEED)
     pairs = [*zip(filters_last(model.network), filters_last(reference), strict=True)]
     for ours, theirs in pairs:
         theirs.data.copy_(ours)
-    train_once(0, SEED, model, data, make_step(model, data), Clock(ctx.synchronize), log)
+    train_prepared(model, data, SEED, log)
 
     state = {name: torch.zeros_like(w) for name, w in reference.named_parameters() if w.requires_grad}
     seen = torch.full((len(images.train_images),), torch.inf)  # each image's latest loss
