@@ -15,12 +15,11 @@ from . import ConfigError
 from . import train as training
 from .config import choose_computation, parse
 from .data.cifar10 import load_images
-from .data.shards import normalize_for, upload_test
-from .devices import allow_tf32
+from .data.shards import normalize, upload_test
 from .distributed import init_distributed
-from .evaluate import evaluate as evaluate_network
-from .metrics import Score
-from .recipe import Recipe, cast, make_network, weight_dtype
+from .evaluate import Score
+from .evaluate import evaluate as evaluate_model
+from .recipe import make_network
 from .runs import Row, campaign_named
 
 
@@ -38,7 +37,9 @@ def load(weights: Path | str, recipe: str = "apple2019", **options: Any) -> nn.M
 
     Give the recipe and the options it was trained with. Raise ConfigError if the file does not fit.
     """
-    return _load(Path(weights), parse(_arguments(recipe, options))[1]).eval()
+    network = make_network(parse(_arguments(recipe, options))[1], seed=0)
+    _load(Path(weights), network)
+    return network.eval()
 
 
 def evaluate(weights: Path | str, recipe: str = "apple2019", **options: Any) -> Score:
@@ -47,11 +48,10 @@ def evaluate(weights: Path | str, recipe: str = "apple2019", **options: Any) -> 
     images = load_images(given.data)
     with init_distributed(made.workers, given.device) as ctx:
         precision = choose_computation(given, made, ctx, len(images.train_images)).precision
-        allow_tf32(precision == "tf32")
-        network = cast(_load(Path(weights), made), weight_dtype(made, precision), ctx.device)
+        model = training.make_model(made, ctx, precision)
+        _load(Path(weights), model.network)
         test_images, labels = upload_test(*images.test, ctx)
-        test = normalize_for(made, precision, test_images), labels
-        return evaluate_network(network, made, made.tta, precision, test, ctx)
+        return evaluate_model(model, made.tta, (normalize(test_images, model.precision), labels))
 
 
 def _arguments(recipe: str, options: dict[str, Any]) -> list[str]:
@@ -60,9 +60,8 @@ def _arguments(recipe: str, options: dict[str, Any]) -> list[str]:
     return ["--recipe", recipe, *given]
 
 
-def _load(path: Path, recipe: Recipe) -> nn.Module:
-    """Return the recipe's network with saved weights. Of statistics of more ghost groups it takes the first."""
-    network = make_network(recipe, seed=0)
+def _load(path: Path, network: nn.Module) -> None:
+    """Give the network saved weights. Of statistics of more ghost groups it takes the first."""
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
         for name, expected in network.state_dict().items():
@@ -72,4 +71,3 @@ def _load(path: Path, recipe: Recipe) -> nn.Module:
     except Exception as error:  # torch raises nearly anything for a damaged or foreign file
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{path} does not fit ({reason}): give the recipe and options it was trained with") from error
-    return network

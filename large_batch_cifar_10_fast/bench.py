@@ -17,41 +17,39 @@ import torch
 from scipy import stats
 
 from . import ConfigError, exit_on_config_error
+from .compiling import CudaGraphs, Step, compiled
 from .config import Options, Parser, check_images, check_processes, choose_computation, parse
 from .data.cifar10 import random_images
-from .data.shards import Step
+from .data.shards import Sample
 from .devices import allow_tf32, count_gpus, hardware_name, matrix_rate, peak_memory
 from .distributed import DistContext, init_distributed, launched_world_size, on_one_machine
-from .evaluate import evaluate
-from .graphs import StepGraphs, TakeStep
-from .layers import prepare_norms
+from .evaluate import AT_ONCE, evaluate
 from .log import Clock
-from .metrics import AT_ONCE
-from .optim import follow_schedules, step_all
-from .recipe import Recipe, Stage, apply_stage, autocast, images_of_an_epoch, reset, run_flop, stage_of, training_flop
+from .optim import follow_schedules, update_weights
+from .recipe import Model, Recipe, apply_stage, images_of_an_epoch, reset, run_flop, stage_of, training_flop
 from .recipes import RECIPES
 from .runs import commit
-from .train import Data, Model, make_model, make_step, prepare, steps_of_every_kind
+from .train import Data, distinct_samples, make_model, make_step, prepare
 
 TRAIN, TEST = 50_000, 10_000  # images of CIFAR-10
 SAMPLING = "sampling of an epoch"
 
-Laps = dict[Hashable, list[float]]  # seconds of a part of a run, or of a step in a kind of stage, by repetition
+Laps = dict[Hashable, list[float]]  # seconds of a part of a run, or of a step in a stage (its signature), by repetition
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A recipe that is ready to train, with a step of each kind of stage (resolution, frozen parameters)."""
+    """A recipe that is ready to train, with a sample of each distinct stage (resolution, frozen parameters)."""
 
     model: Model
     data: Data
-    take: TakeStep
-    steps: dict[Stage, Step]
+    step: Step
+    samples: list[Sample]
     laps: Laps  # of the set-up
 
     def __str__(self) -> str:
-        recipe, model, graph = self.model.recipe, self.model, isinstance(self.take, StepGraphs)
-        how = f"{model.precision}, {'' if model.compiled else 'un'}compiled, {'a' if graph else 'no'} CUDA graph"
+        recipe, model, graph = self.model.recipe, self.model, isinstance(self.step, CudaGraphs)
+        how = f"{model.precision.name}, {'' if model.compiled else 'un'}compiled, {'a' if graph else 'no'} CUDA graph"
         return f"{recipe.name}: {recipe.workers} x {recipe.batch_size} images a step, {how}"
 
 
@@ -61,16 +59,18 @@ def set_up(given: Options, recipe: Recipe, ctx: DistContext) -> Bench:
     clock, images = Clock(ctx.synchronize), random_images(TRAIN, TEST)
     images = images.pinned() if ctx.on_gpu and ctx.world_size == 1 else images
     with clock.timed("compilation"):
-        model = make_model(recipe, ctx, given.precision, given.compile, given.micro_batches, test_images=TEST)
+        model = make_model(recipe, ctx, given.precision, given.micro_batches)
+        if given.compile:
+            model = compiled(model, test_images=TEST)
     for _ in range(3):
         data = prepare(images, model, clock)
     if ctx.on_gpu:
         torch.cuda.reset_peak_memory_stats(ctx.device)
-    steps: dict[Stage, Step] = {}
-    for step in steps_of_every_kind(model, data.train):
-        steps.setdefault(step.kind, step)  # a short batch comes last
-    take = make_step(model, data, use_graphs=ctx.on_gpu and on_one_machine() and not given.no_graph)
-    return Bench(model, data, take, steps, clock.laps)
+    samples: dict[Hashable, Sample] = {}
+    for sample in distinct_samples(model, data.train):
+        samples.setdefault(sample.stage.signature, sample)  # a short batch comes last
+    step = make_step(model, data, use_graphs=ctx.on_gpu and on_one_machine() and not given.no_graph)
+    return Bench(model, data, step, list(samples.values()), clock.laps)
 
 
 def time_in_turn(benches: list[Bench], repeats: int) -> list[Laps]:
@@ -80,41 +80,40 @@ def time_in_turn(benches: list[Bench], repeats: int) -> list[Laps]:
     for _ in range(1 + repeats):
         for bench, clock in zip(benches, clocks, strict=True):
             model, data = bench.model, bench.data
-            allow_tf32(model.precision == "tf32")
+            allow_tf32(model.precision.name == "tf32")
             reset(model.network, model.recipe, seed=0)
             with clock.timed(SAMPLING):
                 for _ in range(count):
                     data.train.epoch(seed=0, epoch=1, losses=data.losses)
-            for kind, step in bench.steps.items():
-                apply_stage(model.network, kind)
-                with clock.timed(kind):
+            for sample in bench.samples:
+                apply_stage(model.network, sample.stage)
+                with clock.timed(sample.stage.signature):
                     for _ in range(count):
                         follow_schedules(model.optimizers, epoch=1)
-                        bench.take(step)
+                        bench.step(sample)
     return [{part: [lap / count for lap in laps[1:]] for part, laps in clock.laps.items()} for clock in clocks]
 
 
 def time_parts(bench: Bench, repeats: int) -> Laps:
     """Return the seconds of the parts of a step of the last stage, each synchronized and in no graph, and of validation
     after the last epoch; on a CPU, where it takes minutes, that is extrapolated."""
-    model, step, clock = bench.model, [*bench.steps.values()][-1], Clock(bench.model.ctx.synchronize)
-    recipe, ctx, workers = model.recipe, model.ctx, len(model.ctx.workers) // len(step)
+    model, sample, clock = bench.model, bench.samples[-1], Clock(bench.model.ctx.synchronize)
+    recipe, ctx = model.recipe, model.ctx
     images, labels = test = bench.data.test
     some = test if ctx.on_gpu else (images[: AT_ONCE // 4], labels[: AT_ONCE // 4])
     for _ in range(1 + repeats):
         with clock.timed("augmentation"):
-            images, labels = step[0]  # with several micro-batches, of the first one
-        prepare_norms(model.network, workers, tracking=ctx.is_main)
+            images, labels = next(sample.micro_batches())  # with several micro-batches, of the first one
         with clock.timed("forward"):
-            loss = model.forward(images, labels, workers).loss
+            loss = model.forward(images, labels).loss
         with clock.timed("backward"):
             loss.backward()
         with clock.timed("averaging"):
             ctx.average_gradients(model.network, recipe.loss_scale)
-        with clock.timed("update"), autocast(recipe, model.precision, ctx.device):
-            step_all(model.optimizers)
+        with clock.timed("update"), model.precision.autocast():
+            update_weights(model.optimizers)
         with clock.timed("validation"):
-            evaluate(model.network, recipe, recipe.tta, model.precision, some, ctx, model.evaluation)
+            evaluate(model, recipe.tta, some)
     clock.laps["validation"] = [lap * len(test[0]) / len(some[0]) for lap in clock.laps["validation"]]
     return {part: laps[1:] for part, laps in clock.laps.items()}
 
@@ -122,8 +121,8 @@ def time_parts(bench: Bench, repeats: int) -> Laps:
 def seconds_of_run(run: Recipe, measured: Recipe, laps: Laps) -> np.ndarray:
     """Return the training seconds of a run by each repetition. `measured` may have fewer workers than `run`."""
     images = {epoch: run.workers * images_of_an_epoch(run, TRAIN, epoch) for epoch in range(1, run.epochs + 1)}
-    steps = {kind: np.array(seconds) / (measured.workers * measured.batch_size) for kind, seconds in laps.items()}
-    training = sum(count * steps[stage_of(run, epoch).kind] for epoch, count in images.items())
+    of_an_image = {part: np.array(seconds) / (measured.workers * measured.batch_size) for part, seconds in laps.items()}
+    training = sum(count * of_an_image[stage_of(run, epoch).signature] for epoch, count in images.items())
     return training + run.epochs * np.array(laps[SAMPLING])
 
 
@@ -131,13 +130,14 @@ def measure_run(given: Options, recipe: Recipe, repeats: int, ctx: DistContext) 
     """Return lines on the parts of a run and of a step, and on the speed that follows from them."""
     bench = set_up(given, recipe, ctx)
     (laps,) = time_in_turn([bench], repeats)
-    peak, last = peak_memory(ctx.device) / 2**30, recipe.stages[-1].kind
-    names: dict[Hashable, str] = {s.kind: f"step from epoch {s.first_epoch} on" for s in reversed(recipe.stages)}
+    peak, last = peak_memory(ctx.device) / 2**30, recipe.stages[-1].signature
+    names: dict[Hashable, str] = {s.signature: f"step from epoch {s.first_epoch} on" for s in reversed(recipe.stages)}
     parts = bench.laps | laps | time_parts(bench, repeats)
     lines = [f"{names.get(part, part):26}{with_range(seconds)}" for part, seconds in parts.items()]
     run = with_range(seconds_of_run(recipe, recipe, laps))
     speed = recipe.workers * recipe.batch_size / median(laps[last])
-    rate, largest = speed * training_flop(recipe, last), matrix_rate(bench.model.precision, ctx.device) * ctx.world_size
+    rate = speed * training_flop(recipe, last)
+    largest = matrix_rate(bench.model.precision.name, ctx.device) * ctx.world_size
     lines += ["", f"peak memory of a process  {peak:.3g} GiB"]
     lines += [f"training of a run         {run} s, {run_flop(recipe, TRAIN) / 1e15:.4g} PFLOP"]
     lines += [f"speed of the last step    {speed:.0f} images/s, {rate / 1e12:.4g} TFLOP/s"]

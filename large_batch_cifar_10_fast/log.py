@@ -22,7 +22,7 @@ from .config import Options, as_pairs
 from .data.cifar10 import SYNTHETIC, Images
 from .devices import driver_and_clocks, hardware_name, peak_memory, software
 from .distributed import DistContext, warn
-from .metrics import Score
+from .evaluate import Score
 from .recipe import Recipe, images_of_an_epoch
 from .runs import COLUMNS, CONDITIONS, EPOCHS, PARTS, PLACE, Row, append
 

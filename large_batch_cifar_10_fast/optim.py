@@ -43,7 +43,7 @@ def follow_schedules(optimizers: Iterable[Optimizer], epoch: float) -> None:
                     group[name] = schedule(epoch)
 
 
-def step_all(optimizers: Iterable[Optimizer]) -> None:
+def update_weights(optimizers: Iterable[Optimizer]) -> None:
     """Step each optimizer and clear its gradients."""
     for optimizer in optimizers:
         optimizer.step()
@@ -51,27 +51,33 @@ def step_all(optimizers: Iterable[Optimizer]) -> None:
 
 
 def restart(optimizers: Iterable[Optimizer]) -> None:
-    """Zero all momenta in place, so that the next run starts like the first and CUDA graphs stay valid.
-
-    Gradients go, too: a capture that failed leaves some.
-    """
+    """Zero all momenta in place, so that the next run starts like the first and CUDA graphs stay valid."""
     for optimizer in optimizers:
-        optimizer.zero_grad()
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    momenta = [state["momentum_buffer"] for state in states if state.get("momentum_buffer") is not None]
-    if momenta:
-        torch._foreach_zero_(momenta)
+        optimizer.zero_grad()  # a capture that failed leaves gradients
+        for state in optimizer.state.values():
+            if state.get("momentum_buffer") is not None:  # SGD's may be missing before its first step
+                state["momentum_buffer"].zero_()
 
 
-def prepare_for_gpu(optimizers: Iterable[Optimizer], compile: bool) -> None:
-    """Keep learning rates on the GPU, where a graph or compiled code reads them, and make updates few launches."""
+def prepare_for_gpu(optimizers: Iterable[Optimizer]) -> None:
+    """Keep learning rates on the GPU, where a graph or compiled code reads them, and fuse torch's SGD."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = torch.zeros((), device=group["params"][0].device)
             if isinstance(optimizer, SGD):
                 group["fused"] = True
-        if compile and isinstance(optimizer, NesterovSGD | Muon):
+
+
+def compile_updates(optimizers: Iterable[Optimizer]) -> None:
+    """Compile our own optimizers, which makes an update few launches."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, NesterovSGD | Muon):
             optimizer.compile()
+
+
+def only_rates_change(optimizers: Iterable[Optimizer]) -> bool:
+    """Return whether schedules change learning rates alone, and no momentum."""
+    return all(group["schedules"].keys() <= {"lr"} for optimizer in optimizers for group in optimizer.param_groups)
 
 
 class NesterovSGD(Optimizer):

@@ -1,11 +1,10 @@
-"""The interface of a recipe, and what is derived from it: stages, precision, fresh weights, FLOP of a run.
+"""The interface of a recipe, and what is derived from it: stages, fresh weights, a training pass, FLOP of a run.
 
 A recipe is everything that decides the weights. Where and how it runs are Options (config.py).
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -18,10 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from . import ConfigError
 from .data.augment import CropAndFlip
-from .devices import DTYPES
+from .devices import Precision
 from .distributed import DistContext
-from .layers import norms_of
-from .metrics import ONE_VIEW, Prediction, at_least_float32
+from .evaluate import ONE_VIEW, Logits, Prediction, at_least_float32, sums_of
+from .layers import norms_of, running_statistics
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,12 @@ class Stage:
 
     first_epoch: int = 1
     resolution: int = 32  # pixels a side, to which images are scaled down
-    frozen: tuple[str, ...] = ()  # parameters whose names begin with one of these are no longer trained
+    frozen: tuple[str, ...] = ()  # parameters whose names begin with one of these are not trained
     keep_fraction: float = 1.0  # of each worker's images, those with the highest loss when last seen
 
     @property
-    def kind(self) -> "Stage":
-        """The settings that a step's graph depends on. Stages of one kind share a graph, compiled before the clock."""
+    def signature(self) -> "Stage":
+        """The settings that a step's graph depends on: stages of one signature share compiled code and CUDA graphs."""
         return replace(self, first_epoch=1, keep_fraction=1.0)
 
 
@@ -77,7 +76,7 @@ class Recipe(ABC):
         """Return an initialized network: images [B, 3, 32, 32] to logits [B, 10]. Its norms are GhostBatchNorm."""
 
     def whiten(self, network: nn.Module, images: Tensor) -> None:  # noqa: B027 (optional)
-        """Set the frozen weights from worker 0's images [n, 32, 32, 3], normalized and unpadded; by default none."""
+        """Set the whitening filters, if any, from worker 0's images [n, 32, 32, 3], normalized and unpadded."""
 
     @abstractmethod
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
@@ -115,12 +114,6 @@ def check_limits(options: Any) -> None:
             raise ConfigError(f"--{entry.name} {value} must lie in {least} to {most}")
 
 
-def reduce_loss(recipe: Recipe, losses: Tensor, workers: int) -> Tensor:
-    """Return the scaled sum over workers of each one's loss; `losses` [B] has their batches one after the other."""
-    total = losses.sum() if recipe.reduction == "sum" else losses.sum() / (len(losses) // workers)
-    return total * recipe.loss_scale
-
-
 # Stages
 
 
@@ -128,9 +121,9 @@ def stage_of(recipe: Recipe, epoch: int) -> Stage:
     return [stage for stage in recipe.stages if stage.first_epoch <= epoch][-1]
 
 
-def kinds_of_stages(recipe: Recipe) -> list[Stage]:
-    """Return the kinds of all stages, each once, in their order."""
-    return list(dict.fromkeys(stage.kind for stage in recipe.stages))
+def distinct_stages(recipe: Recipe) -> list[Stage]:
+    """Return a stage of each signature, in their order."""
+    return list({stage.signature: stage for stage in recipe.stages}.values())
 
 
 def images_of_an_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
@@ -139,38 +132,13 @@ def images_of_an_epoch(recipe: Recipe, total_images: int, epoch: int) -> int:
     return kept if recipe.whole_epochs else kept - kept % recipe.batch_size
 
 
-def images_for_every_step(recipe: Recipe, total_images: int) -> int:
-    """Return how many training images suffice for a step of every kind and batch size that `total_images` make."""
-    short = images_of_an_epoch(recipe, total_images, epoch=1) % recipe.batch_size
-    of_a_worker = math.ceil(recipe.batch_size / min(stage.keep_fraction for stage in recipe.stages)) + short
-    return min(total_images, recipe.workers * of_a_worker)
-
-
 def apply_stage(network: nn.Module, stage: Stage) -> None:
-    """Freeze the stage's parameters: no gradient of them is computed until `reset`."""
+    """Freeze the stage's parameters, of which no gradient is computed, and train all others."""
     for name, weight in network.named_parameters():
-        if name.startswith(stage.frozen):
-            weight.requires_grad_(False)
+        weight.requires_grad_(not name.startswith(stage.frozen))
 
 
-# Precision and weights
-
-
-def weight_dtype(recipe: Recipe, precision: str) -> torch.dtype:
-    """Return the type of weights: float32 for bf16, and for fp16 unless the recipe has half weights."""
-    mixed = precision == "bf16" or (precision == "fp16" and not recipe.half_weights)
-    return torch.float32 if mixed else DTYPES[precision]
-
-
-def image_dtype(recipe: Recipe, precision: str, device: torch.device) -> torch.dtype:
-    """Return the type of images: on a GPU the one the network computes in; on a CPU that of the weights."""
-    return DTYPES[precision] if device.type == "cuda" else weight_dtype(recipe, precision)
-
-
-def autocast(recipe: Recipe, precision: str, device: torch.device) -> torch.autocast:
-    """Return a context in which the network computes in `precision`, whatever the type of its weights."""
-    dtype = DTYPES[precision]
-    return torch.autocast(device.type, dtype, enabled=dtype != weight_dtype(recipe, precision))
+# Weights
 
 
 def make_network(recipe: Recipe, seed: int) -> nn.Module:
@@ -180,38 +148,31 @@ def make_network(recipe: Recipe, seed: int) -> nn.Module:
         return recipe.network()
 
 
-def cast(network: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Move the network to the device, channels-last, with weights of this type; norms stay in float32 at least."""
-    network.to(device, dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's stubs
-    if dtype == torch.float16:
+def place(network: nn.Module, precision: Precision) -> nn.Module:
+    """Move the network to the device, channels-last, in the type of weights; norms stay in float32 at least."""
+    network.to(precision.device, precision.weights, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if precision.weights == torch.float16:
         for norm in norms_of(network):
             norm.float()
     return network
 
 
-def frozen_weights(network: nn.Module) -> dict[str, Tensor]:
-    """Return the weights that are never trained: `whiten` sets them once, for all runs."""
-    return {name: weight.data for name, weight in network.named_parameters() if not weight.requires_grad}
-
-
+@torch.no_grad()
 def reset(network: nn.Module, recipe: Recipe, seed: int) -> None:
-    """Give the network fresh weights in the same memory, so that compiled code stays valid. Frozen weights stay."""
-    fresh = make_network(recipe, seed)
-    for name, weight in fresh.named_parameters():
-        network.get_parameter(name).requires_grad_(weight.requires_grad)  # undo the stages of the last run
-    state, frozen = network.state_dict(), frozen_weights(network)
-    new = {name: tensor for name, tensor in fresh.state_dict().items() if name not in frozen}
-    flat = torch.cat([tensor.flatten() for tensor in new.values()]).to(next(iter(state.values())).device)  # one copy
-    parts = flat.split([tensor.numel() for tensor in new.values()])
-    values = [part.view_as(tensor) for part, tensor in zip(parts, new.values(), strict=True)]
-    torch._foreach_copy_([state[name] for name in new], values)
+    """Give the network fresh weights and statistics, in the same memory, so that compiled code and graphs stay valid.
+
+    Whitening filters stay: they are computed once, for all runs.
+    """
+    tensors, fresh = ([*x.parameters(), *running_statistics(x)] for x in (network, make_network(recipe, seed)))
+    for tensor, value in zip(tensors, fresh, strict=True):
+        tensor.copy_(value)
 
 
 # A training pass
 
 
 class TrainingPass(NamedTuple):
-    """What a forward pass over images [B] returns."""
+    """The results of a forward pass over images [B]."""
 
     loss: Tensor  # to differentiate: summed over the workers, and scaled
     losses: Tensor  # of each image, float32 [B]
@@ -219,20 +180,34 @@ class TrainingPass(NamedTuple):
 
 
 def training_pass(
-    network: nn.Module, recipe: Recipe, precision: str, images: Tensor, labels: Tensor, workers: int
+    network: nn.Module, recipe: Recipe, precision: Precision, workers: int, images: Tensor, labels: Tensor
 ) -> TrainingPass:
     """Compute loss and metrics of images [B, 3, H, W], the batches of so many workers one after the other."""
-    with autocast(recipe, precision, images.device):
+    with precision.autocast():
         logits = network(images)
     losses = recipe.loss(logits, labels)
-    return TrainingPass(reduce_loss(recipe, losses, workers), losses.detach().float(), sums_of(logits, labels, losses))
+    loss = losses.sum() if recipe.reduction == "sum" else losses.sum() / (len(losses) // workers)
+    return TrainingPass(loss * recipe.loss_scale, losses.detach().float(), sums_of(logits, labels, losses))
 
 
-@torch.no_grad()
-def sums_of(logits: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
-    """Return the number of correct images, the number of images, and the sum of their losses, [3]."""
-    correct = (logits.argmax(1) == labels).sum()
-    return torch.stack([correct, torch.full_like(correct, len(labels)), losses.sum()])
+@dataclass(frozen=True)
+class Model:
+    """A recipe's network on this process's device, trained by all runs one after the other from fresh weights."""
+
+    recipe: Recipe
+    ctx: DistContext
+    precision: Precision
+    network: nn.Module
+    optimizers: list[Optimizer]
+    forward: Callable[[Tensor, Tensor], TrainingPass]  # of images and labels, compiled or not
+    micro_batches: int = 1  # forward and backward passes of a step
+    compiled: bool = False
+    evaluation: Logits | None = None  # the network compiled for evaluation
+
+    @property
+    def workers(self) -> int:
+        """The number of workers whose batches a micro-batch holds, one after the other."""
+        return len(self.ctx.workers) // self.micro_batches
 
 
 # Work
@@ -244,16 +219,13 @@ def training_flop(recipe: Recipe, stage: Stage) -> int:
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         network = recipe.network()
         apply_stage(network, stage)
-        network(torch.empty(1, 3, stage.resolution, stage.resolution)).sum().backward()
-    return counter.get_total_flops()
-
-
-def epoch_flop(recipe: Recipe, total_images: int, epoch: int) -> int:
-    """Return the floating-point operations of an epoch's training steps, without evaluation."""
-    images = recipe.workers * images_of_an_epoch(recipe, total_images, epoch)
-    return images * training_flop(recipe, stage_of(recipe, epoch).kind)
+        network(torch.empty(2, 3, stage.resolution, stage.resolution)).sum().backward()  # one has no variance
+    return counter.get_total_flops() // 2
 
 
 def run_flop(recipe: Recipe, total_images: int) -> int:
-    """Return the floating-point operations of a run's training steps."""
-    return sum(epoch_flop(recipe, total_images, epoch) for epoch in range(1, recipe.epochs + 1))
+    """Return the floating-point operations of a run's training steps, without evaluation."""
+    return recipe.workers * sum(
+        images_of_an_epoch(recipe, total_images, epoch) * training_flop(recipe, stage_of(recipe, epoch).signature)
+        for epoch in range(1, recipe.epochs + 1)
+    )

@@ -53,7 +53,7 @@ ARITHMETIC = (  # environment variables
 # The files that decide the weights, beside those of the recipe.
 DECIDING = (
     *("train.py", "recipe.py", "data/*.py", "layers.py", "optim.py", "compiling.py", "devices.py"),
-    *("distributed.py", "evaluate.py", "graphs.py", "metrics.py", "cpu.py"),
+    *("distributed.py", "evaluate.py"),
 )
 warn_once = cache(warn)
 

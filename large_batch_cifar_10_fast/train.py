@@ -11,35 +11,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from .compiling import Forward, compiled, compiled_evaluation
+from .compiling import CudaGraphs, Step, compiled, graphed
 from .config import Options, check_images, check_processes, check_save, choose_computation, parse
 from .data.cifar10 import Images, load_images, random_images
-from .data.shards import Batch, Shards, Step, normalize_for, upload_shards, upload_test
-from .devices import allow_tf32, out_of_memory_hint
+from .data.shards import Batch, Sample, Shards, normalize, upload_shards, upload_test
+from .devices import Precision, allow_tf32, out_of_memory_hint
 from .distributed import DistContext, exit_process, init_distributed, on_one_machine
-from .evaluate import evaluate
-from .graphs import StepGraphs, TakeStep, graphed
-from .layers import prepare_norms, update_statistics
+from .evaluate import Metrics, evaluate
+from .layers import norms_of, update_running_statistics, whitening_buffers
 from .log import Clock, RunLog
-from .metrics import Logits, Metrics, chunk_sizes
-from .optim import follow_schedules, prepare_for_gpu, restart, step_all
-from .recipe import (
-    Recipe,
-    apply_stage,
-    autocast,
-    cast,
-    frozen_weights,
-    images_for_every_step,
-    images_of_an_epoch,
-    make_network,
-    reset,
-    stage_of,
-    training_pass,
-    weight_dtype,
-)
+from .optim import follow_schedules, only_rates_change, prepare_for_gpu, restart, update_weights
+from .recipe import Model, Recipe, apply_stage, distinct_stages, make_network, place, reset, stage_of, training_pass
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -60,16 +44,17 @@ def main(arguments: Sequence[str]) -> None:
 @out_of_memory_hint("training")
 def make_runs(options: Options, recipe: Recipe, images: Images, ctx: DistContext, log: RunLog) -> None:
     """Make each missing run. They share images and network; nothing before `clock` is timed."""
-    if ctx.on_gpu and ctx.world_size == 1:  # with several each copies its share
+    train_images, test_images = len(images.train_images), len(images.test_images)
+    if ctx.on_gpu and ctx.world_size == 1:  # each of several processes copies its share of the images anyway
         images = images.pinned()
-    short = images_of_an_epoch(recipe, len(images.train_images), epoch=1) % recipe.batch_size
-    test_images = len(images.test_images)
-    model = make_model(recipe, ctx, options.precision, options.compile, options.micro_batches, short, test_images)
+    model = make_model(recipe, ctx, options.precision, options.micro_batches)
+    if options.compile:
+        model = compiled(model, train_images, test_images)
     if not options.no_warmup:
-        if ctx.on_gpu:  # which has kernels for certain sizes
-            warm_up(model, len(images.train_images), test_images)
+        if ctx.on_gpu:  # where kernels are chosen by sizes
+            warm_up(model, train_images, test_images)
         else:
-            warm_up(model, images_for_every_step(recipe, len(images.train_images)), ctx.world_size)
+            warm_up(model, 2 * recipe.workers * recipe.batch_size, ctx.world_size)
 
     clock = Clock(ctx.synchronize)
     data = prepare(images, model, clock)
@@ -77,55 +62,24 @@ def make_runs(options: Options, recipe: Recipe, images: Images, ctx: DistContext
         torch.cuda.reset_peak_memory_stats(ctx.device)  # before the capture: a replay allocates nothing
     # NCCL has no timeout inside a graph: on several machines a lost process would leave the others waiting for ever.
     step = make_step(model, data, use_graphs=ctx.on_gpu and on_one_machine() and not options.no_graph)
-    log.set_up(clock, compiled=model.compiled, graphs=isinstance(step, StepGraphs))
+    log.set_up(clock, compiled=model.compiled, graphs=isinstance(step, CudaGraphs))
     for run in log.missing:
         train_once(run, options.seed + run, model, data, step, clock.fork(), log)
 
 
-@dataclass(frozen=True)
-class Model:
-    """A recipe's network on this process's device, trained by all runs one after the other from fresh weights."""
-
-    recipe: Recipe
-    network: nn.Module
-    optimizers: list[Optimizer]
-    forward: Forward  # the training pass, compiled or not
-    compiled: bool
-    precision: str
-    micro_batches: int  # forward and backward passes of a step
-    ctx: DistContext
-    evaluation: Logits | None = None  # the network compiled for evaluation
-
-
-def make_model(
-    recipe: Recipe,
-    ctx: DistContext,
-    precision: str,
-    compile: bool = False,
-    micro_batches: int = 1,
-    short: int = 0,
-    test_images: int = 0,
-) -> Model:
-    """Make the network, and compile its training pass if asked to; on a GPU also the evaluation of `test_images`.
-
-    `short` is the size of a worker's short last batch, if there is one. On a CPU evaluations gain less than compiling
-    them takes.
-    """
+def make_model(recipe: Recipe, ctx: DistContext, precision: str, micro_batches: int = 1) -> Model:
+    """Make the network and its optimizers, on this process's device."""
     allow_tf32(precision == "tf32")
-    network = cast(make_network(recipe, seed=0), weight_dtype(recipe, precision), ctx.device)
-    eager: Forward = partial(training_pass, network, recipe, precision)
-    forward = eager
-    if compile:
-        sizes = [size for size in (recipe.batch_size, short) if size]
-        forward = compiled(eager, network, recipe, precision, sizes, micro_batches, ctx)
-    is_compiled = forward is not eager
-    optimizers, evaluation = recipe.optimizers(network, ctx), None
+    types = Precision(precision, ctx.device, recipe.half_weights)
+    network = place(make_network(recipe, seed=0), types)
+    workers = len(ctx.workers) // micro_batches
+    for norm in norms_of(network):
+        norm.workers = workers
+    optimizers = recipe.optimizers(network, ctx)
     if ctx.on_gpu:
-        prepare_for_gpu(optimizers, compile=is_compiled)
-        if is_compiled and test_images:
-            sizes = chunk_sizes(len(range(ctx.rank, test_images, ctx.world_size)), ctx.device)
-            evaluation = compiled_evaluation(network, recipe, precision, sizes, ctx)
-    return Model(recipe, network, optimizers, forward, is_compiled, precision, micro_batches, ctx, evaluation)
+        prepare_for_gpu(optimizers)
+    forward = partial(training_pass, network, recipe, types, workers)
+    return Model(recipe, ctx, types, network, optimizers, forward, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -140,35 +94,31 @@ class Data:
 
 def prepare(images: Images, model: Model, clock: Clock) -> Data:
     """Upload and normalize the images, compute the whitening filters. All of it counts as training (section 6)."""
-    recipe, network, ctx, precision = model.recipe, model.network, model.ctx, model.precision
+    recipe, network, ctx = model.recipe, model.network, model.ctx
     with clock.timed("upload"):
         train = upload_shards(*images.train, recipe, ctx, model.micro_batches, compile=model.compiled and ctx.on_gpu)
         test_images, test_labels = upload_test(*images.test, ctx)
     with clock.timed("preprocessing"):
-        train = replace(train, images=normalize_for(recipe, precision, train.images))
-        test_images = normalize_for(recipe, precision, test_images)
+        train = replace(train, images=normalize(train.images, model.precision))
+        test_images = normalize(test_images, model.precision)
     with clock.timed("whitening"):
         if ctx.is_main:
             recipe.whiten(network, train.images[:: len(ctx.workers)])  # worker 0's
-        ctx.broadcast(*frozen_weights(network).values())
+        ctx.broadcast(*whitening_buffers(network))
     return Data(train, (test_images, test_labels), Metrics(ctx), train.initial_losses())
 
 
-def make_step(model: Model, data: Data, use_graphs: bool = False) -> TakeStep:
-    """Return a function that takes a training step, by replaying CUDA graphs if asked to and possible."""
-
-    def take(step: Step) -> None:
-        data.losses[step.rows] = take_step(model, step, data.metrics)
-
-    groups = (group for optimizer in model.optimizers for group in optimizer.param_groups)
-    if not use_graphs or any(group["schedules"].keys() - {"lr"} for group in groups):  # a graph keeps other rates
-        return take
-    return graphed(take, steps_of_every_kind(model, data.train), model.ctx)
+def make_step(model: Model, data: Data, use_graphs: bool = False) -> Step:
+    """Return a function that trains on a sample, by replaying a CUDA graph if asked to and possible."""
+    step = partial(train_step, model, data)
+    if use_graphs and only_rates_change(model.optimizers):  # a graph would keep the momentum it was captured with
+        return graphed(step, distinct_samples(model, data.train), model.ctx)
+    return step
 
 
-def train_once(run: int, seed: int, model: Model, data: Data, take: TakeStep, clock: Clock, log: RunLog) -> None:
+def train_once(run: int, seed: int, model: Model, data: Data, step: Step, clock: Clock, log: RunLog) -> None:
     """Train from fresh weights. The seed alone decides the weights and all shuffles, crops and flips."""
-    recipe, network, ctx = model.recipe, model.network, model.ctx
+    recipe, network = model.recipe, model.network
     reset(network, recipe, seed)
     restart(model.optimizers)
     data.losses.fill_(math.inf)
@@ -176,13 +126,13 @@ def train_once(run: int, seed: int, model: Model, data: Data, take: TakeStep, cl
         with clock.timed("training"):
             apply_stage(network, stage_of(recipe, epoch))
             data.metrics.sums.zero_()
-            steps = data.train.epoch(seed, epoch, data.losses)
-            for number, step in enumerate(log.progress(steps, run, epoch), 1):
-                follow_schedules(model.optimizers, epoch - 1 + number / len(steps))
-                take(step)
+            samples = data.train.epoch(seed, epoch, data.losses)
+            for number, sample in enumerate(log.progress(samples, run, epoch), 1):
+                follow_schedules(model.optimizers, epoch - 1 + number / len(samples))
+                step(sample)
         with clock.timed("validation"):  # shown, but not part of the training time (section 6)
             predict = recipe.tta if epoch == recipe.epochs else recipe.tta_early
-            validation = evaluate(network, recipe, predict, model.precision, data.test, ctx, model.evaluation)
+            validation = evaluate(model, predict, data.test)
         train = data.metrics.read()
         log.epoch(clock, train, validation)
         if not math.isfinite(train.loss + validation.loss):  # such weights never recover
@@ -190,44 +140,41 @@ def train_once(run: int, seed: int, model: Model, data: Data, take: TakeStep, cl
     log.run(run, clock, train, validation, network)
 
 
-def take_step(model: Model, micro_batches: Step | Sequence[Batch], metrics: Metrics) -> Tensor:
-    """Update the weights once, from one batch of every worker. Return the losses of the images."""
-    recipe, network, ctx = model.recipe, model.network, model.ctx
-    workers = len(ctx.workers) // len(micro_batches)  # whose batches a micro-batch holds, one after the other
-    all_losses = []
-    for index, (images, labels) in enumerate(micro_batches):
-        prepare_norms(network, workers, tracking=ctx.is_main and index == 0)  # worker 0's statistics alone
-        loss, losses, sums = model.forward(images, labels, workers)
-        loss.backward()
-        update_statistics(network)
-        metrics.sums += sums
-        all_losses.append(losses)
-    ctx.average_gradients(network, recipe.loss_scale)  # over all workers, here and nowhere else
-    with autocast(recipe, model.precision, ctx.device):  # for the matrix products of Muon
-        step_all(model.optimizers)
-    return torch.cat(all_losses)
+def train_step(model: Model, data: Data, sample: Sample) -> None:
+    """Update the weights once, from one batch of every worker."""
+    network, ctx, losses = model.network, model.ctx, []
+    for index, (images, labels) in enumerate(sample.micro_batches()):
+        result = model.forward(images, labels)
+        result.loss.backward()
+        if index == 0:  # which begins with the first worker's images; evaluation takes rank 0's, those of worker 0
+            update_running_statistics(network)
+        data.metrics.sums += result.sums
+        losses.append(result.losses)
+    ctx.average_gradients(network, model.recipe.loss_scale)  # over all workers, here and nowhere else
+    with model.precision.autocast():  # for the matrix products of Muon
+        update_weights(model.optimizers)
+    data.losses[sample.indices] = torch.cat(losses)
 
 
 def warm_up(model: Model, train_images: int, test_images: int) -> None:
-    """Train on noise with steps of every kind and batch size, and evaluate. Each run resets the network.
+    """Train on noise with samples of every stage and batch size, and evaluate. Each run resets the network.
 
     The timed runs then find kernels chosen, memory allocated and processes connected.
     """
-    recipe, ctx = model.recipe, model.ctx
-    data = prepare(random_images(train_images, test_images), model, Clock(ctx.synchronize))
-    for step in steps_of_every_kind(model, data.train):
-        take_step(model, step, data.metrics)
-    for predict in (recipe.tta_early, recipe.tta):
-        evaluate(model.network, recipe, predict, model.precision, data.test, ctx, model.evaluation)
+    data = prepare(random_images(train_images, test_images), model, Clock(model.ctx.synchronize))
+    for sample in distinct_samples(model, data.train):
+        train_step(model, data, sample)
+    for predict in (model.recipe.tta_early, model.recipe.tta):
+        evaluate(model, predict, data.test)
 
 
-def steps_of_every_kind(model: Model, shards: Shards) -> Iterator[Step]:
-    """Yield a step of every kind of stage and batch size, with the stage applied to a fresh network."""
+def distinct_samples(model: Model, shards: Shards) -> Iterator[Sample]:
+    """Yield a sample of each distinct stage and batch size, with the stage applied to a fresh network."""
     reset(model.network, model.recipe, seed=0)
-    for stage in {stage.kind: stage for stage in model.recipe.stages}.values():
+    for stage in distinct_stages(model.recipe):
         apply_stage(model.network, stage)
-        steps = shards.epoch(seed=0, epoch=stage.first_epoch)
-        yield from {step.columns[0].shape: step for step in steps}.values()
+        samples = shards.epoch(seed=0, epoch=stage.first_epoch)
+        yield from {sample.signature: sample for sample in samples}.values()
 
 
 if __name__ == "__main__":

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import torch
-from large_batch_cifar_10_fast.checks import resolve_defaults
-from large_batch_cifar_10_fast.command_line import read_request
 from torch.utils.data import DataLoader, default_collate
 
+from large_batch_cifar_10_fast.compiling import compiled
+from large_batch_cifar_10_fast.config import choose_computation, parse
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.data.shards import MEAN, STD, Batch, Shards
 from large_batch_cifar_10_fast.devices import count_cores
 from large_batch_cifar_10_fast.distributed import init_distributed
 from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.metrics import Metrics
-from large_batch_cifar_10_fast.train import make_model, prepare, take_step, warm_up
+from large_batch_cifar_10_fast.train import make_model, prepare, train_step, warm_up
 
 PADDING, SIZE = 4, 32  # pixels
 CROPS = (2 * PADDING + 1, 2 * PADDING + 1, 2)  # offsets down and across, mirrored or not
@@ -73,7 +73,9 @@ def input_pipelines(images: np.ndarray, labels: np.ndarray, shards: Shards) -> d
         "(b) prepared once, one process": partial(load_epoch, ready, labels, False, 1, shards),
         "(c) crops sampled in bulk": partial(load_epoch, ready, labels, True, 1, shards),
         "(d) on the main thread": partial(load_epoch, ready, labels, True, 0, shards),
-        "(e) ours, all on the device": lambda: (step[0] for step in shards.epoch(seed=0, epoch=1)),
+        "(e) ours, all on the device": lambda: (
+            next(sample.micro_batches()) for sample in shards.epoch(seed=0, epoch=1)
+        ),
     }
 
 
@@ -95,21 +97,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000, help="training steps of an epoch (default all)")
     parser.add_argument("--repeats", type=int, default=1)
     options, others = parser.parse_known_args()
-    config, recipe = read_request(["--recipe", "page", *others])
+    config, recipe = parse(["--recipe", "page", *others])
     with init_distributed(recipe.workers, config.device) as ctx:
-        config, noise = resolve_defaults(config, recipe, ctx, options.images), random_images(options.images, 1)
-        model = make_model(recipe, ctx, config.precision, config.compile, config.micro_batches)
-        shards = prepare(noise, model, Clock(ctx.synchronize)).train
+        config, noise = choose_computation(config, recipe, ctx, options.images), random_images(options.images, 1)
+        model = make_model(recipe, ctx, config.precision)
+        model = compiled(model, options.images) if config.compile else model
+        data = prepare(noise, model, Clock(ctx.synchronize))
+        shards = data.train
         warm_up(model, options.images, 1)  # with the short last batch
-        metrics, whole, clock = Metrics(ctx), len(shards.epoch(seed=0, epoch=1)), Clock(ctx.synchronize)
+        whole, clock = len(shards.epoch(seed=0, epoch=1)), Clock(ctx.synchronize)
         pipelines = input_pipelines(*noise.train, shards)
+
+        def train_on(batch: Batch) -> None:
+            some = torch.arange(len(batch[1]), device=ctx.device)
+            train_step(model, data, SimpleNamespace(micro_batches=lambda: [batch], indices=some))
+
         seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in pipelines}
         for repeat in range(options.repeats):
             for name, load in [*pipelines.items()][:: -1 if repeat % 2 else 1]:  # a drift of speed falls on all
                 loading, training = seconds[name]
                 loading.append(time_epoch(load(), lambda batch: None, whole, whole, clock))
                 most = min(max(2, options.steps), whole)
-                training.append(time_epoch(load(), lambda b: take_step(model, [b], metrics), most, whole, clock))
+                training.append(time_epoch(load(), train_on, most, whole, clock))
     print(f"{'an epoch, s':36}{'loading':>10}{'with training':>15}{'Page, a run':>13}")
     for (name, (loading, training)), page in zip(seconds.items(), PAGE_2018, strict=True):
         print(f"{name:36}{median(loading):10.2f}{median(training):15.2f}{page:>13}")

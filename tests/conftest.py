@@ -18,6 +18,7 @@ from forked import FORKS, train_forked
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
+from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.runs import PARTS
 
 CPU = torch.device("cpu")
@@ -156,6 +157,16 @@ def _train_forked(processes: list[tuple[list[str], dict[str, str], Path]]) -> su
     output, errors = map("".join, read)
     assert status or not running, f"a process hangs: {output}{errors}"
     return subprocess.CompletedProcess([command for command, *_ in processes], status, output, errors)
+
+
+def prepared(recipe, images, precision="fp64", micro_batches=1) -> tuple[train.Model, train.Data]:
+    """Return a model of one process, and its data."""
+    model = train.make_model(recipe, DistContext(0, 1, CPU, recipe.workers), precision, micro_batches)
+    return model, train.prepare(images, model, Clock(lambda: None))
+
+
+def train_prepared(model, data, seed, log, step=None) -> None:
+    train.train_once(0, seed, model, data, step or train.make_step(model, data), Clock(lambda: None), log)
 
 
 class Recorder:

@@ -13,7 +13,7 @@ from large_batch_cifar_10_fast import bench
 from large_batch_cifar_10_fast.config import parse
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.train import make_model, make_step, prepare, steps_of_every_kind
+from large_batch_cifar_10_fast.train import distinct_samples, make_model, make_step, prepare
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_a_run_is_scaled_from_fewer_workers(monkeypatch):
     monkeypatch.setattr(bench, "TRAIN", 2000)
     options = ["--batch_size", "32", "--epochs", "3"]
     (_, run), (_, measured) = parse(options), parse([*options, "--workers", "1"])
-    laps = {run.stages[0].kind: [2.0, 3.0], bench.SAMPLING: [0.5, 0.0]}
+    laps = {run.stages[0].signature: [2.0, 3.0], bench.SAMPLING: [0.5, 0.0]}
     np.testing.assert_allclose(bench.seconds_of_run(run, measured, laps), [168 * 2 + 3 * 0.5, 168 * 3])
 
 
@@ -60,13 +60,13 @@ def test_recipes_are_measured_in_turn_and_the_ratio_is_of_pairs(measure, monkeyp
     """With a clock of our own: a step of muon takes n seconds in round n, one of apple2019 always 6."""
     taken, now = [], [0]
 
-    def take_step(model, step, metrics):
+    def train_step(model, data, sample):
+        images, _ = next(sample.micro_batches())
         biases_train = all(weight.requires_grad for weight in model.network.parameters() if weight.ndim == 1)
-        taken.append((model.recipe.name, step[0][0].shape[-1], len(step[0][0]), biases_train))
+        taken.append((model.recipe.name, images.shape[-1], len(images), biases_train))
         now[0] += (len(taken) + 2) // 3 if model.recipe.name == "muon" else 6
-        return torch.zeros(len(step.rows))
 
-    monkeypatch.setattr("large_batch_cifar_10_fast.train.take_step", take_step)
+    monkeypatch.setattr("large_batch_cifar_10_fast.train.train_step", train_step)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     options = ["--width", "2", "--batch_size", "32", "--epochs", "3", "--precision", "fp32", "--no_compile"]
     text = measure("--recipe", "muon", "--against", "apple2019", *options)
@@ -94,9 +94,9 @@ def test_each_recipe_of_a_comparison_computes_in_the_float32_it_names():
     for precision in ("tf32", "fp32"):
         model = make_model(SMALL, ALONE, precision)
         data = prepare(random_images(100, 10), model, Clock(ALONE.synchronize))
-        (step, *_) = steps_of_every_kind(model, data.train)
+        sample = next(distinct_samples(model, data.train))
         model.network.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cuda.matmul.allow_tf32))
-        benches.append(bench.Bench(model, data, make_step(model, data), {step.kind: step}, {}))
+        benches.append(bench.Bench(model, data, make_step(model, data), [sample], {}))
     bench.time_in_turn(benches, repeats=1)
     assert allowed == 2 * [True, False], "in the warm-up and in the round"
 

@@ -18,6 +18,7 @@ TRAIN = "large_batch_cifar_10_fast.train"
 ONE_GRAPH = "graphs=True"
 IMPORTS = f"""
 import sys, torch
+from large_batch_cifar_10_fast.compiling import compiled
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import init_distributed
 from large_batch_cifar_10_fast.log import Clock
@@ -30,15 +31,15 @@ from {TRAIN} import main, make_model, make_step, prepare, warm_up
 EPOCH_WITHOUT_WAITING = """
 for recipe in (Apple2019(width=16, batch_size=64), MuonRecipe(width=16, batch_size=64, workers=8, kept="0.9")):
     with init_distributed(recipe.workers) as ctx:
-        model = make_model(recipe, ctx, "fp16", compile=True)
+        model = compiled(make_model(recipe, ctx, "fp16"))
         warm_up(model, 5000, 100)
         data = prepare(random_images(5000, 100).pinned(), model, Clock(ctx.synchronize))
-        take = make_step(model, data, use_graphs=False)
+        step = make_step(model, data, use_graphs=False)
         torch.cuda.set_sync_debug_mode("error")
-        steps = data.train.epoch(seed=0, epoch=1, losses=data.losses)
-        for number, step in enumerate(steps, 1):
-            follow_schedules(model.optimizers, number / len(steps))
-            take(step)
+        samples = data.train.epoch(seed=0, epoch=1, losses=data.losses)
+        for number, sample in enumerate(samples, 1):
+            follow_schedules(model.optimizers, number / len(samples))
+            step(sample)
         torch.cuda.set_sync_debug_mode("default")
 """
 LITTLE_MEMORY = """

@@ -4,11 +4,10 @@ The package takes the paths of a GPU here: learning rates are tensors, SGD is fu
 """
 
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ALONE, Recorder
+from conftest import Recorder, prepared, train_prepared
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,13 +15,12 @@ from torch.utils._pytree import tree_leaves
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once
+from large_batch_cifar_10_fast.train import make_step
 
 WAITING = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal"}  # a capture fails at what reads a value
 
@@ -133,13 +131,11 @@ class Log(Recorder):
 
 def train(recipe, *seeds, use_graphs=False, precision="fp32", micro_batches=1) -> Log:
     """Train in one process from these seeds, one after the other."""
-    ctx, log = replace(ALONE, total_workers=recipe.workers), Log()
     images = Images("shapes", *draw_shapes(recipe.workers * (3 * recipe.batch_size + 5), 20))
-    model = make_model(recipe, ctx, precision, micro_batches=micro_batches)
-    data = prepare(images, model, Clock(ctx.synchronize))
-    step = make_step(model, data, use_graphs)
-    for run, seed in enumerate(seeds):
-        train_once(run, seed, model, data, step, Clock(ctx.synchronize), log)
+    model, data = prepared(recipe, images, precision, micro_batches)
+    step, log = make_step(model, data, use_graphs), Log()
+    for seed in seeds:
+        train_prepared(model, data, seed, log, step)
     return log
 
 

@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from large_batch_cifar_10_fast import cpu
-from large_batch_cifar_10_fast.cpu import Convolution, ConvolutionToPool
-from large_batch_cifar_10_fast.layers import GhostBatchNorm, MaxPool, MaxPoolFunction
+from large_batch_cifar_10_fast import layers
+from large_batch_cifar_10_fast.layers import Convolution, ConvolutionToPool, GhostBatchNorm, MaxPool, MaxPoolFunction
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019, whiten_and_mix
 from large_batch_cifar_10_fast.recipes.muon import Muon2024
 
@@ -83,7 +82,7 @@ def test_convolutions_and_their_gradients_are_pytorchs_without_what_pooling_drop
 def test_fast_paths_are_taken_only_where_a_network_is_compiled_for_a_cpu(device, compiling, monkeypatch):
     fast, sides = device == "cpu" and compiling, []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    monkeypatch.setattr(cpu, "convolve_by_position", lambda x, weight, side: sides.append(side))
+    monkeypatch.setattr(layers, "convolve_by_position", lambda x, weight, side: sides.append(side))
     for side in (2, 4, 5):
         images = torch.empty(1, 3, side, side, device=device, requires_grad=True)
         for kind in (Convolution, ConvolutionToPool):

@@ -6,14 +6,11 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, REPO, Recorder, python, write_npz
+from conftest import REPO, Recorder, prepared, python, train_prepared, write_npz
 
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once
 
 WIDTH, BATCH, GROUPS, EPOCHS, SEED = 4, 8, 2, 3, 5
 SOURCE = (REPO / "minimal" / "apple2019.py").read_text()
@@ -47,10 +44,8 @@ class EveryEpoch(Recorder):
 def trained_by_package() -> tuple[dict[str, torch.Tensor], list[list[float]]]:
     """Train the same with the package, through `train_once`."""
     recipe = Apple2019(width=WIDTH, batch_size=BATCH, ghost_batch=BATCH // GROUPS, epochs=EPOCHS, ema_ep=EPOCHS / 9)
-    ctx, log = DistContext(0, 1, CPU, recipe.workers), EveryEpoch()
-    model = make_model(recipe, ctx, "fp64")
-    data = prepare(Images("shapes", *SHAPES), model, Clock(ctx.synchronize))
-    train_once(0, SEED, model, data, make_step(model, data), Clock(ctx.synchronize), log)
+    (model, data), log = prepared(recipe, Images("shapes", *SHAPES)), EveryEpoch()
+    train_prepared(model, data, SEED, log)
     return model.network.state_dict(), log.epochs
 
 

@@ -8,13 +8,12 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, REPO, Recorder, write_npz
+from conftest import REPO, Recorder, prepared, train_prepared, write_npz
 
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.log import Clock
+from large_batch_cifar_10_fast.layers import running_statistics
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once
 
 TEXT = (REPO / "minimal" / "muon.py").read_text()
 TRICKS = re.findall(r"  # without ([\w' ]+): ", TEXT)
@@ -53,11 +52,11 @@ def train_with_the_file(without: str | None = None) -> tuple[torch.nn.Module, np
 
 def train_with_the_package() -> tuple[torch.nn.Module, list[list[float]]]:
     pixels, kept = (",".join(map(str, figures)) for figures in STAGES.values())
-    model, log, epochs = make_model(MuonRecipe(**SIZES, pixels=pixels, kept=kept), ALONE, "fp64"), Recorder(), []
+    model, data = prepared(MuonRecipe(**SIZES, pixels=pixels, kept=kept), Images("shapes", *SHAPES))
+    log, epochs = Recorder(), []
     log.epoch = lambda clock, train, test: epochs.append([train.accuracy, train.loss, test.accuracy, test.loss])
     log.run = lambda *_: None
-    data = prepare(Images("shapes", *SHAPES), model, Clock(ALONE.synchronize))
-    train_once(0, SEED, model, data, make_step(model, data), Clock(ALONE.synchronize), log)
+    train_prepared(model, data, SEED, log)
     return model.network, epochs
 
 
@@ -68,7 +67,8 @@ def test_a_run_equals_the_packages_to_nine_digits():
     assert not ours.whitening.bias.requires_grad, "its rate is 0, too: this is the work saved"
     weights = [weight for name, weight in ours.named_parameters() if not re.search(r"norm\d\.weight", name)]
     running = [tensor for name, tensor in ours.named_buffers() if "running" in name]
-    for mine, other in zip([*weights, *running], [*theirs.parameters(), *theirs.buffers()], strict=True):
+    expected_weights = [theirs.whitening.weight, *theirs.parameters(), *running_statistics(theirs)]
+    for mine, other in zip([*weights, *running], expected_weights, strict=True):
         torch.testing.assert_close(mine.flatten(), other.flatten(), rtol=1e-9, atol=1e-11)
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, Recorder
+from conftest import ALONE, Recorder, prepared, train_prepared
 from test_oracle import Head, check_run, check_whitening
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,11 +15,10 @@ from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.config import as_pairs
 from large_batch_cifar_10_fast.data.cifar10 import Images, random_images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.metrics import Score
+from large_batch_cifar_10_fast.evaluate import Score
 from large_batch_cifar_10_fast.recipe import Stage, make_network, run_flop, stage_of
 from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe
-from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once, warm_up
+from large_batch_cifar_10_fast.train import make_model, make_step, warm_up
 
 EPOCHS, STEP_IMAGES = 4, 12
 
@@ -92,11 +91,10 @@ def test_every_figure_of_2024s_is_what_its_authors_state():
 
 def test_work_is_what_torch_counts_over_a_run_that_is_made(monkeypatch):
     recipe = MuonRecipe(width=4, batch_size=100, epochs=4, pixels="9,9,12,12", kept="1,1,1,0.5")
-    model = make_model(recipe, ALONE, "fp32")
-    data = prepare(random_images(643, 10), model, Clock(ALONE.synchronize))
+    model, data = prepared(recipe, random_images(643, 10), "fp32")
     monkeypatch.setattr(train, "evaluate", lambda *_, **__: Score(0, 1, 0.0))
     with FlopCounterMode(display=False) as counter:
-        train_once(0, 0, model, data, make_step(model, data), Clock(ALONE.synchronize), Recorder())
+        train_prepared(model, data, 0, Recorder())
     counted = {str(name): flop for name, flop in counter.get_flop_counts()["Global"].items()}
     assert counted.pop("aten.bmm") > 0, "Muon's products are no images'"
     assert sum(counted.values()) == run_flop(recipe, 643)
@@ -119,8 +117,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_a_step_multiplies_the_matrices_of_muon_in_its_precision(precision, dtype):
     recipe = MuonRecipe(epochs=1, width=2, batch_size=10, pixels="12", kept="1")
-    model = make_model(recipe, ALONE, precision)
-    data = prepare(random_images(10, 1), model, Clock(ALONE.synchronize))
+    model, data = prepared(recipe, random_images(10, 1), precision)
     with Products() as products:
         make_step(model, data)(data.train.epoch(seed=0, epoch=1)[0])
     assert products.dtypes == 3 * 3 * [dtype], "three iterations of three products"
@@ -145,7 +142,7 @@ def test_filters_begin_as_the_identity_and_the_head_with_deviation_one():
     assert network.linear.weight.std().item() == pytest.approx(1)
 
 
-def test_the_warm_up_takes_each_kind_of_step_once(monkeypatch):
+def test_the_warm_up_takes_each_distinct_step_once(monkeypatch):
     """Of three stages at 16 pixels two take the same steps, and so do both at 20.
 
     A second pass begins with all parameters, too: a CUDA graph of a frozen bias would never train it.
@@ -153,11 +150,11 @@ def test_the_warm_up_takes_each_kind_of_step_once(monkeypatch):
     recipe = MuonRecipe(epochs=5, width=2, batch_size=10, pixels="16,16,16,20,20", kept="1,1,0.6,1,0.6")
     taken = []
 
-    def take_step(model, micro_batches, metrics):
-        [(images, _)] = micro_batches
+    def train_step(model, data, sample):
+        [(images, _)] = sample.micro_batches()
         taken.append((images.shape[-1], model.network.whitening.bias.requires_grad))
 
-    monkeypatch.setattr(train, "take_step", take_step)
+    monkeypatch.setattr(train, "train_step", train_step)
     model = make_model(recipe, ALONE, "fp32")
     for _ in range(2):
         warm_up(model, 100, 1)

@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, Recorder
+from conftest import CPU, Recorder, prepared, train_prepared
 from torch import nn
 
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.layers import norms_of, prepare_norms
-from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.recipe import cast, frozen_weights, make_network, reset
+from large_batch_cifar_10_fast.devices import Precision
+from large_batch_cifar_10_fast.layers import norms_of, update_running_statistics, whitening_buffers
+from large_batch_cifar_10_fast.recipe import make_network, place, reset
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.train import make_model, make_step, prepare, train_once
 
 WORKERS, BATCH, GHOST, WIDTH, SEED = 8, 16, 8, 3, 11
 SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
@@ -34,26 +32,25 @@ def one_view(network, images, last):
 def check_run(recipe, reference, update, losses, reduce, images, steps, predict=one_view) -> nn.Module:
     """Compare scores and weights of a run to nine digits; return our network.
 
-    `reference` has its parameters in our order, frozen ones anywhere. `update` returns a new weight; it takes the name,
-    the weight, its mean gradient over the workers, a state, at first zero, and the time in epochs. `losses` returns
-    those of images, `reduce` a worker's loss. `steps` are a worker's images and their pixels in each step, by epoch.
+    `reference` has its parameters in our order, the whitening's frozen filters anywhere. `update` returns a new weight;
+    it takes the name, the weight, its mean gradient over the workers, a state, at first zero, and the time in epochs.
+    `losses` returns those of images, `reduce` a worker's loss. `steps` are a worker's images and their pixels in each
+    step, by epoch.
     """
-    ctx = DistContext(0, 1, CPU, recipe.workers)
-    model, reference = make_model(recipe, ctx, "fp64"), reference.double()
-    data, log = prepare(images, model, Clock(ctx.synchronize)), Recorder()
+    (model, data), reference, log = prepared(recipe, images), reference.double(), Recorder()
     reset(model.network, recipe, SEED)
-    pairs = [*zip(frozen_last(model.network), frozen_last(reference), strict=True)]
+    pairs = [*zip(filters_last(model.network), filters_last(reference), strict=True)]
     for ours, theirs in pairs:
         theirs.data.copy_(ours)
-    train_once(0, SEED, model, data, make_step(model, data), Clock(ctx.synchronize), log)
+    train_prepared(model, data, SEED, log)
 
     state = {name: torch.zeros_like(w) for name, w in reference.named_parameters() if w.requires_grad}
     seen = torch.full((len(images.train_images),), torch.inf)  # each image's latest loss
     test, labels = normalised(images.test_images).permute(0, 3, 1, 2), torch.from_numpy(images.test_labels)
     for epoch, sizes in enumerate(steps, 1):
         right, total, now = 0, 0, epoch - 1
-        for step, (size, pixels) in zip(data.train.epoch(SEED, epoch, seen), sizes, strict=True):
-            [(x, y)], now = step, now + 1 / len(sizes)
+        for sample, (size, pixels) in zip(data.train.epoch(SEED, epoch, seen), sizes, strict=True):
+            [(x, y)], now = sample.micro_batches(), now + 1 / len(sizes)
             assert x.shape == (size * recipe.workers, 3, pixels, pixels)
             gradients = dict.fromkeys(state, 0)
             for mine in torch.arange(len(y)).split(size):
@@ -63,7 +60,7 @@ def check_run(recipe, reference, update, losses, reduce, images, steps, predict=
                 of_worker = torch.autograd.grad(reduce(found), [replica.get_parameter(name) for name in state])
                 for name, gradient in zip(state, of_worker, strict=True):
                     gradients[name] += gradient / recipe.workers
-                seen[step.rows[mine]] = found.detach().float()
+                seen[sample.indices[mine]] = found.detach().float()
                 right += (logits.argmax(1) == y[mine]).sum()
                 total += found.sum().item()
             for name, gradient in gradients.items():
@@ -83,8 +80,10 @@ def check_run(recipe, reference, update, losses, reduce, images, steps, predict=
     return model.network
 
 
-def frozen_last(network: nn.Module) -> list[nn.Parameter]:
-    return sorted(network.parameters(), key=lambda weight: not weight.requires_grad)
+def filters_last(network: nn.Module) -> list[torch.Tensor]:
+    """All weights, with the filters of the whitening at the end: buffers of ours, frozen parameters of a reference."""
+    weights = sorted(network.parameters(), key=lambda weight: not weight.requires_grad)
+    return [*weights, *whitening_buffers(network)]
 
 
 def normalised(images: np.ndarray) -> torch.Tensor:
@@ -175,7 +174,7 @@ def test_training_and_evaluation_are_the_methods_to_nine_digits(eval_stats, grou
     recipe = Apple2019(lr_scaler=1.2, lr_scaler_end_fraction=0.2, warmup_fraction=4, ema_ep=0.3, **sizes)
     torch.manual_seed(SEED)
     reference = stock_network(WIDTH, groups)
-    for ours, theirs in zip(make_network(recipe, SEED).parameters(), frozen_last(reference), strict=True):
+    for ours, theirs in zip(filters_last(make_network(recipe, SEED)), filters_last(reference), strict=True):
         assert torch.equal(ours, theirs), "initial weights"
     steps = 2 * [3 * [(BATCH, 32)]]
     network = check_run(recipe, reference, _update, _losses, torch.sum, images, steps, _two_views)
@@ -190,7 +189,7 @@ def test_a_batch_is_sixteen_ghost_groups_unless_told_otherwise(batch_size, ghost
 
 
 def test_half_precision_keeps_norms_and_losses_in_float32():
-    network = cast(SMALL.network(), torch.float16, CPU)
+    network = place(SMALL.network(), Precision("fp16", CPU))
     kinds = {name: p.dtype for name, p in network.named_parameters()}
     assert {kind for name, kind in kinds.items() if name.endswith("bias")} == {torch.float32}
     assert {kind for name, kind in kinds.items() if name.endswith("weight")} == {torch.float16}
@@ -202,8 +201,7 @@ def test_half_precision_keeps_norms_and_losses_in_float32():
 def test_seed_alone_decides_the_weights():
     def weights(seed):
         torch.manual_seed(seed * 7)  # the global stream must not matter
-        trained = [p for p in make_network(SMALL, seed).parameters() if p.requires_grad]
-        return torch.cat([p.detach().flatten() for p in trained])
+        return torch.cat([weight.detach().flatten() for weight in make_network(SMALL, seed).parameters()])
 
     torch.manual_seed(5)
     expected = torch.rand(1)
@@ -215,13 +213,12 @@ def test_seed_alone_decides_the_weights():
 
 
 def test_a_reset_network_is_a_fresh_one_but_for_its_whitening():
-    used = cast(make_network(SMALL, seed=3), torch.float64, CPU)
+    used = place(make_network(SMALL, seed=3), Precision("fp64", CPU))
     SMALL.whiten(used, torch.randn(9, 32, 32, 3, dtype=torch.float64))
     whitening = used.whitening.weight.clone()
-    prepare_norms(used, 1, tracking=True)
     used(torch.randn(16, 3, 32, 32, dtype=torch.float64)).sum().backward()
+    update_running_statistics(used)
     reset(used, SMALL, seed=4)
-    assert list(frozen_weights(used)) == ["whitening.weight"]
-    fresh = cast(make_network(SMALL, seed=4), torch.float64, CPU).state_dict() | {"whitening.weight": whitening}
+    fresh = place(make_network(SMALL, seed=4), Precision("fp64", CPU)).state_dict() | {"whitening.weight": whitening}
     for name, tensor in fresh.items():
         assert torch.equal(used.state_dict()[name], tensor), name

@@ -13,9 +13,7 @@ from conftest import ALONE, TINY, train_here
 from large_batch_cifar_10_fast import ConfigError, api, train
 from large_batch_cifar_10_fast import log as run_log
 from large_batch_cifar_10_fast.devices import out_of_memory_hint
-from large_batch_cifar_10_fast.evaluate import evaluate
-from large_batch_cifar_10_fast.metrics import TWO_VIEWS, Score, chunk_sizes
-from large_batch_cifar_10_fast.recipe import make_network
+from large_batch_cifar_10_fast.evaluate import TWO_VIEWS, Score, chunk_sizes, evaluate
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
 pytestmark = pytest.mark.slow
@@ -125,7 +123,7 @@ def test_running_out_of_memory_gives_a_hint_that_fits_what_was_done(words):
     recipe, test = Apple2019(width=4), (torch.zeros(2, 32, 32, 3), torch.zeros(2, dtype=torch.int64))
     hint = r"^evaluation ran out of memory: (?!.*--micro_batches).*--precision"
     with pytest.raises(ConfigError, match=hint), out_of_memory_hint("training"):
-        evaluate(make_network(recipe, seed=0), recipe, predict, "fp32", test, ALONE)
+        evaluate(train.make_model(recipe, ALONE, "fp32"), predict, test)
 
 
 def test_what_an_evaluation_takes_leaves_room_on_small_gpus(monkeypatch):

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from conftest import CPU, random_pictures
 
 from large_batch_cifar_10_fast.data.augment import CropAndAlternateFlip, assign_balanced, assign_independent
-from large_batch_cifar_10_fast.data.shards import normalize_for, shuffle_shards, upload_shards, upload_test
+from large_batch_cifar_10_fast.data.shards import normalize, shuffle_shards, upload_shards, upload_test
+from large_batch_cifar_10_fast.devices import Precision
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.recipe import images_for_every_step, images_of_an_epoch
+from large_batch_cifar_10_fast.recipe import images_of_an_epoch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
@@ -32,8 +33,12 @@ def _number(image: torch.Tensor) -> torch.Tensor:
     return image[:, 0, 0, 0].long() * 256 + image[:, 1, 0, 0].long()
 
 
-def _rows(steps) -> torch.Tensor:
-    return torch.cat([step.rows for step in steps])
+def _indices(samples) -> torch.Tensor:
+    return torch.cat([sample.indices for sample in samples])
+
+
+def _batches(samples) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [batch for sample in samples for batch in sample.micro_batches()]
 
 
 def _shards(rank=0, processes=1, micro_batches=1, recipe=APPLE, images=None):
@@ -57,7 +62,8 @@ def test_an_epoch_of_fewer_pixels_has_the_batches_of_32_scaled_down():
         _shards(recipe=MuonRecipe(epochs=2, batch_size=40, pixels=pixels, kept="1"), images=images)
         for pixels in ("32", "24,32")
     )
-    for [(whole, labels)], [(scaled, same_labels)] in zip(large.epoch(0, 1), small.epoch(0, 1), strict=True):
+    both = (_batches(shards.epoch(0, 1)) for shards in (large, small))
+    for (whole, labels), (scaled, same_labels) in zip(*both, strict=True):
         torch.testing.assert_close(scaled, F.interpolate(whole, (24, 24), mode="bilinear"))
         assert scaled.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(labels, same_labels)
@@ -72,10 +78,10 @@ def test_hard_examples_have_the_highest_losses_or_none_yet_and_keep_their_order_
     losses[40:] = torch.rand(600, generator=torch.Generator().manual_seed(0))
     epochs = whole.epoch(3, 1, losses), half.epoch(3, 1, losses)
     assert [len(epoch) for epoch in epochs] == [16, 8]
-    assert {*range(40)} <= {*_rows(epochs[1]).tolist()}, "images never seen"
+    assert {*range(40)} <= {*_indices(epochs[1]).tolist()}, "images never seen"
     for worker in range(4):
         everything, found = (
-            torch.stack([torch.cat([step.columns[i].view(4, 10)[worker] for step in epoch]) for i in range(3)])
+            torch.stack([torch.cat([sample.tensors[i].view(4, 10)[worker] for sample in epoch]) for i in range(3)])
             for epoch in epochs
         )
         hard = losses[everything[0]] > losses[everything[0]].median()
@@ -93,53 +99,35 @@ def test_a_batch_has_images_of_each_workers_shard_and_an_epoch_no_image_twice(re
     epoch, (full, last) = shards.epoch(seed=0, epoch=1), divmod(643 // workers, size)
     sizes = [size] * full + [last] * (last > 0 and recipe.whole_epochs)
     assert len(sizes) == len(epoch)
-    for [(images, labels)], numbers, count in zip(epoch, _rows(epoch).split(workers * size), sizes, strict=True):
+    indices = _indices(epoch).split(workers * size)
+    for (images, labels), numbers, count in zip(_batches(epoch), indices, sizes, strict=True):
         assert (numbers % workers).tolist() == [worker for worker in range(workers) for _ in range(count)]
         assert torch.equal(labels, numbers % 10)
         assert images.shape == (workers * count, 3, 32, 32)
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert isinstance(recipe, FastAI) or torch.equal(_number(images), numbers), "FastAI changes colors"
-    assert len(_rows(epoch).unique()) == len(_rows(epoch))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "few"),
-    [
-        *((APPLE, 8 * 16), (Basenet(batch_size=100), 100 + 43), (FastAI(batch_size=24), 8 * (24 + 80 % 24))),
-        *((FastAI(batch_size=20), 8 * 20), (MuonRecipe(batch_size=30, workers=2, kept="1,0.7"), 2 * 43)),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_some_of_the_images_make_steps_of_all_batch_sizes_in_all_stages(recipe, few):
-    """Of 643 images. 0.7 x 43 are 30.1, a batch."""
-    assert images_for_every_step(recipe, 643) == few
-    for stage in recipe.stages:
-        whole, part = (
-            {len(step.rows) for step in _shards(recipe=recipe, images=_numbered(n)).epoch(0, stage.first_epoch)}
-            for n in (643, few)
-        )
-        assert whole == part
+    assert len(_indices(epoch).unique()) == len(_indices(epoch))
 
 
 @pytest.mark.parametrize(("processes", "micro_batches"), [(2, 1), (4, 1), (8, 1), (1, 2), (1, 8), (2, 4)])
 def test_batches_do_not_depend_on_processes_or_micro_batches(processes, micro_batches):
     parts = [_shards(rank, processes, micro_batches).epoch(seed=5, epoch=3) for rank in range(processes)]
-    for [(images, labels)], *steps in zip(_shards().epoch(seed=5, epoch=3), *parts, strict=True):
-        pieces = [piece for step in steps for piece in step]
+    for (images, labels), *samples in zip(_batches(_shards().epoch(seed=5, epoch=3)), *parts, strict=True):
+        pieces = _batches(samples)
         assert torch.equal(torch.cat([piece[0] for piece in pieces]), images)
         assert torch.equal(torch.cat([piece[1] for piece in pieces]), labels)
 
 
 def test_each_worker_draws_from_a_stream_of_its_own_by_seed_and_epoch():
     recipe = Apple2019(batch_size=100, ghost_batch=10)
-    [step] = _shards(recipe=recipe, images=_numbered(800)).epoch(seed=5, epoch=3)
-    for worker, *found in zip(range(8), *(column.view(8, 100) for column in step.columns), strict=True):
+    [sample] = _shards(recipe=recipe, images=_numbered(800)).epoch(seed=5, epoch=3)
+    for worker, *found in zip(range(8), *(tensor.view(8, 100) for tensor in sample.tensors), strict=True):
         [key] = np.random.SeedSequence([5, worker, 3]).generate_state(1, np.uint64)
         randperm = partial(torch.randperm, generator=torch.Generator().manual_seed(int(key) // 2))
         crops, flips = (randperm(options)[randperm(100).argsort() * options // 100] for options in (81, 2))
         order = randperm(100)
-        for column, expected in zip(found, (torch.arange(worker, 800, 8), crops, flips), strict=True):
-            assert torch.equal(column, expected[order])
+        for tensor, expected in zip(found, (torch.arange(worker, 800, 8), crops, flips), strict=True):
+            assert torch.equal(tensor, expected[order])
 
 
 @pytest.mark.parametrize("kept", ["1", "0.5"])
@@ -210,8 +198,8 @@ def test_images_are_normalized_in_the_precision_of_the_weights():
         (pixels.astype(dtype) - mean.astype(dtype)) / deviation.astype(dtype) for dtype in (np.float16, np.float32)
     )
     assert (half != single.astype(np.float16)).mean() > 0.2
-    for recipe, precision, expected in ((APPLE, "fp16", half), (MuonRecipe(), "fp16", single), (APPLE, "fp32", single)):
-        found = normalize_for(recipe, precision, torch.from_numpy(pixels))
+    for precision, half_weights, expected in (("fp16", True, half), ("fp16", False, single), ("fp32", True, single)):
+        found = normalize(torch.from_numpy(pixels), Precision(precision, CPU, half_weights))
         torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=0)
 
 

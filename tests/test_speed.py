@@ -8,15 +8,16 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from large_batch_cifar_10_fast.data.cifar10 import random_images
+from large_batch_cifar_10_fast.devices import Precision
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.recipe import make_network, training_pass
+from large_batch_cifar_10_fast.recipe import Model, make_network, training_pass
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
 from large_batch_cifar_10_fast.recipes.page import Page
-from large_batch_cifar_10_fast.train import Model, make_model, make_step, prepare
+from large_batch_cifar_10_fast.train import make_model, make_step, prepare
 
 pytestmark = pytest.mark.slow
 
@@ -44,8 +45,8 @@ def test_weights_and_activations_are_channels_last_in_memory(recipe):
     for name, weight in model.network.named_parameters():
         look(name, weight)
     data = prepare(random_images(16 * recipe.workers, 1), model, Clock(ctx.synchronize))
-    [(images, labels)] = data.train.epoch(seed=0, epoch=1)[0]
-    model.forward(images, labels, recipe.workers)
+    [(images, labels)] = data.train.epoch(seed=0, epoch=1)[0].micro_batches()
+    model.forward(images, labels)
     assert len(found) > 20
     assert [name for name in found if not found[name]] == []
 
@@ -79,19 +80,19 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
                 setattr(module, name, torch.nn.Parameter(weight.to(gpu), requires_grad=weight.requires_grad))
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(gpu))
-        weights = [weight for weight in network.parameters() if weight.requires_grad]
+        weights = [*network.parameters()]
         set_zero = lambda _: [setattr(weight, "grad", torch.zeros_like(weight)) for weight in weights]  # noqa: E731
         monkeypatch.setattr(torch.Tensor, "backward", set_zero)
-        forward = partial(training_pass, network, recipe, "fp32")
-        optimizers = recipe.optimizers(network, ctx)
-        model = Model(recipe, network, optimizers, forward, False, "fp32", min(2, recipe.workers), ctx)
+        precision, micro_batches = Precision("fp32", gpu), min(2, recipe.workers)
+        forward = partial(training_pass, network, recipe, precision, recipe.workers // micro_batches)
+        model = Model(recipe, ctx, precision, network, recipe.optimizers(network, ctx), forward, micro_batches)
         count = round(3 * recipe.workers * recipe.batch_size / recipe.stages[0].keep_fraction)
         data = prepare(random_images(count, 10), model, Clock(lambda: None))
-        take, steps = make_step(model, data), data.train.epoch(seed=0, epoch=1, losses=data.losses)
-        for step in steps:
-            take(step)
+        step, samples = make_step(model, data), data.train.epoch(seed=0, epoch=1, losses=data.losses)
+        for sample in samples:
+            step(sample)
         with pytest.raises(DataDependentOutputException):
             data.metrics.sums.tolist()
-    assert len(steps) == 3
+    assert len(samples) == 3
     assert not data.losses.requires_grad, "or a step's graph would be kept for an epoch"
     assert {tensor.device for tensor in (*weights, data.metrics.sums, *data.test)} == {gpu}

@@ -11,8 +11,8 @@ from torch import nn
 from large_batch_cifar_10_fast import ConfigError, runs, train
 from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independent
 from large_batch_cifar_10_fast.distributed import DistContext
+from large_batch_cifar_10_fast.evaluate import Score
 from large_batch_cifar_10_fast.layers import GhostBatchNorm
-from large_batch_cifar_10_fast.metrics import Score
 from large_batch_cifar_10_fast.optim import PiecewiseLinear
 from large_batch_cifar_10_fast.recipe import Recipe, option
 from large_batch_cifar_10_fast.recipes import RECIPES
@@ -40,9 +40,9 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
     monkeypatch.setattr(DistContext, "synchronize", synchronize)
     monkeypatch.setattr(train, "make_model", taking(500, train.make_model))
     monkeypatch.setattr(train, "upload_test", taking(0.5, train.upload_test))
-    monkeypatch.setattr(train, "normalize_for", taking(0.25, train.normalize_for))
-    monkeypatch.setattr(train, "frozen_weights", taking(0.125, train.frozen_weights))
-    monkeypatch.setattr(train, "take_step", taking(1, train.take_step))
+    monkeypatch.setattr(train, "normalize", taking(0.25, train.normalize))
+    monkeypatch.setattr(train, "whitening_buffers", taking(0.125, train.whitening_buffers))
+    monkeypatch.setattr(train, "train_step", taking(1, train.train_step))
     monkeypatch.setattr(train, "evaluate", taking(1000, lambda *_, **__: Score(next(scores), 100, 1.0)))
     train_here("--demo", *TINY, "--epochs", 4, "--runs", 2, "--data", tiny_npz, "--out", tmp_path)
     steps = 643 // 8 // 16

@@ -50,15 +50,14 @@ class CropAndFlip:
         """Return each image's crop offset, counted row by row, and whether it is mirrored (1), int64 [W, count]."""
         return self.assign(count, (2 * self.padding + 1) ** 2, generators), self.assign(count, 2, generators)
 
-    def __call__(self, images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor) -> Tensor:
-        """Gather `rows` of `images` [n, 32, 32, 3] as a batch [B, 3, 32, 32], channels-last."""
+    def __call__(self, images: Tensor, indices: Tensor, crops: Tensor, flips: Tensor) -> Tensor:
+        """Gather `images` [n, 32, 32, 3] at these indices as a batch [B, 3, 32, 32], channels-last."""
         offsets, span = 2 * self.padding + 1, torch.arange(SIZE, device=images.device)
         reflected = torch.arange(-self.padding, SIZE + self.padding, device=images.device).abs()
         reflected = torch.where(reflected < SIZE, reflected, 2 * (SIZE - 1) - reflected)
         y = reflected[(crops // offsets)[:, None] + span]
-        columns = torch.where(flips[:, None] == 1, SIZE - 1 - span, span)
-        x = reflected[(crops % offsets)[:, None] + columns]
-        return images[rows[:, None, None], y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
+        x = reflected[(crops % offsets)[:, None] + torch.where(flips[:, None] == 1, SIZE - 1 - span, span)]
+        return images[indices[:, None, None], y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,10 @@ class CropJitterRotateFlip(CropAndFlip):
         *changes, turn = (2 * draw(generators, torch.rand, count) - 1 for _ in range(4))
         return crops, flips, *(1 + self.strength * change for change in changes), self.degrees * pi / 180 * turn
 
-    def __call__(self, images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor, *changes: Tensor) -> Tensor:
+    def __call__(self, images: Tensor, indices: Tensor, crops: Tensor, flips: Tensor, *changes: Tensor) -> Tensor:
         """Make a batch [B, 3, 32, 32], channels-last, of `images` [n, 32, 32, 3]; both are normalized."""
         *factors, angles = changes
-        crop = super().__call__(images, rows, crops, torch.zeros_like(flips))
+        crop = super().__call__(images, indices, crops, torch.zeros_like(flips))
         crop = crop.to(torch.promote_types(crop.dtype, torch.float32))
         pixels = [crop[:, c] * (STD[c] / 255) + MEAN[c] / 255 for c in range(3)]  # 0 to 1
         rotated = rotate_and_flip(color_jitter(torch.stack(pixels, 1), *factors), angles, flips)

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..devices import Precision
 from ..distributed import DistContext
-from ..recipe import Recipe, Stage, image_dtype, images_of_an_epoch, stage_of, weight_dtype
+from ..recipe import Recipe, Stage, images_of_an_epoch, stage_of
 from .augment import MEAN, STD, CropAndFlip, downscale, draw
 
 Batch = tuple[Tensor, Tensor]
@@ -34,94 +35,94 @@ class Shards:
         return torch.full((len(self.images),), torch.inf, device=self.images.device)
 
     def by_size(self) -> Iterator[tuple[range, Tensor]]:
-        """Yield workers with shards of one size, and the rows of `images` that these are (int64 [workers, size]).
+        """Yield workers with shards of one size, and the indices of their images (int64 [workers, size]).
 
-        There are one or two such groups: the shards of the first workers may be an image longer.
+        There are one or two sizes: the shards of the first workers may be an image longer.
         """
         size, longer = divmod(len(self.images), count := len(self.workers))
-        for group, length in ((slice(longer), size + 1), (slice(longer, count), size)):
-            if self.workers[group]:
-                rows = torch.arange(length * count, device=self.images.device).view(length, count)
-                yield self.workers[group], rows.T[group]
+        for some, length in ((slice(longer), size + 1), (slice(longer, count), size)):
+            if self.workers[some]:
+                indices = torch.arange(length * count, device=self.images.device).view(length, count)
+                yield self.workers[some], indices.T[some]
 
-    def epoch(self, seed: int, epoch: int, losses: Tensor | None = None) -> "list[Step]":
-        """Return the steps of one epoch, with a short last one if the recipe has `whole_epochs`.
+    def epoch(self, seed: int, epoch: int, losses: Tensor | None = None) -> "list[Sample]":
+        """Return the samples of one epoch's steps, with a short last one if the recipe has `whole_epochs`.
 
         Hard-example selection uses `losses` [n], each image's latest loss.
         """
         stage, count = stage_of(self.recipe, epoch), images_of_an_epoch(self.recipe, self.total_images, epoch)
-        samples = []
-        for workers, rows in self.by_size():
-            sample = shuffle_shards(rows, self.recipe.augmentation, seed, workers, epoch)
+        shards = []
+        for workers, indices in self.by_size():
+            tensors = shuffle_shards(indices, self.recipe.augmentation, seed, workers, epoch)
             if stage.keep_fraction < 1:
-                sample = select_hard_examples(sample, self.initial_losses() if losses is None else losses, count)
-            samples.append([column[:, :count] for column in sample])
-        columns = [torch.cat(columns) for columns in zip(*samples, strict=True)]
-        steps = [self._split_steps(column) for column in columns]
-        return [Step(self, stage.kind, list(columns)) for columns in zip(*steps, strict=True)]
+                tensors = select_hard_examples(tensors, self.initial_losses() if losses is None else losses, count)
+            shards.append([tensor[:, :count] for tensor in tensors])
+        of_all_workers = [torch.cat(parts) for parts in zip(*shards, strict=True)]
+        steps = [self._split_steps(tensor) for tensor in of_all_workers]
+        return [Sample(self, stage, list(tensors)) for tensors in zip(*steps, strict=True)]
 
-    def _split_steps(self, column: Tensor) -> list[Tensor]:
+    def _split_steps(self, tensor: Tensor) -> list[Tensor]:
         """Split [workers, images] into steps [micro-batches, B]: views of one copy, whatever their number."""
-        full = column.shape[1] // (size := self.recipe.batch_size) * size
-        steps = column[:, :full].unflatten(1, (-1, size)).transpose(0, 1).flatten()
-        steps = torch.cat([steps, column[:, full:].flatten()])
+        full = tensor.shape[1] // (size := self.recipe.batch_size) * size
+        steps = tensor[:, :full].unflatten(1, (-1, size)).transpose(0, 1).flatten()
+        steps = torch.cat([steps, tensor[:, full:].flatten()])
         return [step.view(self.micro_batches, -1) for step in steps.split(len(self.workers) * size)]
 
 
 @dataclass(frozen=True)
-class Step:
-    """The sample of a step: rows of the shards' images, then augmentation parameters, each [micro-batches, B].
+class Sample:
+    """What a step trains on: indices of images (int64), then their augmentation parameters, each [micro-batches, B].
 
-    As a sequence it is the micro-batches: images [B, 3, H, W], channels-last, and labels int64 [B], augmented when they
-    are asked for. A micro-batch has one batch of each of its workers, in their order.
+    A micro-batch has one batch of each of its workers, in their order.
     """
 
     shards: Shards
-    kind: Stage
-    columns: list[Tensor]
+    stage: Stage
+    tensors: list[Tensor]
 
     @property
-    def rows(self) -> Tensor:
-        """The rows of the shards' images (int64), in the order of the micro-batches."""
-        return self.columns[0].flatten()
+    def indices(self) -> Tensor:
+        """The indices of the shards' images (int64 [n]), in the order of the micro-batches."""
+        return self.tensors[0].flatten()
 
-    def __len__(self) -> int:
-        return len(self.columns[0])
+    @property
+    def signature(self) -> tuple[Stage, torch.Size]:
+        """The settings and the shape that a step's graph depends on."""
+        return self.stage.signature, self.tensors[0].shape
 
-    def __iter__(self) -> Iterator[Batch]:
-        return (self[index] for index in range(len(self)))
-
-    def __getitem__(self, index: int) -> Batch:
-        shards, resolution = self.shards, self.kind.resolution
-        sample = (column[index] for column in self.columns)
-        return shards.make_batch(shards.recipe.augmentation, resolution, shards.images, shards.labels, *sample)
+    def micro_batches(self) -> Iterator[Batch]:
+        """Yield images [B, 3, H, W], channels-last, and labels int64 [B]; each is augmented when it is asked for."""
+        shards = self.shards
+        fixed = shards.recipe.augmentation, self.stage.resolution, shards.images, shards.labels
+        for parts in zip(*self.tensors, strict=True):
+            yield shards.make_batch(*fixed, *parts)
 
 
 def make_batch(
-    augmentation: CropAndFlip, resolution: int, images: Tensor, labels: Tensor, rows: Tensor, *parameters: Tensor
+    augmentation: CropAndFlip, resolution: int, images: Tensor, labels: Tensor, indices: Tensor, *parameters: Tensor
 ) -> Batch:
     """Return the augmented images at this resolution, and their labels."""
-    return downscale(augmentation(images, rows, *parameters), resolution), labels[rows]
+    return downscale(augmentation(images, indices, *parameters), resolution), labels[indices]
 
 
-def select_hard_examples(sample: tuple[Tensor, ...], losses: Tensor, count: int) -> tuple[Tensor, ...]:
+def select_hard_examples(tensors: Sequence[Tensor], losses: Tensor, count: int) -> list[Tensor]:
     """Keep each worker's `count` images with the highest losses, in their order: easy images teach little."""
-    selected = losses[sample[0]].topk(count, sorted=False).indices.sort().values
-    return tuple(column.gather(1, selected) for column in sample)
+    selected = losses[tensors[0]].topk(count, sorted=False).indices.sort().values
+    return [tensor.gather(1, selected) for tensor in tensors]
 
 
 def shuffle_shards(
-    rows: Tensor, augmentation: CropAndFlip, seed: int, workers: Sequence[int], epoch: int
-) -> tuple[Tensor, ...]:
-    """Return each worker's `rows` shuffled, and each image's augmentation parameters, the same in any process.
+    indices: Tensor, augmentation: CropAndFlip, seed: int, workers: Sequence[int], epoch: int
+) -> list[Tensor]:
+    """Return each worker's `indices` shuffled, and each image's augmentation parameters, the same in any process.
 
     All are [workers, shard size]. Epochs count from 1; 0 is for generators that start alike in all epochs of a run.
     """
-    generators = [make_generator(rows.device, seed, worker, epoch) for worker in workers]
-    run_generators = [make_generator(rows.device, seed, worker, 0) for worker in workers]
-    parameters = augmentation.sample(rows.shape[1], generators, run_generators, epoch)
-    order = draw(generators, torch.randperm, rows.shape[1])
-    return tuple(column.gather(1, order) for column in (rows, *parameters))
+    generators = [make_generator(indices.device, seed, worker, epoch) for worker in workers]
+    run_generators = [make_generator(indices.device, seed, worker, 0) for worker in workers]
+    parameters = augmentation.sample(indices.shape[1], generators, run_generators, epoch)
+    order = draw(generators, torch.randperm, indices.shape[1])
+    return [tensor.gather(1, order) for tensor in (indices, *parameters)]
 
 
 def make_generator(device: torch.device, *key: int) -> torch.Generator:
@@ -146,17 +147,11 @@ def upload_test(images: np.ndarray, labels: np.ndarray, ctx: DistContext) -> Bat
 
 
 def _upload(images: np.ndarray, labels: np.ndarray, mine: slice | np.ndarray, device: torch.device) -> Batch:
-    parts = (torch.from_numpy(np.ascontiguousarray(part[mine])).to(device) for part in (images, labels))
-    return next(parts), next(parts)
+    first, second = (torch.from_numpy(np.ascontiguousarray(part[mine])).to(device) for part in (images, labels))
+    return first, second
 
 
-def normalize_for(recipe: Recipe, precision: str, images: Tensor) -> Tensor:
-    """Normalize uint8 [n, 32, 32, 3] in the type of the weights, and store the result in that of images."""
-    normalized = normalize(images, weight_dtype(recipe, precision))
-    return normalized.to(image_dtype(recipe, precision, images.device))
-
-
-def normalize(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel, computed in `dtype`."""
-    mean, std = (torch.tensor(values, dtype=dtype, device=images.device) for values in (MEAN, STD))
-    return images.to(dtype).sub_(mean).div_(std)
+def normalize(images: Tensor, precision: Precision) -> Tensor:
+    """Convert uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel: in the type of the weights, then of images."""
+    mean, std = (torch.tensor(values, dtype=precision.weights, device=images.device) for values in (MEAN, STD))
+    return images.to(precision.weights).sub_(mean).div_(std).to(precision.images)

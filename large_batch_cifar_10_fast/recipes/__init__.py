@@ -10,5 +10,5 @@ from .page import Page
 __all__ = ["DEFAULT", "DEMO", "RECIPES"]
 DEFAULT = Apple2019.name
 RECIPES: dict[str, type[Recipe]] = {  # add yours here
-    kind.name: kind for kind in (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)
+    recipe.name: recipe for recipe in (Apple2019, Basenet, Page, FastAI, MuonRecipe, Muon2024)
 }

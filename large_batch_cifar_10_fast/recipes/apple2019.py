@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from .. import ConfigError
 from ..data.augment import CropAndFlip, assign_balanced
 from ..distributed import DistContext
-from ..layers import GhostBatchNorm, MaxPool, Norm, convolution, whitening_filters
-from ..metrics import TWO_VIEWS
+from ..evaluate import TWO_VIEWS
+from ..layers import GhostBatchNorm, MaxPool, Norm, WhiteningConvolution, convolution, whitening_filters
 from ..optim import NesterovSGD, PiecewiseLinear
 from ..recipe import Recipe, check_limits, option
 
@@ -70,7 +70,7 @@ class Apple2019(Recipe):
         return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.ghost_batch, affine=False, groups=groups))
 
     def whiten(self, network: nn.Module, images: Tensor) -> None:
-        network.get_parameter("whitening.weight").copy_(whitening_filters(images[:10_000], size=3, epsilon=0.01))
+        network.get_buffer("whitening.weight").copy_(whitening_filters(images[:10_000], size=3, epsilon=0.01))
 
     def rate(self) -> PiecewiseLinear:
         """Return the rate: up to the peak, down, then constant, which replaces the averaging of weights."""
@@ -82,8 +82,8 @@ class Apple2019(Recipe):
         """The loss is a sum over the batch, so the rate is divided by the batch size; dividing the loss instead would
         push half-precision gradients towards zero."""
         rate, decay = self.rate() * (1 / self.batch_size), WEIGHT_DECAY * self.lr_scaler * self.batch_size
-        trained = [weight for weight in network.parameters() if weight.requires_grad]
-        weights, biases = [w for w in trained if w.ndim > 1], [w for w in trained if w.ndim == 1]
+        weights = [weight for weight in network.parameters() if weight.ndim > 1]
+        biases = [weight for weight in network.parameters() if weight.ndim == 1]
         groups = [
             {"params": weights, "schedules": {"lr": rate}, "weight_decay": decay},
             {"params": biases, "schedules": {"lr": rate * BIAS_FACTOR}, "weight_decay": decay / BIAS_FACTOR},
@@ -101,12 +101,12 @@ class Network(nn.Module):
         self.layer2 = conv_pool_norm(2 * width, 4 * width, norm)
         self.layer3 = nn.Sequential(conv_pool_norm(4 * width, 8 * width, norm), Residual(8 * width, norm))
         self.head = nn.Sequential(MaxPool(4), nn.Flatten(), nn.Linear(8 * width, 10, bias=False))
-        self.whitening = convolution(3, 27).requires_grad_(False)  # last, so that no other initial weight depends on it
+        self.whitening = WhiteningConvolution(3, 27, size=3, padding=1, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
         mix, norm, celu = self.prep
         channels = 32 if images.is_cuda else 27
-        x = whiten_and_mix(images, self.whitening.weight, mix.weight, channels)  # type: ignore[arg-type]  # a parameter
+        x = whiten_and_mix(images, self.whitening.weight, mix.weight, channels)  # type: ignore[arg-type]  # a Tensor
         return self.head(self.layer3(self.layer2(self.layer1(celu(norm(x)))))) * LOGIT_SCALE
 
 

@@ -16,11 +16,18 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from .. import ConfigError
-from ..cpu import Convolution, ConvolutionToPool
 from ..data.augment import CropAndAlternateFlip, assign_independent
 from ..distributed import DistContext
-from ..layers import GhostBatchNorm, MaxPool, Norm, whitening_filters
-from ..metrics import ONE_VIEW, SIX_VIEWS, TWO_VIEWS, Prediction
+from ..evaluate import ONE_VIEW, SIX_VIEWS, TWO_VIEWS, Prediction
+from ..layers import (
+    Convolution,
+    ConvolutionToPool,
+    GhostBatchNorm,
+    MaxPool,
+    Norm,
+    WhiteningConvolution,
+    whitening_filters,
+)
 from ..optim import Muon, PiecewiseLinear
 from ..recipe import Recipe, Stage, check_limits, option, same_option
 
@@ -36,7 +43,7 @@ class MuonRecipe(Recipe):
 
     epochs: int = option(9, "epochs of a run, over which the rates fall", least=1)
     batch_size: int = option(0, f"images a worker takes each step; 0: {STEP_IMAGES} divided by the workers")
-    width: int = option(64, "channels of the first group of convolutions; the others have four times as many", least=1)
+    width: int = option(64, "channels of the first block; the others have four times as many", least=1)
     pixels: str = option("24,24,24,24,32,32,32,32,32", "resolutions, spread evenly over the epochs")
     kept: str = option(
         "1,1,1,1,1,0.68,0.68,0.68,0.68",
@@ -72,13 +79,13 @@ class MuonRecipe(Recipe):
         if not all(0 < share <= 1 for share in self._listed("kept", float)):
             raise ConfigError(f"--kept {self.kept}: shares must lie above 0, and at most be 1")
 
-    def _listed(self, name: str, kind: type) -> list:
+    def _listed(self, name: str, number: type) -> list:
         try:
             if re.search(r"\s", text := getattr(self, name)):  # options in a log are told apart by spaces
                 raise ValueError
-            return [kind(figure) for figure in text.split(",")]
+            return [number(figure) for figure in text.split(",")]
         except ValueError:
-            what = "whole numbers, like 24,24,28,32" if kind is int else "numbers, like 1,1,0.7"
+            what = "whole numbers, like 24,24,28,32" if number is int else "numbers, like 1,1,0.7"
             raise ConfigError(f"--{name} {getattr(self, name)} is no list of {what}") from None
 
     @cached_property
@@ -86,12 +93,12 @@ class MuonRecipe(Recipe):
         """A stage for each combination of resolution, fraction of images and frozen whitening bias."""
         lists = self._listed("pixels", int), self._listed("kept", float)
 
-        def kind(epoch: int) -> tuple[int, tuple[str, ...], float]:
+        def settings(epoch: int) -> tuple[int, tuple[str, ...], float]:
             size, share = (figures[math.ceil(epoch * len(figures) / self.epochs) - 1] for figures in lists)
             return size, ("whitening.bias",) if epoch > self.whitening_epochs else (), share
 
-        alike = groupby(range(1, self.epochs + 1), kind)
-        return tuple(Stage(next(epochs), *what) for what, epochs in alike)
+        alike = groupby(range(1, self.epochs + 1), settings)
+        return tuple(Stage(next(epochs), *of_stage) for of_stage, epochs in alike)
 
     @property
     def tta(self) -> Prediction:
@@ -106,7 +113,7 @@ class MuonRecipe(Recipe):
     def whiten(self, network: nn.Module, images: Tensor) -> None:
         filters = whitening_filters(images[:5000], size=2, epsilon=5e-4)
         both_signs = torch.cat([filters, -filters])  # since the activation suppresses negative values
-        network.get_parameter("whitening.weight").copy_(both_signs)
+        network.get_buffer("whitening.weight").copy_(both_signs)
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         """SGD's rates are for the sum of the loss over a step; ours is the mean of the workers' sums."""
@@ -144,11 +151,10 @@ class Network(nn.Module):
 
     def __init__(self, width: int, norm: Norm) -> None:
         super().__init__()
-        self.whitening = nn.Conv2d(3, 24, 2)
-        self.whitening.weight.requires_grad_(False)
+        self.whitening = WhiteningConvolution(3, 24, size=2)
         self.first = nn.GELU()
         channels = ((24, width), (width, 4 * width), (4 * width, 4 * width))
-        self.groups = nn.Sequential(*(group(*both, norm) for both in channels))
+        self.groups = nn.Sequential(*(block(*both, norm) for both in channels))
         self.pool = nn.Sequential(MaxPool(), nn.Flatten())
         self.linear = nn.Linear(4 * width, 10, bias=False)
         with torch.no_grad():
@@ -159,7 +165,7 @@ class Network(nn.Module):
         return self.linear(self.pool(x)) * LOGIT_SCALE
 
 
-def group(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
+def block(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
     """Return two convolutions with norms; pooling comes before the first norm."""
     return nn.Sequential(
         dirac_init(ConvolutionToPool, channels_in, channels_out),
@@ -170,8 +176,8 @@ def group(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
     )
 
 
-def dirac_init(kind: type[nn.Conv2d], channels_in: int, channels_out: int) -> nn.Conv2d:
+def dirac_init(layer: type[nn.Conv2d], channels_in: int, channels_out: int) -> nn.Conv2d:
     """Return a 3x3 convolution whose first filters are the identity; the others have PyTorch's initialization."""
-    convolution = kind(channels_in, channels_out, 3, padding=1, bias=False)
+    convolution = layer(channels_in, channels_out, 3, padding=1, bias=False)
     nn.init.dirac_(convolution.weight.data[:channels_in])
     return convolution
