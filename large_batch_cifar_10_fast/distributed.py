@@ -142,8 +142,7 @@ def init_distributed(total_workers: int = 1, device: str = "", timeout: int = 36
 def exit_process() -> Iterator[None]:
     """Run the body, print an error, and end the process. Each process names its own error, whatever its rank.
 
-    Children of a launcher end with os._exit:
-    PyTorch's static destructors, beside its threads, aborted 5 of 90 launches.
+    Children of a launcher end with os._exit: PyTorch's static destructors, beside its threads, aborted 5 of 90 launches.
     """
     status = 0
     try:
@@ -157,8 +156,8 @@ def exit_process() -> Iterator[None]:
         traceback.print_exc()
         print(f"process {os.environ.get('RANK', 0)} failed ({first_line(repr(error))})", file=sys.stderr)
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed
+        stream.flush()
     if "LOCAL_RANK" in os.environ:
         os._exit(status)
     sys.exit(status)
