@@ -17,9 +17,8 @@ class ConfigError(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
-        self.reported = (
-            os.environ.get("LOCAL_RANK", "0") != "0"
-        )  # by another process of this machine, which finds it, too
+        # Of the processes of a machine, all find it, and the first reports it.
+        self.reported = os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def first_line(text: object) -> str:

@@ -142,7 +142,7 @@ def init_distributed(total_workers: int = 1, device: str = "", timeout: int = 36
 def exit_process() -> Iterator[None]:
     """Run the body, print an error, and end the process. Each process names its own error, whatever its rank.
 
-    Children of a launcher end with os._exit: PyTorch's static destructors, beside its threads, aborted 5 of 90 launches.
+    Children of a launcher end with os._exit: PyTorch's static destructors aborted 5 of 90 launches.
     """
     status = 0
     try:
