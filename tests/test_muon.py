@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ALONE, Recorder, prepared, train_prepared
-from test_oracle import Head, check_run, check_whitening
+from test_oracle import check_run, check_whitening
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +23,11 @@ from large_batch_cifar_10_fast.train import make_model, make_step, warm_up
 EPOCHS, STEP_IMAGES = 4, 12
 
 
+class Head(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 256
+
+
 def stock_network(w):
     layers = [nn.Conv2d(3, 24, 2), nn.GELU()]
     layers[0].weight.requires_grad_(False)
@@ -32,7 +37,7 @@ def stock_network(w):
         norm = nn.BatchNorm2d(channels_out, eps=1e-12, momentum=0.4)
         norm.weight = None
         layers += [nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False), pool, norm, nn.GELU()]
-    return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), Head(4 * w, 256))
+    return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), Head(4 * w, 10, bias=False))
 
 
 def _muon(w, g, state, rate):
@@ -65,10 +70,10 @@ def _one_view_or_six(network, images, last):
     return sum((network(view) + network(view.flip(3))) * weight for view, weight in views)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_training_and_evaluation_equal_stock_layers_to_nine_digits(workers):
+def test_two_workers_train_as_stock_layers_do_to_nine_digits():
     """Two epochs at 24 pixels and two at 32; in all but the third some images alone, those never seen first."""
-    batch, options = STEP_IMAGES // workers, {"pixels": "24,32", "kept": "0.7,0.7,1,0.5", "whitening_epochs": 2}
+    workers, batch = 2, STEP_IMAGES // 2
+    options = {"pixels": "24,32", "kept": "0.7,0.7,1,0.5", "whitening_epochs": 2}
     recipe = MuonRecipe(epochs=EPOCHS, batch_size=batch, workers=workers, width=4, **options)
     images = Images("shapes", *draw_shapes(3 * STEP_IMAGES + workers, 40))  # what is left of a shard waits
     losses = partial(F.cross_entropy, reduction="none", label_smoothing=0.2)

@@ -1,4 +1,4 @@
-"""A recipe against an independent one of PyTorch's stock layers, in float64, and other tests of the default recipe.
+"""A recipe against an independent one of PyTorch's stock layers, in float64; what minimal/apple2019.py does not cover.
 
 Whole runs through `train_once` and `evaluate`, with an evaluation after each epoch. The reference takes the workers one
 after the other, each with its own images, its own statistics and its own loss. Shared with our code are only initial
@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from conftest import CPU, Recorder, prepared, train_prepared
 from torch import nn
 
+from large_batch_cifar_10_fast.data.augment import MEAN, STD
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.devices import Precision
-from large_batch_cifar_10_fast.layers import norms_of, update_running_statistics, whitening_buffers
+from large_batch_cifar_10_fast.evaluate import TWO_VIEWS, evaluate
+from large_batch_cifar_10_fast.layers import norms_of, update_running_statistics, whitening_buffers, whitening_filters
 from large_batch_cifar_10_fast.recipe import make_network, place, reset
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
-WORKERS, BATCH, GHOST, WIDTH, SEED = 8, 16, 8, 3, 11
+SEED = 11
 SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
 
 
@@ -101,84 +103,33 @@ def check_whitening(filters: torch.Tensor, images: np.ndarray, epsilon: float) -
     torch.testing.assert_close(filters, signs * expected, rtol=1e-7, atol=1e-9)
 
 
-class Norm(nn.Module):
-    """A batch norm for each ghost group, of which evaluation uses the first ones' mean statistics; bias and CELU."""
-
-    def __init__(self, channels, used):
-        super().__init__()
-        self.groups = nn.ModuleList(nn.BatchNorm2d(channels, affine=False) for _ in range(BATCH // GHOST))
-        self.used, self.bias = self.groups[:used], nn.Parameter(torch.zeros(channels))
-
-    def forward(self, x):
-        if self.training:
-            y = torch.cat([norm(group) for norm, group in zip(self.groups, x.split(GHOST), strict=True)])
-        else:
-            mean = sum(norm.running_mean for norm in self.used) / len(self.used)
-            variance = sum(norm.running_var for norm in self.used) / len(self.used)
-            y = F.batch_norm(x, mean, variance, training=False, eps=1e-5)
-        return F.celu(y + self.bias[:, None, None], 0.3)
-
-
-class Residual(nn.Sequential):
-    def forward(self, x):
-        return x + super().forward(x)
-
-
-class Head(nn.Linear):
-    def __init__(self, features, divisor):
-        super().__init__(features, 10, bias=False)
-        self.divisor = divisor
-
-    def forward(self, x):
-        return super().forward(x) / self.divisor
+def test_averaged_statistics_are_the_mean_of_those_of_all_groups():
+    """Training is as with the first group's; minimal/apple2019.py is the reference of that."""
+    images, sizes = Images("shapes", *draw_shapes(8 * 16 * 3, 40)), {"width": 3, "batch_size": 16, "ghost_batch": 8}
+    networks, scores = {}, {}
+    for name in ("first", "average"):
+        model, data = prepared(Apple2019(eval_stats=name, epochs=2, ema_ep=0.3, **sizes), images)
+        train_prepared(model, data, SEED, log := Recorder())
+        networks[name], scores[name] = model.network, log.validations[-1]
+    first, average = (norms_of(networks[name]) for name in ("first", "average"))
+    for one, every in zip(first, average, strict=True):
+        assert torch.equal(one.bias, every.bias)
+        assert torch.equal(one.running_mean, every.running_mean[:1])
+        assert (len(every.running_mean), len(every.running_var)) == (2, 2)
+        one.running_mean.copy_(every.running_mean.mean(0))
+        one.running_var.copy_((every.running_var[0] + every.running_var[1]) / 2)
+    first_model, data = prepared(Apple2019(eval_stats="first", **sizes), images)
+    first_model.network.load_state_dict(networks["first"].state_dict())
+    score = evaluate(first_model, TWO_VIEWS, data.test)
+    assert score.loss == pytest.approx(scores["average"].loss, rel=1e-12)
+    assert score.loss != scores["first"].loss
 
 
-def stock_network(w, groups_used):
-    """Method, section 3, written down from the text."""
-
-    def layer(channels_in, channels_out, size=3, pool=1):
-        convolution = nn.Conv2d(channels_in, channels_out, size, padding=size // 2, bias=False)
-        return nn.Sequential(convolution, nn.MaxPool2d(pool), Norm(channels_out, groups_used))
-
-    layers = [layer(27, w, size=1)]
-    layers += [layer(w, 2 * w, pool=2), Residual(layer(2 * w, 2 * w), layer(2 * w, 2 * w))]
-    layers += [layer(2 * w, 4 * w, pool=2)]
-    layers += [layer(4 * w, 8 * w, pool=2), Residual(layer(8 * w, 8 * w), layer(8 * w, 8 * w))]
-    head = nn.Sequential(nn.MaxPool2d(4), nn.Flatten(), Head(8 * w, 16))
-    whitening = nn.Conv2d(3, 27, 3, padding=1, bias=False).requires_grad_(False)
-    return nn.Sequential(whitening, *layers, head)
-
-
-def _losses(logits, labels):
-    log_p = logits.log_softmax(1)
-    return -0.8 * log_p[torch.arange(len(labels)), labels] - 0.2 * log_p.mean(1)
-
-
-def _update(name, w, g, v, epoch):
-    """The rate is 0 at 0, 1.2 at 2/4, 0.24 at 1.7, constant to 2; biases have 64 times as much, and less decay."""
-    rate = 1.2 * epoch / 0.5 if epoch <= 0.5 else max(0.24, 1.2 + (0.24 - 1.2) * (epoch - 0.5) / 1.2)
-    factor = 64 if w.ndim == 1 else 1
-    d = -rate / BATCH * factor * (g + 5e-4 * 1.2 * BATCH / factor * w)
-    v.copy_(0.9 * v + d)
-    return w + d + 0.9 * v
-
-
-def _two_views(network, images, last):
-    return (network(images) + network(images[:, :, :, torch.arange(31, -1, -1)])) / 2
-
-
-@pytest.mark.parametrize(("eval_stats", "groups"), [("first", 1), ("average", BATCH // GHOST)])
-def test_training_and_evaluation_are_the_methods_to_nine_digits(eval_stats, groups):
-    images = Images("shapes", *draw_shapes(WORKERS * BATCH * 3 + 3, 40))
-    sizes = {"batch_size": BATCH, "ghost_batch": GHOST, "width": WIDTH, "epochs": 2, "eval_stats": eval_stats}
-    recipe = Apple2019(lr_scaler=1.2, lr_scaler_end_fraction=0.2, warmup_fraction=4, ema_ep=0.3, **sizes)
-    torch.manual_seed(SEED)
-    reference = stock_network(WIDTH, groups)
-    for ours, theirs in zip(filters_last(make_network(recipe, SEED)), filters_last(reference), strict=True):
-        assert torch.equal(ours, theirs), "initial weights"
-    steps = 2 * [3 * [(BATCH, 32)]]
-    network = check_run(recipe, reference, _update, _losses, torch.sum, images, steps, _two_views)
-    check_whitening(network.whitening.weight, images.train_images[::WORKERS], epsilon=0.01)
+def test_whitening_filters_are_scaled_eigenvectors():
+    images, _, *_ = draw_shapes(64, 1)
+    normalized = torch.from_numpy((images - np.array(MEAN)) / np.array(STD))
+    for size, epsilon in ((3, 0.01), (2, 5e-4)):
+        check_whitening(whitening_filters(normalized, size, epsilon), images, epsilon)
 
 
 @pytest.mark.parametrize(("batch_size", "ghost_batch"), [(256, 16), (512, 32), (64, 4)])
