@@ -169,8 +169,9 @@ def from_lines(path: str, text: str) -> Log:
     runs = last[is_run].str.extract(RUN_LINE).fillna("")
     if not text.endswith("\n") and not runs["seconds"].iloc[-1] and len(runs) > 1:
         runs = runs[:-1]  # the last line is still being written
-    head = last.str.extract(HEAD_LINE).ffill().iloc[-1].dropna().to_dict()
-    return from_rounded(path, runs, "\n".join(last), conditions_of(from_pairs(head.get("settings", "")) | head))
+    heads = last.str.extract(HEAD_LINE)
+    head, settings = heads.ffill().iloc[-1].dropna().to_dict(), " ".join(heads["settings"].dropna())
+    return from_rounded(path, runs, "\n".join(last), conditions_of(from_pairs(settings) | head))
 
 
 def from_rounded(path: str, table: pd.DataFrame, summary: str, conditions: dict[str, str]) -> Log:

@@ -94,8 +94,8 @@ def from_pairs(text: str) -> dict[str, str]:
 
 
 def environment() -> str:
-    """Return the environment variables that are set and decide arithmetic, as `NAME=value NAME=value`."""
-    return " ".join(f"{name}={os.environ[name]}" for name in ARITHMETIC if name in os.environ) or "-"
+    """Return the environment variables that are set and decide arithmetic, as `NAME=value,NAME=value`, or "-"."""
+    return ",".join(f"{name}={os.environ[name]}" for name in ARITHMETIC if name in os.environ) or "-"
 
 
 def code_digest(recipe: object) -> str:

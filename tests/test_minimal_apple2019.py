@@ -94,7 +94,7 @@ def test_the_program_prints_the_published_lines_and_trains_the_same_on_any_proce
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
     result = python(*launcher, tmp_path / "program.py", *options, cwd=tmp_path, **loopback)
     assert result.returncode == 0, result.stderr
-    number, run = r"\d\.\d{3}", r"Train acc {0}\d loss {0}, validation acc {0}\d loss {0} wall time {0}s\n"
+    number, run = r"\d+\.\d{3}", r"Train acc {0}\d loss {0}, validation acc {0}\d loss {0} wall time {0}s\n"
     lines = rf"Uploaded data to GPUs {number}s\n# Preprocessed it {number}s\n"
     lines += rf"Compute patch whitening statistics:     {number}s\n{2 * run.format(number)}"
     lines += r"Maximum training time \d\.\d+ median \d\.\d+\nLowest accuracy 0\.\d+ median 0\.\d+\n"
