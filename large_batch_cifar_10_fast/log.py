@@ -151,8 +151,8 @@ class RunLog:
         if self.ctx.is_main:
             self.common |= driver_and_clocks(self.ctx.device)  # after the warm-up: an idle GPU lowers its clocks
         if self.prints_head:
-            how = f"precision={self.common['precision']} compile={compiled} graphs={graphs}"
-            print_line(f"# computation {how} environment={self.common['environment']}")
+            chosen = f"precision={self.common['precision']} compile={compiled} graphs={graphs}"
+            print_line(f"# computation {chosen} environment={self.common['environment']}")
             if self.common["driver"]:
                 print_line(f"# driver {self.common['driver']}, clocks {self.common['clocks']}")
             print_line(f"Uploaded data to GPUs {clock.seconds['upload']:.3f}s")
