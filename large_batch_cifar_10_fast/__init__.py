@@ -17,7 +17,7 @@ class ConfigError(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
-        # Of the processes of a machine, all find it, and the first reports it.
+        # Without our launcher, the first process of a machine prints what all of them find.
         self.reported = os.environ.get("LOCAL_RANK", "0") != "0"
 
 

@@ -20,16 +20,15 @@ from .distributed import init_distributed
 from .evaluate import Score
 from .evaluate import evaluate as evaluate_model
 from .recipe import make_network
-from .runs import Row, campaign_named
+from .runs import Row
 
 
 def train(recipe: str = "apple2019", **options: Any) -> list[Row]:
-    """Train in this process with options of the command line; return the rows of the campaign in runs.tsv.
+    """Train in this process with options of the command line; return the rows of its runs, as in runs.tsv.
 
     Raise ConfigError for invalid options.
     """
-    training.main(_arguments(recipe, options))
-    return campaign_named(Path(options.get("out", ".")), options.get("campaign", ""), resume=True)[1]
+    return training.main(_arguments(recipe, options))
 
 
 def load(weights: Path | str, recipe: str = "apple2019", **options: Any) -> nn.Module:
@@ -56,7 +55,9 @@ def evaluate(weights: Path | str, recipe: str = "apple2019", **options: Any) -> 
 
 def _arguments(recipe: str, options: dict[str, Any]) -> list[str]:
     """Return the command line of these options."""
-    given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+    given = [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not False
+    ]
     return ["--recipe", recipe, *given]
 
 

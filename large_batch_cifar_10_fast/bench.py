@@ -174,7 +174,7 @@ def with_range(values: Sequence[float] | np.ndarray) -> str:
 
 
 def read_to_measure(arguments: list[str]) -> tuple[Options, Recipe]:
-    """Return given and recipe; without a GPU with one worker per process, unless --workers is given."""
+    """Return the options and the recipe; without a GPU with one worker per process, unless --workers is given."""
     processes, (given, recipe) = launched_world_size(), parse(arguments)
     if "workers" in vars(recipe) and not count_gpus(given.device):
         given, recipe = parse(["--workers", str(processes), *arguments])  # the last one counts

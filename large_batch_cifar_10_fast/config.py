@@ -153,11 +153,12 @@ def check_images(recipe: Recipe, train_count: int) -> None:
 
 
 def check_save(save: str) -> None:
-    """Raise ConfigError if the weights cannot be written, or would replace something else than weights."""
+    """Raise ConfigError if the weights cannot be written, or would replace a file that has no weights."""
     path = Path(save)
     try:
-        if save and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-            raise OSError(f"{path.absolute().parent} is not a folder that you may write")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if save and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise OSError(f"{folder} is not a folder that you may write")
         # torch.save writes this name first.
         if save and path.exists() and not (path.is_file() and b"/data.pkl" in path.open("rb").read(300)):
             raise OSError("it would replace another file")

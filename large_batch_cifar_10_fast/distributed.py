@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 from tqdm import tqdm
 
-from . import RENDEZVOUS, ConfigError, exit_on_config_error, first_line
+from . import INVALID, RENDEZVOUS, ConfigError, first_line
 from .devices import take_device
 
 
@@ -132,8 +133,8 @@ def init_distributed(total_workers: int = 1, device: str = "", timeout: int = 36
         dist.init_process_group(backend, None, wait, world_size, rank, group, device_id=own)
     try:
         yield DistContext(rank, world_size, taken, total_workers, dist.PrefixStore("messages", store))
-    except ConfigError as error:  # the first process that finds it reports it, of the first team
-        error.reported = store.add("errors", 1) > 1 or int(os.environ.get("LOCAL_RANK", 0)) >= world_size
+    except ConfigError as error:  # the first process that finds it prints it
+        error.reported = store.add("errors", 1) > 1
         raise
     dist.destroy_process_group()
 
@@ -146,10 +147,17 @@ def exit_process() -> Iterator[None]:
     """
     status = 0
     try:
-        with exit_on_config_error("train"):
-            yield
+        yield
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except ConfigError as error:
+        status = INVALID
+        if launched := os.environ.get(RENDEZVOUS):  # our launcher prints it
+            Path(launched.removeprefix("file://")).with_name(f"error.{os.getpid()}").write_text(str(error))
+        elif error.reported:
+            time.sleep(3)  # until the process that prints it has done so: torchrun ends all with the first
+        else:
+            print(f"train: {error}", file=sys.stderr)
     except Exception as error:
         if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
             time.sleep(3)  # the process that is lost caused this error, and the launcher ends this one, too

@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.
 LIBC, LAUNCHER = ctypes.CDLL(None), os.getpid()
 
 
-class Interrupted(Exception):  # noqa: N818
+class Interrupted(BaseException):
     """The launcher was sent a signal."""
 
 
@@ -53,14 +53,16 @@ def launch(arguments: Sequence[str]) -> int:
     processes = plan_processes(options.nproc, teams, recipe.workers, gpus, cores)
     config.check_processes(recipe, processes, options.micro_batches)
     config.check_save(options.save)
+    if teams > 1 and not (gpus or options.precision or options.demo):  # measured once, for all teams
+        arguments = [*arguments, "--precision", "bf16" if devices.gains_by_bf16() else "fp32"]
     campaign = runs.campaign_named(Path(out), options.campaign, options.resume)[0] or runs.new_campaign()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (processes * teams))))
     try:
         how, status = run_processes([*arguments, "--campaign", campaign], options.share, teams, processes)
     except Interrupted as end:
         how, status = end.args
-    if status == INVALID:  # a process has said why
-        return status
+    if status == INVALID:
+        raise ConfigError(how)
     rows = [row for row in runs.campaign_named(Path(out), campaign, False)[1] if int(row["run"]) in options.planned]
     if status:
         again = f"; the same command with --campaign {campaign} continues" if rows else ""
@@ -103,8 +105,10 @@ def run_processes(arguments: Sequence[str], share: str, teams: int, processes: i
             time.sleep(0.05)
             unfinished = any(process.poll() is None for process in running)
             # Of those that failed, one ended by a signal comes first: the others lost their connection to it.
-            if failed := sorted((code, name) for process, name in running.items() if (code := process.poll())):
-                code, name = failed[0]
+            if failed := sorted((code, p.pid, name) for p, name in running.items() if (code := p.poll())):
+                code, pid, name = failed[0]
+                if code == INVALID:
+                    return Path(folder.name, f"error.{pid}").read_text(), code
                 if code > 0:
                     return f"{name} ended with status {code}", code
                 memory = " (out of memory?)" if -code == signal.SIGKILL else ""

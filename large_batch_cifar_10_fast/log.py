@@ -81,11 +81,12 @@ class RunLog:
         self.images_of_epochs = [recipe.workers * images_of_an_epoch(recipe, count, epoch) for epoch in epochs]
         self.epochs: list[dict[str, float]] = []  # of this run
         self.common = {name: str(value) for name, value in self._common(recipe, images).items()}  # to all rows
-        plan = {"seed": str(options.seed), "runs": str(options.runs), "share": options.share}
+        plan = {name: str(getattr(options, name)) for name in ("seed", "runs", "share", "no_warmup")}
         first_process, *others = map(json.loads, ctx.all_gather_strings("conditions", json.dumps(self.common | plan)))
         for rank, other in enumerate(others, 1):
             if text := runs.differences(other, first_process, (*CONDITIONS, *plan)):
-                raise ConfigError(f"process {rank} has {text} as process 0 has: give all machines the same")
+                raise ConfigError(f"process {rank} differs from process 0 in {text}: give all machines the same")
+        self.of_campaign: list[Row] = []  # all its rows, of other launches, too
         self.rows = self._finished_rows() if ctx.is_main else {}  # by run
         finished = json.loads(ctx.all_gather_strings("finished", json.dumps([*self.rows]))[0])
         self.missing = [run for run in options.planned if run not in finished]
@@ -111,12 +112,16 @@ class RunLog:
     def _finished_rows(self) -> dict[int, Row]:
         """Return the planned runs that the campaign's table has; choose the campaign's name if it has none."""
         campaign, rows = runs.campaign_named(self.out, self.options.campaign, self.options.resume)
+        self.of_campaign = rows
         self._check(rows, [name for name in (*CONDITIONS, *PLACE, "seed") if name not in ("compile", "no_graph")])
         self.common["campaign"] = campaign or runs.new_campaign()
         try:
             append(self.out / "runs.tsv", COLUMNS, 2, [])  # fails before training if it cannot be written
         except OSError as error:
             raise ConfigError(f"--out {self.out} cannot be written ({error}): choose another") from error
+        last = self.of_launch[-1]
+        if self.options.save and not os.path.exists(self.options.save) and str(last) in {row["run"] for row in rows}:
+            warn(f"--save {self.options.save}: run {last} is finished, and its weights are not made again")
         return {int(row["run"]): row for row in rows if int(row["run"]) in self.options.planned}
 
     def _check(self, rows: Iterable[Row], names: Sequence[str]) -> None:
@@ -143,7 +148,7 @@ class RunLog:
         """
         no_graph = self.options.no_graph or (self.ctx.on_gpu and not graphs)
         self.common |= {"compile": str(compiled), "no_graph": str(no_graph)}
-        self._check(self.rows.values(), ["compile", "no_graph"])
+        self._check(self.of_campaign, ["compile", "no_graph"])
         done, missing = (sum(self.images_of_epochs) * len(made) for made in (self.rows, self.missing))
         how: dict[str, Any] = {"unit": "images", "unit_scale": True, "smoothing": 0, "miniters": 1, "file": sys.stderr}
         how["disable"] = None if self.prints_head else True  # None: disabled without a terminal

@@ -24,10 +24,11 @@ from .layers import norms_of, update_running_statistics, whitening_buffers
 from .log import Clock, RunLog
 from .optim import follow_schedules, only_rates_change, prepare_for_gpu, restart, update_weights
 from .recipe import Model, Recipe, apply_stage, distinct_stages, make_network, place, reset, stage_of, training_pass
+from .runs import Row
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Make the missing runs of a campaign."""
+def main(arguments: Sequence[str]) -> list[Row]:
+    """Make the missing runs of a campaign. Return the rows of all runs of this launch, on rank 0."""
     options, recipe = parse(arguments)
     check_save(options.save)
     with init_distributed(recipe.workers, options.device, options.timeout) as ctx:
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str]) -> None:
         if log.missing:
             make_runs(options, recipe, images, ctx, log)
         log.summary()
+    return list(log.rows.values())
 
 
 @out_of_memory_hint("training")

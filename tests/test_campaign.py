@@ -257,7 +257,9 @@ def test_a_finished_run_is_not_lost_if_other_files_cannot_be_written(small, tmp_
     (tmp_path / "epochs.tsv").write_text("epoch\tmine\n1\t2\n")
     (weights := tmp_path / "gone").mkdir()
     make_step = train.make_step
-    monkeypatch.setattr(train, "make_step", lambda *given, **how: weights.rmdir() or make_step(*given, **how))
+    monkeypatch.setattr(
+        train, "make_step", lambda *given, **how: weights.rmdir() or weights.touch() or make_step(*given, **how)
+    )
     train_here(*small, "--runs", 1, "--out", tmp_path, "--save", weights / "w.pt")
     errors = capsys.readouterr().err
     for name in ("epochs.tsv", "timing_log.tsv", "w.pt"):

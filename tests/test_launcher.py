@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import LAUNCHER, REPO, TINY, launch, python, run_program, train_here, write_program
+from conftest import LAUNCHER, REPO, TINY, launch, python, run_program, train_here, write_npz, write_program
 
 from large_batch_cifar_10_fast.config import parse
+from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.runs import read
 
 pytestmark = pytest.mark.slow
@@ -73,6 +74,19 @@ def test_an_error_of_any_process_is_named_with_its_traceback_also_under_torchrun
     assert result.stderr.count("process 1 failed (ZeroDivisionError('division by zero'))\n") == 1
     assert "in fail" in result.stderr, "the traceback"
     assert "process 0 failed" not in result.stderr, "it only waited"
+
+
+@pytest.mark.parametrize("where", ["--nproc 2", "--nproc 1 --teams 2 --runs 2", "--nproc 2 --teams 2 --runs 2"])
+def test_what_one_process_alone_finds_is_one_line_whatever_its_team(tmp_path, where):
+    """The last process of all fails, as one that is out of memory does."""
+    code = "import os\nif os.environ.get('LOCAL_RANK') == str(int(os.environ.get('LOCAL_WORLD_SIZE', 0)) - 1):\n"
+    (tmp_path / "sitecustomize.py").write_text(code + "    os.chdir('other')\n")
+    (tmp_path / "other").mkdir()
+    write_npz(tmp_path / "few.npz", *draw_shapes(200, 20))
+    command = f"bash {LAUNCHER} --demo {' '.join(TINY)} --data few.npz {where}"
+    result = run_program("bash", "-c", command, cwd=tmp_path, PYTHONPATH=tmp_path)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert "train_cifar_parallel.sh: --data few.npz cannot be read" in result.stderr
 
 
 def test_a_closed_stdout_and_stderr_change_nothing_else(tiny_npz, tmp_path):

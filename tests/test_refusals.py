@@ -32,7 +32,7 @@ CASES = {  # the words of a command line and the error; no word is written to --
     "--demo --micro_batches 3": "--micro_batches 3 does not divide the 8 workers",
     "--data http://host/x": "--data http://host/x is an address, not",
     "--demo --save /tmp": "--save /tmp cannot be written (it would replace another file)",
-    "--demo --save /absent/w.pt": "--save /absent/w.pt cannot be written (/absent is not a folder",
+    "--demo --save /dev/null/w.pt": "--save /dev/null/w.pt cannot be written (/dev/null is not a folder",
     f"--demo --out {'x' * 300}": "cannot be written (",
     f"--demo --resume --out {'x' * 300}": "runs.tsv cannot be read (File name too long): choose another --out",
     "--demo --resume": "--resume: there is no campaign in .",
