@@ -202,8 +202,11 @@ class RunLog:
                 curve = [(epoch["seconds"], epoch["validation_accuracy"]) for epoch in epochs]
                 runs.write_timing_log(self.out / "timing_log.tsv", curve)
         if run == self.of_launch[-1] and self.options.save:
-            with warned(self.options.save), runs.write_atomically(Path(self.options.save)) as unfinished:
-                torch.save({name: part.cpu().contiguous() for name, part in network.state_dict().items()}, unfinished)
+            with warned(self.options.save):
+                (path := Path(self.options.save)).absolute().parent.mkdir(parents=True, exist_ok=True)
+                weights = {name: part.cpu().contiguous() for name, part in network.state_dict().items()}
+                with runs.write_atomically(path) as unfinished:
+                    torch.save(weights, unfinished)
         if runs.diverged(row):
             when = f"stopped after epoch {len(epochs)} of {len(self.images_of_epochs)}: its loss is not finite"
             warn(f"run {run} (seed {row['seed']}) {when}; lower the learning rate, or try --precision fp32")

@@ -230,7 +230,6 @@ def write_timing_log(path: Path, epochs: Iterable[tuple[float, float]]) -> None:
 def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a name beside `path` to write to; the file replaces `path` when it is on the disk."""
     unfinished = path.with_name(f".unfinished.{os.getpid()}")
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
     try:
         yield unfinished
         with open(unfinished, "rb") as file:
