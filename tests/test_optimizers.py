@@ -11,6 +11,8 @@ def test_muon_levels_the_singular_values_of_a_batch_of_matrices():
     matrices = torch.randn(3, 20, 8, generator=torch.Generator().manual_seed(0))
     singular = torch.linalg.svdvals(orthogonal(1000 * matrices))
     assert 0.5 < singular.min() < singular.max() < 1.3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert orthogonal(matrices).dtype == torch.float32, "as the weights, whatever the products are in"
 
 
 def test_the_processes_share_the_matrices_and_their_sum_is_that_of_one():

@@ -72,6 +72,13 @@ def test_hard_examples_have_the_highest_losses_or_none_yet_and_keep_their_order_
         assert torch.equal(found, everything[:, hard])
 
 
+def test_a_batch_of_fewer_pixels_is_channels_last():
+    recipe = MuonRecipe(epochs=1, batch_size=40, pixels="24", kept="1")
+    for images, _ in _batches(_shards(recipe=recipe, images=_numbered(120)).epoch(0, 1)):
+        assert images.shape == (40, 3, 24, 24)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_hard_examples_are_rounded_to_images_and_then_to_full_batches():
     recipe = MuonRecipe(epochs=2, batch_size=29, kept="1,0.29")
     assert [images_of_an_epoch(recipe, 100, epoch) for epoch in (1, 2)] == [87, 29], "0.29 * 100 is 28.999..."
