@@ -64,7 +64,7 @@ class Options:
 
     @property
     def planned(self) -> range:
-        """The runs of this launch: those of its share."""
+        """The runs of this launch, those of its share: `start` and `step` are I and N."""
         first, shares = map(int, self.share.split("/"))
         return range(first, self.runs, shares)
 

@@ -58,7 +58,7 @@ def launch(arguments: Sequence[str]) -> int:
     campaign = runs.campaign_named(Path(out), options.campaign, options.resume)[0] or runs.new_campaign()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (processes * teams))))
     try:
-        how, status = run_processes([*arguments, "--campaign", campaign], options.share, teams, processes)
+        how, status = run_processes([*arguments, "--campaign", campaign], options.planned, teams, processes)
     except Interrupted as end:
         how, status = end.args
     if status == INVALID:
@@ -80,19 +80,18 @@ def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) 
     return nproc or max(n for n in range(1, places + 1) if workers % n == 0)
 
 
-def run_processes(arguments: Sequence[str], share: str, teams: int, processes: int) -> tuple[str, int]:
+def run_processes(arguments: Sequence[str], planned: range, teams: int, processes: int) -> tuple[str, int]:
     """Run the processes of all teams until the last ends, or one fails. Return how it failed, and the exit status.
 
-    Team t of T makes every Tth run of the share. The processes of a team meet at a file: no port is opened, and no name
+    Team t of T makes every Tth of the planned runs. The rendezvous of a team is a file: no port is opened, and no name
     server is asked.
     """
-    first, shares = map(int, share.split("/"))
     running: dict[subprocess.Popen, str] = {}
     folder = tempfile.TemporaryDirectory(prefix="large_batch_cifar_10_fast_")
     try:
         for team in range(teams):
             command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments]
-            command += ["--share", f"{first + shares * team}/{shares * teams}"]
+            command += ["--share", f"{planned.start + planned.step * team}/{planned.step * teams}"]
             place = {RENDEZVOUS: f"file://{folder.name}/{team}", "WORLD_SIZE": processes}
             for rank in range(processes):
                 variables = place | {"RANK": rank, "LOCAL_RANK": team * processes + rank}

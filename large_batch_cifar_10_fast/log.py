@@ -74,8 +74,8 @@ class RunLog:
         """
         self.options, self.ctx, self.out, count = options, ctx, Path(options.out), len(images.train_images)
         self.teams = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // ctx.world_size)
-        first, shares = (int(part) for part in options.share.split("/"))
-        self.of_launch = range(options.runs)[first % (shares // self.teams) :: shares // self.teams]  # of all teams
+        shares = options.planned.step // self.teams  # a team's share is one of the launch's share
+        self.of_launch = range(options.planned.start % shares, options.runs, shares)  # of all teams
         self.prints_head = ctx.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
         epochs = range(1, recipe.epochs + 1)
         self.images_of_epochs = [recipe.workers * images_of_an_epoch(recipe, count, epoch) for epoch in epochs]
