@@ -1,74 +1,125 @@
-"""The door for other programs and notebooks: train as the command line does, load and evaluate saved weights.
+"""The door for other programs and notebooks: train as the command line does, load, predict with and evaluate weights.
 
 from large_batch_cifar_10_fast import api
-rows = api.train("muon", data="cifar10.npz", save="w.pt")
-score = api.evaluate("w.pt", "muon", data="cifar10.npz")
+runs = api.train("muon", runs=5, data="cifar10.npz", save="weights.pt")
+probabilities = api.load("weights.pt").predict(images)
+
+python -m large_batch_cifar_10_fast.api weights.pt --data cifar10.npz
 """
 
+import argparse
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from . import ConfigError
+from . import ConfigError, exit_on_config_error, first_line
 from . import train as training
-from .config import choose_computation, parse
+from .config import DATA, Options
 from .data.cifar10 import load_images
-from .data.shards import normalize, upload_test
-from .distributed import init_distributed
+from .devices import take_device
 from .evaluate import Score
-from .evaluate import evaluate as evaluate_model
-from .recipe import make_network
-from .runs import Row
+from .recipe import Recipe, make_network
+from .recipes import RECIPES
+from .runs import NUMBERS
 
 
-def train(recipe: str = "apple2019", **options: Any) -> list[Row]:
+def train(recipe: str | Recipe = "apple2019", **options: Any) -> pd.DataFrame:
     """Train in this process with options of the command line; return the rows of its runs, as in runs.tsv.
 
-    Raise ConfigError for invalid options.
+    A recipe of one's own is an object that has its options. Raise ConfigError for invalid options.
     """
-    return training.main(_arguments(recipe, options))
+    if isinstance(recipe, Recipe):
+        rows = training.train_campaign(Options(**options), recipe)
+    else:
+        given = {name: value for name, value in options.items() if value is not False}
+        words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
+        rows = training.main(["--recipe", recipe, *words])
+    table = pd.DataFrame(rows)
+    numbers = [*NUMBERS, "goal_epoch", "goal_seconds"]
+    table[numbers] = table[numbers].apply(pd.to_numeric)
+    return table
 
 
-def load(weights: Path | str, recipe: str = "apple2019", **options: Any) -> nn.Module:
-    """Return a trained network on the CPU, in evaluation mode: images [B, 3, 32, 32], normalized, to logits [B, 10].
+class Classifier(nn.Module):
+    """A trained network with its normalization: uint8 images [n, 32, 32, 3] to logits [n, C].
 
-    Give the recipe and the options it was trained with. Raise ConfigError if the file does not fit.
+    `classes` are the names of the C classes; `about` says how it was made, as a row of runs.tsv.
     """
-    network = make_network(parse(_arguments(recipe, options))[1], seed=0)
-    _load(Path(weights), network)
-    return network.eval()
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, saved: dict[str, Any], recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe, self.classes, self.about = recipe, saved["classes"], saved["about"]
+        self.network = make_network(recipe, seed=0)
+        self.network.load_state_dict(saved["weights"])
+        self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.register_buffer("mean", torch.tensor(saved["mean"]))
+        self.register_buffer("std", torch.tensor(saved["std"]))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(self.normalized(images).permute(0, 3, 1, 2))
+
+    def normalized(self, images: Tensor) -> Tensor:
+        """Return images with mean 0 and standard deviation 1 per channel, over the training images."""
+        return (images - self.mean) / self.std
+
+    @torch.no_grad()
+    def logits(self, images: Tensor) -> Tensor:
+        """Return logits [n, C] with the recipe's test-time augmentation."""
+        return self.recipe.tta(self.network, self.normalized(images))
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Return probabilities [n, C] with the recipe's test-time augmentation."""
+        return self.logits(images).softmax(1)
 
 
-def evaluate(weights: Path | str, recipe: str = "apple2019", **options: Any) -> Score:
-    """Return the score of saved weights on the test images, as after the last epoch; other `views` may be given."""
-    given, made = parse(_arguments(recipe, options))
-    images = load_images(given.data)
-    with init_distributed(made.workers, given.device) as ctx:
-        precision = choose_computation(given, made, ctx, len(images.train_images)).precision
-        model = training.make_model(made, ctx, precision)
-        _load(Path(weights), model.network)
-        test_images, labels = upload_test(*images.test, ctx)
-        return evaluate_model(model, made.tta, (normalize(test_images, model.precision), labels))
+def load(weights: Path | str, recipe: Recipe | None = None) -> Classifier:
+    """Return the network that --save wrote, on the CPU, in float32 and evaluation mode.
 
-
-def _arguments(recipe: str, options: dict[str, Any]) -> list[str]:
-    """Return the command line of these options."""
-    given = [
-        f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not False
-    ]
-    return ["--recipe", recipe, *given]
-
-
-def _load(path: Path, network: nn.Module) -> None:
-    """Give the network saved weights. Of statistics of more ghost groups it takes the first."""
+    A recipe of one's own is given as an object. Raise ConfigError for another file.
+    """
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-        for name, expected in network.state_dict().items():
-            if name.endswith(("running_mean", "running_var")):
-                weights[name] = weights[name][: len(expected)]
-        network.load_state_dict(weights)
+        saved = torch.load(weights, map_location="cpu", weights_only=True)
+        if isinstance(saved, dict) and saved and all(isinstance(value, Tensor) for value in saved.values()):
+            how = "read it with torch.load(FILE, weights_only=True) and load_state_dict of the recipe's network"
+            raise ConfigError(f"{weights} has weights alone, as versions before 0.4 wrote them: {how}")
+        name = saved["about"]["recipe"]
+        if recipe is None and name not in RECIPES:
+            raise ConfigError(f"{weights} is of the recipe {name}: give its object, load(FILE, recipe=...)")
+        return Classifier(saved, recipe or RECIPES[name](**saved["options"])).eval()
+    except ConfigError:
+        raise
     except Exception as error:  # torch raises nearly anything for a damaged or foreign file
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{path} does not fit ({reason}): give the recipe and options it was trained with") from error
+        raise ConfigError(f"{weights} cannot be loaded ({first_line(error)}): give a file that --save wrote") from error
+
+
+def evaluate(weights: Path | str, data: str = str(DATA), device: str = "", recipe: Recipe | None = None) -> Score:
+    """Return the score of saved weights on the test images of `data`, in float32, as after the last epoch."""
+    model = load(weights, recipe)
+    images, labels = map(torch.from_numpy, load_images(data).test)
+    if not 0 <= int(labels.max()) < len(model.classes):
+        raise ConfigError(f"{weights} knows {len(model.classes)} classes, and {data} has a label {labels.max()}")
+    place = take_device(device)
+    labels, logits = labels.to(place), model.to(place).logits(images.to(place))
+    correct = (logits.argmax(1) == labels).sum()
+    return Score(int(correct), len(labels), model.recipe.loss(logits, labels).mean().item())
+
+
+def main() -> None:
+    """Evaluate saved weights from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.api", description=evaluate.__doc__)
+    parser.add_argument("weights", help="file that --save wrote")
+    parser.add_argument("--data", default=str(DATA), help="as for training (default: CIFAR-10)")
+    parser.add_argument("--device", default="", choices=("cuda", "cpu"), help="default: a GPU if there is one")
+    with exit_on_config_error("api"):
+        score = evaluate(**vars(parser.parse_args()))
+        print(f"accuracy {score.accuracy:.4f} ({score.correct} of {score.images} images), loss {score.loss:.3f}")
+
+
+if __name__ == "__main__":
+    main()

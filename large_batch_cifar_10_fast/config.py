@@ -1,15 +1,17 @@
 """Where and how a recipe runs: the options, the command line, and the choices that depend on the device."""
 
 import argparse
+import importlib.util
 import os
 import platform
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-from . import PACKAGE, ConfigError, __version__
+from . import PACKAGE, ConfigError, __version__, first_line
 from .data.cifar10 import SYNTHETIC
 from .devices import count_cores, gains_by_bf16, has_bf16
 from .distributed import DistContext
@@ -75,8 +77,8 @@ class Options:
 def parse(arguments: Sequence[str]) -> tuple[Options, Recipe]:
     """Return the options and the recipe that a command line asks for. Raise ConfigError for invalid values."""
     only_recipe = Parser(add_help=False, allow_abbrev=False)
-    only_recipe.add_argument("--recipe", choices=RECIPES, default=DEFAULT)
-    kind = RECIPES[only_recipe.parse_known_args(arguments)[0].recipe]
+    only_recipe.add_argument("--recipe", default=DEFAULT)
+    kind = recipe_named(only_recipe.parse_known_args(arguments)[0].recipe)
     found, unknown = make_parser(kind).parse_known_args(arguments)
     if unknown:
         raise ConfigError(f"recipe {kind.name} has no option {unknown[0]}; --help lists the options")
@@ -91,6 +93,28 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Recipe]:
         return owner(**{field.name: given[field.name] for field in fields(owner) if field.name in given})
 
     return make(Options), make(kind)
+
+
+def recipe_named(name: str) -> type[Recipe]:
+    """Return a recipe of the package by its name, or a class of another file as FILE.py:CLASS. Raise ConfigError."""
+    if name in RECIPES:
+        return RECIPES[name]
+    file, _, wanted = name.rpartition(":")
+    try:
+        if not file:
+            raise LookupError(f"neither one of {', '.join(RECIPES)} nor FILE.py:CLASS")
+        module_name = f"recipe_of_{Path(file).stem}"
+        spec: Any = importlib.util.spec_from_file_location(module_name, file)
+        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        kind = getattr(module, wanted)
+        if not issubclass(kind, Recipe) or kind.__abstractmethods__:
+            raise TypeError(f"{wanted} is no complete Recipe")
+        if "__dataclass_fields__" not in vars(kind) and vars(kind).keys() & kind.__dataclass_fields__.keys():
+            raise TypeError(f"{wanted} changes an option: put @dataclass(frozen=True) above it")
+    except Exception as error:  # of whatever the file does
+        raise ConfigError(f"--recipe {name} cannot be used ({type(error).__name__}: {first_line(error)})") from error
+    return kind
 
 
 class Parser(argparse.ArgumentParser):
@@ -109,12 +133,13 @@ def make_parser(kind: type[Recipe]) -> Parser:
         description=f"recipe {kind.name}: {(kind.__doc__ or '').splitlines()[0]}",
         epilog="Environment variables: PYTHON (interpreter), CIFAR10_URL (a mirror of your own).",
     )
-    parser.add_argument("--recipe", choices=RECIPES, help=f"what is trained, and how (default {DEFAULT})")
+    text = f"{', '.join(RECIPES)}, or FILE.py:CLASS with a recipe of your own (default {DEFAULT})"
+    parser.add_argument("--recipe", help=text)
     owners: tuple[tuple[str, Any], ...] = ((f"the recipe {kind.name}", kind), ("settings", Options))
     for title, owner in owners:
         group, types = parser.add_argument_group(title), get_type_hints(owner)
         for field in fields(owner):
-            text, choices = field.metadata["help"].replace("%", "%%"), field.metadata["choices"]
+            text, choices = field.metadata.get("help", "").replace("%", "%%"), field.metadata.get("choices")
             if types[field.name] is bool:
                 group.add_argument(f"--{field.name}", action="store_true", help=text)
                 continue

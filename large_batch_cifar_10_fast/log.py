@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from . import ConfigError, __version__, first_line, runs
 from .config import Options, as_pairs
-from .data.cifar10 import SYNTHETIC, Images
+from .data.augment import MEAN, STD
+from .data.cifar10 import CLASSES, SYNTHETIC, Images
 from .devices import driver_and_clocks, hardware_name, peak_memory, software
 from .distributed import DistContext, warn
 from .evaluate import Score
@@ -86,6 +87,7 @@ class RunLog:
         for rank, other in enumerate(others, 1):
             if text := runs.differences(other, first_process, (*CONDITIONS, *plan)):
                 raise ConfigError(f"process {rank} differs from process 0 in {text}: give all machines the same")
+        self.for_use = {"options": dict(vars(recipe)), "classes": CLASSES, "mean": MEAN, "std": STD}  # saved with weights
         self.of_campaign: list[Row] = []  # all its rows, of other launches, too
         self.rows = self._finished_rows() if ctx.is_main else {}  # by run
         finished = json.loads(ctx.all_gather_strings("finished", json.dumps([*self.rows]))[0])
@@ -206,7 +208,7 @@ class RunLog:
                 (path := Path(self.options.save)).absolute().parent.mkdir(parents=True, exist_ok=True)
                 weights = {name: part.cpu().contiguous() for name, part in network.state_dict().items()}
                 with runs.write_atomically(path) as unfinished:
-                    torch.save(weights, unfinished)
+                    torch.save({"weights": weights, "about": self.rows[run], **self.for_use}, unfinished)
         if runs.diverged(row):
             when = f"stopped after epoch {len(epochs)} of {len(self.images_of_epochs)}: its loss is not finite"
             warn(f"run {run} (seed {row['seed']}) {when}; lower the learning rate, or try --precision fp32")

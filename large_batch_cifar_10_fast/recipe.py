@@ -109,7 +109,7 @@ def same_option(owner: Any, name: str, default: Any) -> Any:
 def check_limits(options: Any) -> None:
     """Raise ConfigError for a number outside the limits of its option."""
     for entry in fields(options):
-        value, (least, most) = getattr(options, entry.name), entry.metadata["limits"]
+        value, (least, most) = getattr(options, entry.name), entry.metadata.get("limits", (-MOST, MOST))
         if isinstance(value, int | float) and not least <= value <= most:
             raise ConfigError(f"--{entry.name} {value} must lie in {least} to {most}")
 

@@ -101,11 +101,14 @@ def environment() -> str:
 def code_digest(recipe: object) -> str:
     """Return 12 hexadecimal digits of the SHA-256 over the source files that decide the weights of this recipe."""
     files, modules = {path for part in DECIDING for path in PACKAGE.glob(part)}, [type(recipe).__module__]
+    total = hashlib.sha256()
     for module in modules:  # the recipe's own, and the recipes that it imports from
-        files.add(Path(str(sys.modules[module].__file__)))
+        if file := getattr(sys.modules[module], "__file__", None):
+            files.add(Path(file))
+        else:  # defined in a notebook: its source is not known, so it equals no other
+            total.update(f"{os.getpid()} {id(type(recipe))}".encode())
         used = {str(getattr(value, "__module__", "")) for value in vars(sys.modules[module]).values()}
         modules += [name for name in sorted(used) if ".recipes." in name and name not in modules]
-    total = hashlib.sha256()
     for path in sorted(files):
         total.update(path.name.encode() + path.read_bytes())
     return total.hexdigest()[:12]

@@ -28,8 +28,11 @@ from .runs import Row
 
 
 def main(arguments: Sequence[str]) -> list[Row]:
+    return train_campaign(*parse(arguments))
+
+
+def train_campaign(options: Options, recipe: Recipe) -> list[Row]:
     """Make the missing runs of a campaign. Return the rows of all runs of this launch, on rank 0."""
-    options, recipe = parse(arguments)
     check_save(options.save)
     with init_distributed(recipe.workers, options.device, options.timeout) as ctx:
         check_processes(recipe, ctx.world_size, options.micro_batches)

@@ -190,7 +190,9 @@ def test_two_teams_one_killed_and_started_again_make_the_rows_and_weights_of_one
     assert (process.returncode, errors) == (0, "")
     assert output.splitlines()[-2:] == uninterrupted[1].splitlines()[-2:]
     pd.testing.assert_frame_equal(results(table), results(uninterrupted[0]))
-    weights, of_one = (torch.load(path.with_name("w.pt"), weights_only=True) for path in (table, uninterrupted[0]))
+    weights, of_one = (
+        torch.load(path.with_name("w.pt"), weights_only=True)["weights"] for path in (table, uninterrupted[0])
+    )
     assert all(torch.equal(weights[name], of_one[name]) for name in of_one)
 
 

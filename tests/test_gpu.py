@@ -75,7 +75,7 @@ def trained(tiny_npz, tmp_path_factory):
         result = python(*command, cwd=(folder := tmp_path_factory.mktemp(recipe)), **GPU)
         assert result.returncode == 0, result.stderr
         assert "Warning: no" not in result.stderr, "not compiled, or no CUDA graphs"
-        weights = torch.load(folder / "w.pt", weights_only=True).values()
+        weights = torch.load(folder / "w.pt", weights_only=True)["weights"].values()
         return torch.cat([weight.double().flatten() for weight in weights]), result.stdout
 
     return train

@@ -33,7 +33,9 @@ def _train(recipe, npz, folder, processes, micro_batches):
     workers = ["--workers", WORKERS[recipe]] if recipe in WORKERS else []
     result = train_together(processes, "--recipe", recipe, *SMALL[recipe], *workers, *options, cwd=folder)
     assert (result.returncode, result.stderr) == (0, "")
-    return torch.load(folder / "weights.pt", weights_only=True), pd.read_csv(folder / "runs.tsv", sep="\t").iloc[0]
+    return torch.load(folder / "weights.pt", weights_only=True)["weights"], pd.read_csv(
+        folder / "runs.tsv", sep="\t"
+    ).iloc[0]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def test_two_machines_equal_one_and_only_the_first_has_tables(few_npz, tmp_path,
     result = train_on_machines(command, command, folders=folders)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.count("8 workers on 2 processes") == 1
-    _equal(torch.load(folders[0] / "w.pt", weights_only=True), alone("apple2019")[0])
+    _equal(torch.load(folders[0] / "w.pt", weights_only=True)["weights"], alone("apple2019")[0])
     more = [*command, "--runs", "2"]
     assert ", 1 of 2 runs finished before\n" in train_on_machines(more, more, folders=folders).stdout
     assert pd.read_csv(folders[0] / "runs.tsv", sep="\t")["seed"].tolist() == [0, 1]

@@ -12,9 +12,11 @@ from conftest import ALONE, TINY, train_here
 
 from large_batch_cifar_10_fast import ConfigError, api, train
 from large_batch_cifar_10_fast import log as run_log
+from large_batch_cifar_10_fast.config import recipe_named
 from large_batch_cifar_10_fast.devices import out_of_memory_hint
 from large_batch_cifar_10_fast.evaluate import TWO_VIEWS, Score, chunk_sizes, evaluate
-from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.recipes.apple2019 import DEMO, Apple2019
+from large_batch_cifar_10_fast.runs import code_digest
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +27,10 @@ RECIPES = {"apple2019": ["--demo", *TINY[:-1], "--eval_stats", "average"], "muon
 @pytest.fixture(scope="module", params=RECIPES)
 def saved(request, tiny_npz, tmp_path_factory):
     """Weights of a single run after a warm-up, the options they were trained with, and the run's row."""
-    folder, options = tmp_path_factory.mktemp("saved"), [*RECIPES[request.param], "--data", tiny_npz, "--no_compile"]
+    folder, options = (
+        tmp_path_factory.mktemp("saved"),
+        [*RECIPES[request.param], "--data", tiny_npz, "--no_compile", "--precision", "fp32"],
+    )
     train_here(*options, "--seed", 6, "--save", folder / "w.pt", "--out", folder)
     return folder / "w.pt", options, pd.read_csv(folder / "runs.tsv", sep="\t").iloc[0]
 
@@ -36,57 +41,111 @@ def test_the_last_run_of_a_campaign_equals_a_single_run_with_its_seed_after_a_wa
     train_here(*options, "--no_warmup", "--runs", 2, "--seed", 5, "--save", tmp_path / "w.pt", "--out", tmp_path)
     result = ["train_accuracy", "train_loss", "validation_count", "validation_loss"]
     assert pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[-1][result].tolist() == row[result].tolist()
-    weights, expected = (torch.load(path, weights_only=True) for path in (tmp_path / "w.pt", file))
+    weights, expected = (torch.load(path, weights_only=True)["weights"] for path in (tmp_path / "w.pt", file))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def options_of(words: list[object]) -> dict[str, object]:
-    """Return a command line of `--name value` pairs and flags as keywords."""
-    texts, options = [str(word) for word in words], {}
-    for name, value in zip(texts, [*texts[1:], "--"], strict=True):
-        if name.startswith("--"):
-            options[name[2:]] = True if value.startswith("--") else value
-    return options
+def test_saved_weights_alone_make_a_model_with_the_result_of_their_run(saved, tiny_npz, monkeypatch, capsys):
+    weights, _, row = saved
+    score = api.evaluate(weights, tiny_npz)
+    assert score.accuracy == row["validation_accuracy"]
+    assert score.loss == pytest.approx(row["validation_loss"], rel=1e-6)
+    monkeypatch.setattr("sys.argv", ["api", str(weights), "--data", str(tiny_npz)])
+    api.main()
+    assert f"accuracy {score.accuracy:.4f} ({score.correct} of {score.images} images)" in capsys.readouterr().out
+    model, images = api.load(weights), torch.from_numpy(np.load(tiny_npz)["test_images"])
+    assert (model.training, model.classes[3], model.about["recipe"]) == (False, "cat", row["recipe"])
+    probabilities = model.predict(images)
+    assert torch.allclose(probabilities.sum(1), torch.ones(len(images)))
+    right = (probabilities.argmax(1).numpy() == np.load(tiny_npz)["test_labels"]).sum()
+    assert right == row["validation_count"]
+    assert model(images).shape == (len(images), 10)
 
 
-def test_saved_weights_have_the_result_of_their_run_and_another_by_other_views(saved):
-    weights, words, row = saved
-    options = options_of(words)
-    score = api.evaluate(weights, **options)
-    assert (score.accuracy, score.loss) == (row["validation_accuracy"], row["validation_loss"])
-    other = {"views": "one"} if row["recipe"] == "muon" else {"eval_stats": "first"}
-    assert api.evaluate(weights, **options | other).loss != score.loss
-    network = api.load(weights, **options)
-    assert not network.training
-    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+def test_a_loaded_model_is_exported_for_any_number_of_images(saved):
+    model, images = api.load(saved[0]), torch.randint(0, 256, (5, 32, 32, 3), dtype=torch.uint8)
+    program = torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("images", max=1000)},))
+    for count in (2, 5):
+        assert torch.allclose(program.module()(images[:count]), model(images[:count]), atol=1e-5)
 
 
-def test_weights_that_do_not_fit_are_refused_in_one_line(saved, tmp_path):
-    weights, words, _ = saved
+def test_other_files_than_saved_weights_are_refused_in_one_line(saved, tmp_path):
+    weights, _, _ = saved
     (tmp_path / "text.pt").write_text("weights")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "cut.pt").write_bytes(b"PK" + weights.read_bytes()[:500])
     (tmp_path / "changed.pt").write_bytes(weights.read_bytes().replace(b"ctorch", b"cos\nys"))
     for name in ("absent.pt", "text.pt", "cut.pt", "changed.pt", "list.pt"):
-        with pytest.raises(ConfigError, match=rf"{name} does not fit \([^\n]*$"):
-            api.load(tmp_path / name, **options_of(words))
-    with pytest.raises(ConfigError, match="give the recipe and options it was trained with"):
-        api.load(weights, **options_of(words) | {"width": 8})
+        with pytest.raises(ConfigError, match=rf"{name} cannot be loaded \([^\n]*$"):
+            api.load(tmp_path / name)
+    content = torch.load(weights, weights_only=True)
+    torch.save(content["weights"], tmp_path / "old.pt")
+    with pytest.raises(ConfigError, match=r"old\.pt has weights alone, as versions before 0\.4 wrote them: read"):
+        api.load(tmp_path / "old.pt")
+    content["about"]["recipe"] = "mine"
+    torch.save(content, tmp_path / "mine.pt")
+    with pytest.raises(ConfigError, match=r"is of the recipe mine: give its object, load\(FILE, recipe=...\)"):
+        api.load(tmp_path / "mine.pt")
 
 
-def test_a_program_trains_and_gets_the_rows_of_its_campaign(tiny_npz, tmp_path):
-    options = options_of([*TINY, "--epochs", 1, "--data", tiny_npz, "--out", tmp_path, "--precision", "fp32"])
-    rows = api.train(**options, runs=2, demo=True)
-    assert [(row["run"], row["recipe"]) for row in rows] == [("0", "apple2019"), ("1", "apple2019")]
+def test_a_program_trains_twice_with_options_and_with_a_recipe_of_its_own(tiny_npz, tmp_path):
+    options = {"data": tiny_npz, "out": tmp_path, "precision": "fp32", "no_warmup": True}
+    small = DEMO | {"width": 4, "epochs": 1, "ema_ep": 0.5}
+    rows = api.train(runs=2, campaign="one", no_compile=True, **options, **small)
+    assert rows[["run", "recipe"]].to_numpy().tolist() == [[0, "apple2019"], [1, "apple2019"]]
+
+    class Wide(Apple2019):
+        name = "wide"
+
+    more = api.train(Wide(**small), no_compile=True, seed=1, campaign="two", **options)
+    assert more["recipe"].tolist() == ["wide"]
+    assert more["validation_loss"][0] == rows["validation_loss"][1], "the same options and seed"
     with pytest.raises(ConfigError, match="--runs 0 must lie in 1 to 100000"):
         api.train(**options, runs=0)
+
+
+OWN = """
+from dataclasses import dataclass
+from large_batch_cifar_10_fast.recipes.apple2019 import DEMO, Apple2019
+from large_batch_cifar_10_fast.runs import code_digest
+
+@dataclass(frozen=True)
+class Mine(Apple2019):
+    name = "mine"
+    batch_size: int = 32
+    surplus: float = 0.5
+
+class Undecorated(Apple2019):
+    batch_size = 32
+"""
+
+
+def test_a_recipe_in_a_file_of_its_own_is_trained_from_the_command_line(tiny_npz, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    few = [word for pair in (("--epochs", 1), ("--ema_ep", 0.5), ("--width", 4), ("--surplus", 2)) for word in pair]
+    train_here("--recipe", "own.py:Mine", *few, "--data", tiny_npz, "--out", tmp_path, "--save", "w.pt", "--no_compile")
+    row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
+    assert row["recipe"] == "mine"
+    assert {"batch_size=32", "surplus=2.0"} <= set(row["options"].split())
+    (tmp_path / "own.py").write_text(OWN + "# changed")
+    assert code_digest(recipe_named("own.py:Mine")()) != row["code"]
+    invalid = {
+        "own.py:Other": "has no attribute 'Other'",
+        "absent.py:Mine": "FileNotFoundError",
+        "own": "neither one of",
+    }
+    invalid |= {"own.py:Undecorated": r"put @dataclass\(frozen=True\) above it", "own.py:dataclass": "TypeError"}
+    for name, reason in invalid.items():
+        with pytest.raises(ConfigError, match=rf"^--recipe {name} cannot be used \([^\n]*{reason}"):
+            train_here("--recipe", name)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_one_process_trains_in_every_precision(tiny_npz, tmp_path, precision):
     small = ["--demo", *TINY, "--epochs", 1, "--data", tiny_npz, "--precision", precision]
     train_here(*small, "--out", tmp_path, "--save", tmp_path / "w.pt")
-    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)["weights"]
     assert weights["prep.0.weight"].dtype == (torch.float16 if precision == "fp16" else torch.float32)
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert (row["precision"], np.isfinite(row["train_loss"])) == (precision, True)

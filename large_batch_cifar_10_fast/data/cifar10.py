@@ -22,6 +22,7 @@ from .. import ConfigError, first_line
 from .synthetic import draw_shapes
 
 CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
+CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 SYNTHETIC = "synthetic"  # the --data that needs no file
 ARCHIVE = "cifar-10-python.tar.gz"
 ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
