@@ -103,7 +103,7 @@ def code_digest(recipe: object) -> str:
     files, modules = {path for part in DECIDING for path in PACKAGE.glob(part)}, [type(recipe).__module__]
     total = hashlib.sha256()
     for module in modules:  # the recipe's own, and the recipes that it imports from
-        if file := getattr(sys.modules[module], "__file__", None):
+        if os.path.isfile(file := str(getattr(sys.modules[module], "__file__", ""))):
             files.add(Path(file))
         else:  # defined in a notebook: its source is not known, so it equals no other
             total.update(f"{os.getpid()} {id(type(recipe))}".encode())
