@@ -30,6 +30,9 @@ from .runs import COLUMNS, CONDITIONS, EPOCHS, PARTS, PLACE, Row, append
 T = TypeVar("T")
 
 
+LONG_EPOCH = 10  # seconds from which on an epoch is a line on STDERR
+
+
 class Clock:
     """Add up seconds by part. Every reading waits until the devices of all processes have finished."""
 
@@ -87,7 +90,12 @@ class RunLog:
         for rank, other in enumerate(others, 1):
             if text := runs.differences(other, first_process, (*CONDITIONS, *plan)):
                 raise ConfigError(f"process {rank} differs from process 0 in {text}: give all machines the same")
-        self.for_use = {"options": dict(vars(recipe)), "classes": CLASSES, "mean": MEAN, "std": STD}  # saved with weights
+        self.for_use = {
+            "options": dict(vars(recipe)),
+            "classes": CLASSES,
+            "mean": MEAN,
+            "std": STD,
+        }  # saved with weights
         self.of_campaign: list[Row] = []  # all its rows, of other launches, too
         self.rows = self._finished_rows() if ctx.is_main else {}  # by run
         finished = json.loads(ctx.all_gather_strings("finished", json.dumps([*self.rows]))[0])
@@ -169,20 +177,33 @@ class RunLog:
 
     def progress(self, steps: Sequence[T], run: int, epoch: int) -> Iterator[T]:
         """Yield the steps of an epoch and show them on the progress bar."""
+        self.now = run, epoch
         self._bar.set_description(f"run {run + 1} epoch {epoch}", refresh=False)
         for step in steps:
             yield step
             self._bar.update(self.images_of_epochs[epoch - 1] / len(steps))
 
     def epoch(self, clock: Clock, train: Score, validation: Score) -> None:
+        """Write and show an epoch: on the progress bar, or without a terminal as a line if it took ten seconds."""
         losses = {"train_loss": train.loss, "validation_loss": validation.loss}
         accuracies = {"train_accuracy": train.accuracy, "validation_accuracy": validation.accuracy}
-        self.epochs.append({"epoch": len(self.epochs) + 1, "seconds": clock.total, **losses, **accuracies})
+        run, epoch = self.now
+        self.epochs.append({"epoch": epoch, "seconds": clock.total, **losses, **accuracies})
         shown = {"loss": f"{validation.loss:.3f}", "accuracy": f"{validation.accuracy:.4f}"}
         self._bar.set_postfix(shown, refresh=False)
+        if not self.ctx.is_main:
+            return
+        with warned("epochs.tsv"):  # all columns are keys: a run that is made again after a kill has new rows
+            row = {"campaign": self.common["campaign"], "run": run, **self.epochs[-1]}
+            append(self.out / "epochs.tsv", EPOCHS, len(EPOCHS), [row])
+        seconds = clock.laps["training"][-1]
+        if self._bar.disable and seconds + clock.laps["validation"][-1] >= LONG_EPOCH:
+            speed = f"{self.images_of_epochs[epoch - 1] / seconds:.0f} images/s"
+            text = f"run {run}, epoch {epoch} of {len(self.images_of_epochs)}: loss {shown['loss']}, "
+            show(f"{text}accuracy {shown['accuracy']}, {speed}, {clock.total:.0f} s of training so far")
 
     def run(self, run: int, clock: Clock, train: Score, validation: Score, network: nn.Module) -> None:
-        """Write and print a finished run: first its row, then its curve and epochs, and the weights of the last one."""
+        """Write and print a finished run: first its row, then its curve, and the weights of the last one."""
         epochs, self.epochs = self.epochs, []
         if not self.ctx.is_main:
             return
@@ -195,10 +216,9 @@ class RunLog:
         self.rows[run] = {name: str(value) for name, value in row.items()}
         with warned("runs.tsv"):  # the next append tries again
             append(self.out / "runs.tsv", COLUMNS, 2, self.rows.values())
+        if self.teams > 1:
+            print_line(f"# run {run}, seed {row['seed']}")
         self._print_run(self.rows[run])
-        with warned("epochs.tsv"):
-            name = {"campaign": row["campaign"], "run": run}
-            append(self.out / "epochs.tsv", EPOCHS, 3, [name | epoch for epoch in epochs])
         if run == self.of_launch[0]:
             with warned("timing_log.tsv"):
                 curve = [(epoch["seconds"], epoch["validation_accuracy"]) for epoch in epochs]
@@ -235,11 +255,16 @@ class RunLog:
 
 @contextlib.contextmanager
 def warned(name: str) -> Iterator[None]:
-    """Warn if the body cannot write a file. The runs go on."""
+    """Warn once if the body cannot write a file. The runs go on."""
     try:
         yield
     except (OSError, RuntimeError, ConfigError) as error:  # torch.save raises RuntimeError
-        warn(f"{name} is not written ({first_line(error)})")
+        runs.warn_once(f"{name} is not written ({first_line(error)})")
+
+
+def show(text: str) -> None:
+    """Print progress on STDERR, clear of the progress bar."""
+    tqdm.write(text, file=sys.stderr)
 
 
 def print_line(line: str) -> None:

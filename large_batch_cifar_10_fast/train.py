@@ -21,7 +21,7 @@ from .devices import Precision, allow_tf32, out_of_memory_hint
 from .distributed import DistContext, exit_process, init_distributed, on_one_machine
 from .evaluate import Metrics, evaluate
 from .layers import norms_of, update_running_statistics, whitening_buffers
-from .log import Clock, RunLog
+from .log import Clock, RunLog, show
 from .optim import follow_schedules, only_rates_change, prepare_for_gpu, restart, update_weights
 from .recipe import Model, Recipe, apply_stage, distinct_stages, make_network, place, reset, stage_of, training_pass
 from .runs import Row
@@ -54,6 +54,8 @@ def make_runs(options: Options, recipe: Recipe, images: Images, ctx: DistContext
         images = images.pinned()
     model = make_model(recipe, ctx, options.precision, options.micro_batches)
     if options.compile:
+        if log.prints_head:
+            show("compiling, which takes about a minute; a cache makes the next launch faster")
         model = compiled(model, train_images, test_images)
     if not options.no_warmup:
         if ctx.on_gpu:  # where kernels are chosen by sizes

@@ -19,6 +19,7 @@ from large_batch_cifar_10_fast import ConfigError, train
 from large_batch_cifar_10_fast import log as train_log
 from large_batch_cifar_10_fast.config import Options
 from large_batch_cifar_10_fast.data.cifar10 import load_images
+from large_batch_cifar_10_fast.read_logs import read_log
 from large_batch_cifar_10_fast.runs import COLUMNS
 
 pytestmark = pytest.mark.slow
@@ -268,6 +269,27 @@ def test_a_finished_run_is_not_lost_if_other_files_cannot_be_written(small, tmp_
         assert re.search(f"Warning: .*{name} is not written", errors), errors
     assert (tmp_path / "epochs.tsv").read_text() == "epoch\tmine\n1\t2\n"
     assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [0]
+
+
+def test_epochs_are_written_and_shown_while_a_run_is_made(tiny_npz, tmp_path, capsys, monkeypatch):
+    """A run that was interrupted has epochs, but no row; when it is made again, its epochs are written again."""
+    monkeypatch.setattr(train_log, "LONG_EPOCH", 0)
+    options, evaluate = ["--demo", *TINY, "--data", tiny_npz, "--out", tmp_path, "--campaign", "a"], train.evaluate
+    first = iter([True])
+    monkeypatch.setattr(train, "evaluate", lambda *given: evaluate(*given) if next(first, None) else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_here(*options)
+    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t").empty
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    train_here(*options)
+    epochs = pd.read_csv(tmp_path / "epochs.tsv", sep="\t")
+    assert epochs["epoch"].tolist() == [1, 1, 2]
+    assert epochs["train_loss"][0] == epochs["train_loss"][1]
+    assert read_log(str(tmp_path / "runs.tsv")).curve[0].tolist() == epochs["seconds"][1:].tolist()
+    lines = re.findall(
+        r"^run 0, epoch (\d) of 2: loss \S+, accuracy 0\.\d{4}, \d+ images/s", capsys.readouterr().err, re.M
+    )
+    assert lines == ["1", "1", "2"]
 
 
 def test_rows_that_a_table_could_not_take_are_written_with_the_next(small, whole, tmp_path, monkeypatch):
