@@ -49,8 +49,8 @@ class Classifier(nn.Module):
     `classes` are the names of the C classes; `about` says how it was made, as a row of runs.tsv.
     """
 
-    mean: Tensor
-    std: Tensor
+    channel_mean: Tensor
+    channel_std: Tensor
 
     def __init__(self, saved: dict[str, Any], recipe: Recipe) -> None:
         super().__init__()
@@ -58,15 +58,15 @@ class Classifier(nn.Module):
         self.network = make_network(recipe, seed=0)
         self.network.load_state_dict(saved["weights"])
         self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.register_buffer("mean", torch.tensor(saved["mean"]))
-        self.register_buffer("std", torch.tensor(saved["std"]))
+        self.register_buffer("channel_mean", torch.tensor(saved["mean"]))
+        self.register_buffer("channel_std", torch.tensor(saved["std"]))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(self.normalized(images).permute(0, 3, 1, 2))
 
     def normalized(self, images: Tensor) -> Tensor:
         """Return images with mean 0 and standard deviation 1 per channel, over the training images."""
-        return (images - self.mean) / self.std
+        return (images - self.channel_mean) / self.channel_std
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:

@@ -127,7 +127,9 @@ class MaxPool(nn.Module):
         compiled = torch.compiler.is_compiling() and (x.is_cuda or size == 2)
         if compiled and x.shape[2] % size == x.shape[3] % size == 0:
             return MaxPoolFunction.apply(x, size)
-        return F.max_pool2d(x, size) if self.size else F.adaptive_max_pool2d(x, 1)
+        if self.training and not self.size:
+            return F.adaptive_max_pool2d(x, 1)
+        return F.max_pool2d(x, size)  # which ONNX has, too
 
 
 class MaxPoolFunction(torch.autograd.Function):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -90,12 +91,8 @@ class RunLog:
         for rank, other in enumerate(others, 1):
             if text := runs.differences(other, first_process, (*CONDITIONS, *plan)):
                 raise ConfigError(f"process {rank} differs from process 0 in {text}: give all machines the same")
-        self.for_use = {
-            "options": dict(vars(recipe)),
-            "classes": CLASSES,
-            "mean": MEAN,
-            "std": STD,
-        }  # saved with weights
+        recipe_options = asdict(recipe)  # type: ignore[call-overload]
+        self.for_use = {"options": recipe_options, "classes": CLASSES, "mean": MEAN, "std": STD}  # saved with weights
         self.of_campaign: list[Row] = []  # all its rows, of other launches, too
         self.rows = self._finished_rows() if ctx.is_main else {}  # by run
         finished = json.loads(ctx.all_gather_strings("finished", json.dumps([*self.rows]))[0])

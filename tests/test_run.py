@@ -2,13 +2,15 @@
 
 import math
 import re
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ALONE, TINY, train_here
+from conftest import ALONE, REPO, TINY, train_here
+from torchvision.io import write_png
 
 from large_batch_cifar_10_fast import ConfigError, api, train
 from large_batch_cifar_10_fast import log as run_log
@@ -62,11 +64,28 @@ def test_saved_weights_alone_make_a_model_with_the_result_of_their_run(saved, ti
     assert model(images).shape == (len(images), 10)
 
 
-def test_a_loaded_model_is_exported_for_any_number_of_images(saved):
-    model, images = api.load(saved[0]), torch.randint(0, 256, (5, 32, 32, 3), dtype=torch.uint8)
-    program = torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("images", max=1000)},))
+def test_the_page_on_use_of_the_model_is_right(saved, tmp_path, monkeypatch, capsys):
+    """Its program predicts as our own code does, and exports a program for any number of images."""
+    program, onnx = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "use_the_model.md").read_text(), re.S)
+    shutil.copy(saved[0], tmp_path / "weights.pt")
+    monkeypatch.chdir(tmp_path)
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for name, image in zip(("one.png", "two.png"), images, strict=True):
+        write_png(image, name)
+    names = {}
+    exec(program, names)
+    model, images = api.load(saved[0]), images.permute(0, 2, 3, 1)
+    shown = [f"{model.classes[p.argmax()]} {p.max():.3f}" for p in model.predict(images)]
+    assert capsys.readouterr().out.splitlines() == shown
+    exported = torch.export.load("model.pt2").module()
     for count in (2, 5):
-        assert torch.allclose(program.module()(images[:count]), model(images[:count]), atol=1e-5)
+        some = images[torch.arange(count) % 2]
+        assert torch.allclose(exported(some), model(some), atol=1e-5)
+    pytest.importorskip("onnxscript")
+    exec(onnx, names)
+    session = pytest.importorskip("onnxruntime").InferenceSession("model.onnx")
+    (logits,) = session.run(None, {session.get_inputs()[0].name: some.numpy()})
+    assert np.allclose(logits, model(some).detach(), atol=1e-4)
 
 
 def test_other_files_than_saved_weights_are_refused_in_one_line(saved, tmp_path):
