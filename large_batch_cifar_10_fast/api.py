@@ -87,7 +87,7 @@ def load(weights: Path | str, recipe: Recipe | None = None) -> Classifier:
         saved = torch.load(weights, map_location="cpu", weights_only=True)
         if isinstance(saved, dict) and saved and all(isinstance(value, Tensor) for value in saved.values()):
             how = "read it with torch.load(FILE, weights_only=True) and load_state_dict of the recipe's network"
-            raise ConfigError(f"{weights} has weights alone, as versions before 0.4 wrote them: {how}")
+            raise ConfigError(f"{weights} has weights alone, as earlier versions wrote them: {how}")
         name = saved["about"]["recipe"]
         if recipe is None and name not in RECIPES:
             raise ConfigError(f"{weights} is of the recipe {name}: give its object, load(FILE, recipe=...)")

@@ -97,6 +97,9 @@ class RunLog:
         self.rows = self._finished_rows() if ctx.is_main else {}  # by run
         finished = json.loads(ctx.all_gather_strings("finished", json.dumps([*self.rows]))[0])
         self.missing = [run for run in options.planned if run not in finished]
+        if ctx.is_main and self.missing:
+            with warned("source.zip"):
+                runs.store_source(self.out, recipe, self.common["code"])
         if self.prints_head:
             self._print_head(recipe, images)
 

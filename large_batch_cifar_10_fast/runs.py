@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -50,6 +51,7 @@ ARITHMETIC = (  # environment variables
     *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
 )
 
+GIT = ("git", f"--git-dir={PACKAGE.parent / '.git'}", f"--work-tree={PACKAGE.parent}")  # not a repository around it
 # The files that decide the weights, beside those of the recipe.
 DECIDING = (
     *("train.py", "recipe.py", "data/*.py", "layers.py", "optim.py", "compiling.py", "devices.py"),
@@ -103,8 +105,8 @@ def code_digest(recipe: object) -> str:
     files, modules = {path for part in DECIDING for path in PACKAGE.glob(part)}, [type(recipe).__module__]
     total = hashlib.sha256()
     for module in modules:  # the recipe's own, and the recipes that it imports from
-        if os.path.isfile(file := str(getattr(sys.modules[module], "__file__", ""))):
-            files.add(Path(file))
+        if (file := file_of(module)).is_file():
+            files.add(file)
         else:  # defined in a notebook: its source is not known, so it equals no other
             total.update(f"{os.getpid()} {id(type(recipe))}".encode())
         used = {str(getattr(value, "__module__", "")) for value in vars(sys.modules[module]).values()}
@@ -114,11 +116,30 @@ def code_digest(recipe: object) -> str:
     return total.hexdigest()[:12]
 
 
+def file_of(module: str) -> Path:
+    return Path(str(getattr(sys.modules[module], "__file__", "")))
+
+
 @cache
 def commit() -> str:
     """Return the commit of this code, with -dirty if it was changed since; "unknown" outside a git checkout."""
-    here = (f"--git-dir={PACKAGE.parent / '.git'}", f"--work-tree={PACKAGE.parent}")  # not a repository around it
-    return output_of("git", *here, "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
+    return output_of(*GIT, "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
+
+
+def store_source(folder: Path, recipe: object, digest: str) -> None:
+    """Store the package and the recipe's file once, as source-DIGEST.zip, if no commit holds them. Raise OSError."""
+    path, own = (
+        folder / f"source-{digest}.zip",
+        Path(str(getattr(sys.modules[type(recipe).__module__], "__file__", ""))),
+    )
+    outside = own.is_file() and PACKAGE not in own.parents
+    if path.exists() or not (outside or output_of(*GIT, "status", "--porcelain", "--", str(PACKAGE))):
+        return
+    with write_atomically(path) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in PACKAGE.rglob("*.py"):
+            archive.write(file, file.relative_to(PACKAGE.parent))
+        if outside:
+            archive.write(own, own.name)
 
 
 # Reading

@@ -3,6 +3,8 @@
 import math
 import re
 import shutil
+import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -99,7 +101,7 @@ def test_other_files_than_saved_weights_are_refused_in_one_line(saved, tmp_path)
             api.load(tmp_path / name)
     content = torch.load(weights, weights_only=True)
     torch.save(content["weights"], tmp_path / "old.pt")
-    with pytest.raises(ConfigError, match=r"old\.pt has weights alone, as versions before 0\.4 wrote them: read"):
+    with pytest.raises(ConfigError, match=r"old\.pt has weights alone, as earlier versions wrote them: read"):
         api.load(tmp_path / "old.pt")
     content["about"]["recipe"] = "mine"
     torch.save(content, tmp_path / "mine.pt")
@@ -147,6 +149,9 @@ def test_a_recipe_in_a_file_of_its_own_is_trained_from_the_command_line(tiny_npz
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert row["recipe"] == "mine"
     assert {"batch_size=32", "surplus=2.0"} <= set(row["options"].split())
+    with zipfile.ZipFile(tmp_path / f"source-{row['code']}.zip") as source:
+        assert source.read("own.py").decode() == OWN
+        assert source.read("large_batch_cifar_10_fast/train.py") == Path(train.__file__).read_bytes()
     (tmp_path / "own.py").write_text(OWN + "# changed")
     assert code_digest(recipe_named("own.py:Mine")()) != row["code"]
     invalid = {
