@@ -220,7 +220,7 @@ class PreactivationBlock(nn.Module):
     """
 
     def __init__(
-        self, channels_in: int, channels_out: int, stride: int, norm: Norm, shortcut_after_activation: bool
+        self, channels_in: int, channels_out: int, stride: int, norm: Norm, shortcut_after_activation: bool = False
     ) -> None:
         super().__init__()
         self.shortcut_after_activation = shortcut_after_activation

@@ -7,18 +7,17 @@ decay 5e-4 on all parameters; mean cross-entropy; pad 4, independent crops and f
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ..data.augment import CropAndFlip, assign_independent
+from ..data.shards import CropAndFlip, assign_independent
 from ..distributed import DistContext
 from ..layers import NARROWEST, GhostBatchNorm, Norm, PreactivationBlock, convolution, norms_of
 from ..optim import PiecewiseLinear
-from ..recipe import Recipe, check_limits, option
+from ..recipe import Recipe, option
 
 RATE = PiecewiseLinear((0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
 SGD_MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
@@ -37,9 +36,6 @@ class Basenet(Recipe):
     augmentation = CropAndFlip(padding=4, assign=assign_independent)
     whole_epochs = True
     reduction = "mean"
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
     def network(self) -> "Network":
         return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))
@@ -62,12 +58,14 @@ class Network(nn.Module):
     ) -> None:
         super().__init__()
         self.prep = nn.Sequential(convolution(3, width, 3), *((norm(width), nn.ReLU()) if first_norm else ()))
-        channels, strides = (width, width, 2 * width, 4 * width, 4 * width), (1, 2, 2, 2)
-        blocks = []
-        for (channels_in, channels_out), stride in zip(pairwise(channels), strides, strict=True):
-            blocks.append(PreactivationBlock(channels_in, channels_out, stride, norm, shortcut_after_activation))
-            blocks.append(PreactivationBlock(channels_out, channels_out, 1, norm, shortcut_after_activation))
-        self.blocks = nn.Sequential(*blocks)
+        shapes = [(width, width, 1), (width, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1)]
+        shapes += [
+            (2 * width, 4 * width, 2),
+            (4 * width, 4 * width, 1),
+            (4 * width, 4 * width, 2),
+            (4 * width, 4 * width, 1),
+        ]
+        self.blocks = nn.Sequential(*(PreactivationBlock(*shape, norm, shortcut_after_activation) for shape in shapes))
         self.pools = pools
         self.linear = nn.Linear(8 * width, 10)
         for made in norms_of(self):

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from .. import ConfigError
-from ..data.augment import CropAndAlternateFlip, assign_independent
+from ..data.shards import CropAndFlip, assign_independent
 from ..distributed import DistContext
-from ..evaluate import ONE_VIEW, SIX_VIEWS, TWO_VIEWS, Prediction
 from ..layers import (
     Convolution,
     ConvolutionToPool,
@@ -29,7 +28,7 @@ from ..layers import (
     whitening_filters,
 )
 from ..optim import Muon, PiecewiseLinear
-from ..recipe import Recipe, Stage, check_limits, option, same_option
+from ..recipe import ONE_VIEW, SIX_VIEWS, TWO_VIEWS, Recipe, Stage, Views, option, same_option
 
 STEP_IMAGES, EPOCH_IMAGES = 2000, 50_000
 WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's rate
@@ -61,12 +60,12 @@ class MuonRecipe(Recipe):
     workers: int = option(1, "replicas, each with its own shard", least=1)
 
     name = "muon"
-    augmentation = CropAndAlternateFlip(padding=2, assign=assign_independent)
+    augmentation = CropAndFlip(padding=2, assign=assign_independent, alternate=True)
     half = "bf16"
     half_weights = False
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        super().__post_init__()
         if self.whitening_epochs > self.epochs:
             raise ConfigError(f"--whitening_epochs {self.whitening_epochs} is more than --epochs {self.epochs}")
         if not self.batch_size and STEP_IMAGES % self.workers:
@@ -101,7 +100,7 @@ class MuonRecipe(Recipe):
         return tuple(Stage(next(epochs), *of_stage) for of_stage, epochs in alike)
 
     @property
-    def tta(self) -> Prediction:
+    def tta(self) -> Views:
         return VIEWS[self.views]
 
     def network(self) -> "Network":
