@@ -68,11 +68,6 @@ def prepare_for_gpu(optimizers: Iterable[Optimizer]) -> None:
                 group["fused"] = True
 
 
-def only_rates_change(optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether schedules change learning rates alone, and no momentum."""
-    return all(group["schedules"].keys() <= {"lr"} for optimizer in optimizers for group in optimizer.param_groups)
-
-
 class NesterovSGD(Optimizer):
     """SGD with Nesterov momentum that keeps the learning rate inside the velocity:
 

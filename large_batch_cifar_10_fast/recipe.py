@@ -27,9 +27,8 @@ Logits = Callable[[Tensor], Tensor]  # images [B, 3, H, W] to logits [B, 10]: a 
 Views = dict[tuple[int, bool], float]
 ONE_VIEW: Views = {(0, False): 1.0}
 TWO_VIEWS: Views = {(0, False): 1 / 2, (0, True): 1 / 2}
-SIX_VIEWS: Views = dict.fromkeys(TWO_VIEWS, 1 / 4) | dict.fromkeys(
-    [(1, False), (-1, False), (1, True), (-1, True)], 1 / 8
-)
+SIX_VIEWS: Views = {view: weight / 2 for view, weight in TWO_VIEWS.items()}
+SIX_VIEWS |= {(shift, mirrored): 1 / 8 for mirrored in (False, True) for shift in (1, -1)}
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,11 @@ class Recipe(ABC):
     half_weights: bool = True  # with fp16: whether weights are fp16, too; if not, operations cast float32 weights
     loss_scale: int = 1  # multiplies the loss and divides gradients: half precision loses small gradients
     label_smoothing: float = 0.0  # part of a label that is spread over all classes
-    tta_early: Views = ONE_VIEW  # after all epochs but the last
+    tta: Views = ONE_VIEW  # after the last epoch, and for saved weights
+    tta_early: Views = ONE_VIEW  # after the other epochs
 
     def __post_init__(self) -> None:
         check_limits(self)
-
-    @property
-    def tta(self) -> Views:
-        """The views after the last epoch, and for saved weights."""
-        return ONE_VIEW
 
     @property
     def stages(self) -> Sequence[Stage]:

@@ -22,7 +22,7 @@ from .distributed import DistContext, exit_process, init_distributed, on_one_mac
 from .evaluate import evaluate, read_score
 from .layers import norms_of, update_running_statistics, whitening_buffers
 from .log import Clock, RunLog
-from .optim import follow_schedules, only_rates_change, prepare_for_gpu, restart, update_weights
+from .optim import follow_schedules, prepare_for_gpu, restart, update_weights
 from .recipe import Model, Recipe, apply_stage, distinct_stages, make_network, place, reset, stage_of, training_pass
 from .runs import Row
 
@@ -110,7 +110,8 @@ def prepare(images: Images, model: Model, clock: Clock) -> Data:
 def make_step(model: Model, data: Data, use_graphs: bool = False) -> Step:
     """Return a function that trains on a sample, by replaying a CUDA graph if asked to and possible."""
     step = partial(train_step, model, data)
-    if use_graphs and only_rates_change(model.optimizers):  # a graph would keep the momentum it was captured with
+    changed = {name for each in model.optimizers for group in each.param_groups for name in group["schedules"]}
+    if use_graphs and changed == {"lr"}:  # a graph would keep the momentum it was captured with
         return graphed(step, distinct_samples(model, data.train), model.ctx)
     return step
 

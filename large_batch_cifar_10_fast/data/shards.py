@@ -200,21 +200,14 @@ def rotate_and_flip(images: Tensor, angles: Tensor, flips: Tensor) -> Tensor:
     return F.grid_sample(images, grid, mode="nearest", padding_mode="zeros", align_corners=False)
 
 
-def downscale(images: Tensor, resolution: int) -> Tensor:
-    """Resize images [B, 3, H, W] to `resolution` pixels a side, bilinear."""
-    if images.shape[-1] == resolution:
-        return images
-    return F.interpolate(images, size=(resolution, resolution), mode="bilinear", align_corners=False)
-
-
-# Batches
-
-
 def make_batch(
     augmentation: CropAndFlip, resolution: int, images: Tensor, labels: Tensor, indices: Tensor, *parameters: Tensor
 ) -> Batch:
-    """Return the augmented images at this resolution, and their labels."""
-    return downscale(augmentation(images, indices, *parameters), resolution), labels[indices]
+    """Return the augmented images, scaled down to this resolution, and their labels."""
+    batch = augmentation(images, indices, *parameters)
+    if resolution < SIZE:
+        batch = F.interpolate(batch, size=(resolution, resolution), mode="bilinear", align_corners=False)
+    return batch, labels[indices]
 
 
 def select_hard_examples(tensors: Sequence[Tensor], losses: Tensor, count: int) -> list[Tensor]:
@@ -240,9 +233,6 @@ def shuffle_shards(
 def make_generator(device: torch.device, *key: int) -> torch.Generator:
     """Return a generator whose stream is independent of those of other keys (NumPy's SeedSequence)."""
     return torch.Generator(device).manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
-
-
-# Upload
 
 
 def upload_shards(

@@ -4,7 +4,6 @@ One worker of 128 images; 40 epochs, in which the rate rises to 0.1, jumps to 0.
 decay 5e-4 on all parameters; mean cross-entropy; pad 4, independent crops and flips.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,16 +45,12 @@ class Basenet(Recipe):
 
 
 class Network(nn.Module):
-    """Images [B, 3, 32, 32] to logits [B, 10]; 5,205,962 parameters and 0.460 G multiply-adds at width 64."""
+    """Images [B, 3, 32, 32] to logits [B, 10]; 5,205,962 parameters and 0.460 G multiply-adds at width 64.
 
-    def __init__(
-        self,
-        width: int,
-        norm: Norm,
-        first_norm: bool = True,
-        shortcut_after_activation: bool = False,
-        pools: tuple[Callable[[Tensor, int], Tensor], ...] = (F.adaptive_avg_pool2d, F.adaptive_max_pool2d),
-    ) -> None:
+    Page's network has its shortcuts after the activation, and the maximum before the mean.
+    """
+
+    def __init__(self, width: int, norm: Norm, first_norm: bool = True, pages: bool = False) -> None:
         super().__init__()
         self.prep = nn.Sequential(convolution(3, width, 3), *((norm(width), nn.ReLU()) if first_norm else ()))
         shapes = [(width, width, 1), (width, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1)]
@@ -65,8 +60,8 @@ class Network(nn.Module):
             (4 * width, 4 * width, 2),
             (4 * width, 4 * width, 1),
         ]
-        self.blocks = nn.Sequential(*(PreactivationBlock(*shape, norm, shortcut_after_activation) for shape in shapes))
-        self.pools = pools
+        self.blocks = nn.Sequential(*(PreactivationBlock(*shape, norm, pages) for shape in shapes))
+        self.pages = pages
         self.linear = nn.Linear(8 * width, 10)
         for made in norms_of(self):
             if made.weight is not None:
@@ -74,4 +69,5 @@ class Network(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.blocks(self.prep(images))
-        return self.linear(torch.cat([pool(x, 1) for pool in self.pools], 1).flatten(1))
+        mean, maximum = F.adaptive_avg_pool2d(x, 1), F.adaptive_max_pool2d(x, 1)
+        return self.linear(torch.cat([maximum, mean] if self.pages else [mean, maximum], 1).flatten(1))

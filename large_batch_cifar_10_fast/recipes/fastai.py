@@ -4,7 +4,6 @@ Eight workers of 128 images; 40 epochs, rate 0.04, 2, 0.04, 0.0004 at epochs 0, 
 at the first three; decay 2e-4 on all parameters; mean cross-entropy; crop, color jitter, small rotations, flip.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,9 +42,7 @@ class FastAI(Recipe):
     entry: str = option("eight_gpus", "which of the two entries", choices=tuple(ENTRIES))
     epochs: int = option(0, "epochs of a run: the first so many of the schedule, which is not stretched; 0: 40, or 30")
     batch_size: int = option(0, "images a worker takes each step; 0: 128, or 512 on one GPU")
-    width: int = option(
-        16, "channels of the first convolution; the others scale with it", least=math.ceil(NARROWEST / 6)
-    )
+    width: int = option(16, "channels of the first convolution; the others scale with it", least=NARROWEST // 6 + 1)
 
     name = "fastai"
     augmentation = CropJitterRotateFlip(padding=4, assign=assign_independent, strength=0.25, degrees=2.0)
