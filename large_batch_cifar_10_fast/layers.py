@@ -19,13 +19,9 @@ class GhostBatchNorm(nn.Module):
     float32 (float64 if the input is).
 
     Unlike nn.BatchNorm2d's, a forward pass in training mode leaves the running statistics alone: it stores mean and
-    unbiased variance of its first `groups` groups as `batch_statistics`, towards which `update_running_statistics`
-    moves those of all norms at once. Each group has running statistics of its own, [groups, C]; evaluation uses their
-    mean.
+    unbiased variance of its first `groups` groups as `batch_statistics`, for `update_running_statistics`. Each group
+    has running statistics of its own, [groups, C]; evaluation uses their mean.
     """
-
-    running_mean: Tensor
-    running_var: Tensor
 
     def __init__(
         self,
@@ -42,8 +38,8 @@ class GhostBatchNorm(nn.Module):
         self.batch_statistics: tuple[Tensor, ...] = ()
         self.weight = nn.Parameter(torch.ones(channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(groups, channels))
-        self.register_buffer("running_var", torch.ones(groups, channels))
+        self.running_mean = nn.Buffer(torch.zeros(groups, channels))
+        self.running_var = nn.Buffer(torch.ones(groups, channels))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -220,19 +216,16 @@ class PreactivationBlock(nn.Module):
         self, channels_in: int, channels_out: int, stride: int, norm: Norm, shortcut_after_activation: bool = False
     ) -> None:
         super().__init__()
-        self.shortcut_after_activation = shortcut_after_activation
         self.norm1, self.conv1 = norm(channels_in), convolution(channels_in, channels_out, 3, stride)
         self.norm2, self.conv2 = norm(channels_out), convolution(channels_out, channels_out, 3)
         changes = stride > 1 or channels_in != channels_out
-        self.shortcut = convolution(channels_in, channels_out, 1, stride) if changes else None
+        self.shortcut = convolution(channels_in, channels_out, 1, stride) if changes else nn.Identity()
+        self.from_activated = changes or shortcut_after_activation
 
     def forward(self, x: Tensor) -> Tensor:
         activated = F.relu(self.norm1(x))
-        if self.shortcut is not None:
-            x = self.shortcut(activated)
-        elif self.shortcut_after_activation:
-            x = activated
-        return x + self.conv2(F.relu(self.norm2(self.conv1(activated))))
+        shortcut = self.shortcut(activated if self.from_activated else x)
+        return shortcut + self.conv2(F.relu(self.norm2(self.conv1(activated))))
 
 
 def convolution(channels_in: int, channels_out: int, size: int = 3, stride: int = 1) -> nn.Conv2d:

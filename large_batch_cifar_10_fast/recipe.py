@@ -118,9 +118,6 @@ def check_limits(options: Any) -> None:
             raise ConfigError(f"--{entry.name} {value} must lie in {least} to {most}")
 
 
-# Stages
-
-
 def stage_of(recipe: Recipe, epoch: int) -> Stage:
     return [stage for stage in recipe.stages if stage.first_epoch <= epoch][-1]
 
@@ -140,9 +137,6 @@ def apply_stage(network: nn.Module, stage: Stage) -> None:
     """Freeze the stage's parameters, of which no gradient is computed, and train all others."""
     for name, weight in network.named_parameters():
         weight.requires_grad_(not name.startswith(stage.frozen))
-
-
-# Weights
 
 
 def make_network(recipe: Recipe, seed: int) -> nn.Module:
@@ -222,9 +216,6 @@ class Model:
     micro_batches: int = 1  # forward and backward passes of a step
     compiled: bool = False
     evaluation: Logits | None = None  # the network compiled for evaluation
-
-
-# Work
 
 
 @cache

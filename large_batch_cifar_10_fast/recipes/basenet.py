@@ -64,8 +64,7 @@ class Network(nn.Module):
         self.pages = pages
         self.linear = nn.Linear(8 * width, 10)
         for made in norms_of(self):
-            if made.weight is not None:
-                nn.init.uniform_(made.weight)  # as PyTorch's norms did before version 1.2
+            nn.init.uniform_(made.get_parameter("weight"))  # as PyTorch's norms did before version 1.2
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.blocks(self.prep(images))
