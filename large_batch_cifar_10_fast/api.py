@@ -20,7 +20,7 @@ from . import train as training
 from .config import DATA, Options
 from .data.cifar10 import load_images
 from .devices import take_device
-from .evaluate import Score
+from .evaluate import Score, predict
 from .recipe import Recipe, make_network
 from .recipes import RECIPES
 from .runs import NUMBERS
@@ -71,7 +71,7 @@ class Classifier(nn.Module):
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
         """Return logits [n, C] with the recipe's test-time augmentation."""
-        return self.recipe.tta(self.network, self.normalized(images))
+        return predict(self.network, self.normalized(images), self.recipe.tta)
 
     def predict(self, images: Tensor) -> Tensor:
         """Return probabilities [n, C] with the recipe's test-time augmentation."""

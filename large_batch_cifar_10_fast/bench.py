@@ -84,7 +84,7 @@ def time_in_turn(benches: list[Bench], repeats: int) -> list[Laps]:
             reset(model.network, model.recipe, seed=0)
             with clock.timed(SAMPLING):
                 for _ in range(count):
-                    data.train.epoch(seed=0, epoch=1, losses=data.losses)
+                    data.train.epoch(seed=0, epoch=1)
             for sample in bench.samples:
                 apply_stage(model.network, sample.stage)
                 with clock.timed(sample.stage.signature):

@@ -148,8 +148,6 @@ def exit_process() -> Iterator[None]:
     status = 0
     try:
         yield
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except ConfigError as error:
         status = INVALID
         if launched := os.environ.get(RENDEZVOUS):  # our launcher prints it

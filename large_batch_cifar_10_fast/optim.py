@@ -68,18 +68,6 @@ def prepare_for_gpu(optimizers: Iterable[Optimizer]) -> None:
                 group["fused"] = True
 
 
-def compile_updates(optimizers: Iterable[Optimizer]) -> None:
-    """Compile our own optimizers, which makes an update few launches."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, NesterovSGD | Muon):
-            optimizer.compile()
-
-
-def only_rates_change(optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether schedules change learning rates alone, and no momentum."""
-    return all(group["schedules"].keys() <= {"lr"} for optimizer in optimizers for group in optimizer.param_groups)
-
-
 class NesterovSGD(Optimizer):
     """SGD with Nesterov momentum that keeps the learning rate inside the velocity:
 

@@ -16,11 +16,19 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from . import ConfigError
-from .data.augment import CropAndFlip
 from .devices import Precision
 from .distributed import DistContext
-from .evaluate import ONE_VIEW, Logits, Prediction, at_least_float32, sums_of
 from .layers import norms_of, running_statistics
+
+Logits = Callable[[Tensor], Tensor]  # images [B, 3, H, W] to logits [B, 10]: a network, compiled or not
+
+# Test-time augmentation: views of an image and their weights. A view is a shift by so many pixels up and left (by fewer
+# than 0: down and right), and whether the image is mirrored then.
+Views = dict[tuple[int, bool], float]
+ONE_VIEW: Views = {(0, False): 1.0}
+TWO_VIEWS: Views = {(0, False): 1 / 2, (0, True): 1 / 2}
+SIX_VIEWS: Views = {view: weight / 2 for view, weight in TWO_VIEWS.items()}
+SIX_VIEWS |= {(shift, mirrored): 1 / 8 for mirrored in (False, True) for shift in (1, -1)}
 
 
 @dataclass(frozen=True)
@@ -39,27 +47,23 @@ class Stage:
 
 
 class Recipe(ABC):
-    """A frozen dataclass whose fields are its options on the command line; add one beside apple2019.py.
-
-    A recipe states where it differs from the defaults here.
-    """
+    """A frozen dataclass, whose fields are its options on the command line. It states where it differs from this."""
 
     name: str
     batch_size: int  # images a worker takes each step
     epochs: int
-    augmentation: CropAndFlip  # or a class like it
+    augmentation: Any  # CropAndFlip (data/shards.py) or a class like it
     whole_epochs: bool = False  # whether the images that fill no batch make a short last one
     reduction: Literal["sum", "mean"] = "sum"  # of the loss over a worker's batch; over workers it is always the mean
     half: Literal["fp16", "bf16"] = "fp16"  # default precision on a GPU; fp16 where the GPU has no bf16
     half_weights: bool = True  # with fp16: whether weights are fp16, too; if not, operations cast float32 weights
     loss_scale: int = 1  # multiplies the loss and divides gradients: half precision loses small gradients
     label_smoothing: float = 0.0  # part of a label that is spread over all classes
-    tta_early: Prediction = ONE_VIEW  # test-time augmentation after all epochs but the last
+    tta: Views = ONE_VIEW  # after the last epoch, and for saved weights
+    tta_early: Views = ONE_VIEW  # after the other epochs
 
-    @property
-    def tta(self) -> Prediction:
-        """Test-time augmentation after the last epoch, and for saved weights."""
-        return ONE_VIEW
+    def __post_init__(self) -> None:
+        check_limits(self)
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -114,9 +118,6 @@ def check_limits(options: Any) -> None:
             raise ConfigError(f"--{entry.name} {value} must lie in {least} to {most}")
 
 
-# Stages
-
-
 def stage_of(recipe: Recipe, epoch: int) -> Stage:
     return [stage for stage in recipe.stages if stage.first_epoch <= epoch][-1]
 
@@ -136,9 +137,6 @@ def apply_stage(network: nn.Module, stage: Stage) -> None:
     """Freeze the stage's parameters, of which no gradient is computed, and train all others."""
     for name, weight in network.named_parameters():
         weight.requires_grad_(not name.startswith(stage.frozen))
-
-
-# Weights
 
 
 def make_network(recipe: Recipe, seed: int) -> nn.Module:
@@ -171,12 +169,27 @@ def reset(network: nn.Module, recipe: Recipe, seed: int) -> None:
 # A training pass
 
 
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Half-precision logits would often tie when they are added up or compared."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@torch.no_grad()
+def sums_of(logits: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
+    """Return the number of correct images, the number of images, and the sum of their losses, [3]."""
+    correct = (logits.argmax(1) == labels).sum()
+    return torch.stack([correct, torch.full_like(correct, len(labels)), losses.sum()])
+
+
 class TrainingPass(NamedTuple):
     """The results of a forward pass over images [B]."""
 
     loss: Tensor  # to differentiate: summed over the workers, and scaled
     losses: Tensor  # of each image, float32 [B]
     sums: Tensor  # correct images, images, and their summed losses, [3]
+
+
+Forward = Callable[[Tensor, Tensor], TrainingPass]  # of images and labels
 
 
 def training_pass(
@@ -199,18 +212,10 @@ class Model:
     precision: Precision
     network: nn.Module
     optimizers: list[Optimizer]
-    forward: Callable[[Tensor, Tensor], TrainingPass]  # of images and labels, compiled or not
+    forward: Forward  # compiled or not
     micro_batches: int = 1  # forward and backward passes of a step
     compiled: bool = False
     evaluation: Logits | None = None  # the network compiled for evaluation
-
-    @property
-    def workers(self) -> int:
-        """The number of workers whose batches a micro-batch holds, one after the other."""
-        return len(self.ctx.workers) // self.micro_batches
-
-
-# Work
 
 
 @cache

@@ -19,10 +19,10 @@ from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Sample, Shards, normalize, upload_shards, upload_test
 from .devices import Precision, allow_tf32, out_of_memory_hint
 from .distributed import DistContext, exit_process, init_distributed, on_one_machine
-from .evaluate import Metrics, evaluate
+from .evaluate import evaluate, read_score
 from .layers import norms_of, update_running_statistics, whitening_buffers
 from .log import Clock, RunLog, show
-from .optim import follow_schedules, only_rates_change, prepare_for_gpu, restart, update_weights
+from .optim import follow_schedules, prepare_for_gpu, restart, update_weights
 from .recipe import Model, Recipe, apply_stage, distinct_stages, make_network, place, reset, stage_of, training_pass
 from .runs import Row
 
@@ -58,10 +58,8 @@ def make_runs(options: Options, recipe: Recipe, images: Images, ctx: DistContext
             show("compiling, which takes about a minute; a cache makes the next launch faster")
         model = compiled(model, train_images, test_images)
     if not options.no_warmup:
-        if ctx.on_gpu:  # where kernels are chosen by sizes
-            warm_up(model, train_images, test_images)
-        else:
-            warm_up(model, 2 * recipe.workers * recipe.batch_size, ctx.world_size)
+        few = 2 * recipe.workers * recipe.batch_size, ctx.world_size
+        warm_up(model, *((train_images, test_images) if ctx.on_gpu else few))  # a GPU chooses kernels by sizes
 
     clock = Clock(ctx.synchronize)
     data = prepare(images, model, clock)
@@ -95,8 +93,7 @@ class Data:
 
     train: Shards
     test: Batch
-    metrics: Metrics  # of the epoch
-    losses: Tensor  # of each image, when it was last seen
+    sums: Tensor  # correct images, images, and their summed losses in this epoch, float64 [3]
 
 
 def prepare(images: Images, model: Model, clock: Clock) -> Data:
@@ -112,13 +109,14 @@ def prepare(images: Images, model: Model, clock: Clock) -> Data:
         if ctx.is_main:
             recipe.whiten(network, train.images[:: len(ctx.workers)])  # worker 0's
         ctx.broadcast(*whitening_buffers(network))
-    return Data(train, (test_images, test_labels), Metrics(ctx), train.initial_losses())
+    return Data(train, (test_images, test_labels), torch.zeros(3, dtype=torch.float64, device=ctx.device))
 
 
 def make_step(model: Model, data: Data, use_graphs: bool = False) -> Step:
     """Return a function that trains on a sample, by replaying a CUDA graph if asked to and possible."""
     step = partial(train_step, model, data)
-    if use_graphs and only_rates_change(model.optimizers):  # a graph would keep the momentum it was captured with
+    changed = {name for each in model.optimizers for group in each.param_groups for name in group["schedules"]}
+    if use_graphs and changed == {"lr"}:  # a graph would keep the momentum it was captured with
         return graphed(step, distinct_samples(model, data.train), model.ctx)
     return step
 
@@ -128,19 +126,19 @@ def train_once(run: int, seed: int, model: Model, data: Data, step: Step, clock:
     recipe, network = model.recipe, model.network
     reset(network, recipe, seed)
     restart(model.optimizers)
-    data.losses.fill_(math.inf)
+    data.train.losses.fill_(math.inf)
     for epoch in range(1, recipe.epochs + 1):
         with clock.timed("training"):
             apply_stage(network, stage_of(recipe, epoch))
-            data.metrics.sums.zero_()
-            samples = data.train.epoch(seed, epoch, data.losses)
+            data.sums.zero_()
+            samples = data.train.epoch(seed, epoch)
             for number, sample in enumerate(log.progress(samples, run, epoch), 1):
                 follow_schedules(model.optimizers, epoch - 1 + number / len(samples))
                 step(sample)
         with clock.timed("validation"):  # shown, but not part of the training time (section 6)
-            predict = recipe.tta if epoch == recipe.epochs else recipe.tta_early
-            validation = evaluate(model, predict, data.test)
-        train = data.metrics.read()
+            views = recipe.tta if epoch == recipe.epochs else recipe.tta_early
+            validation = evaluate(model, views, data.test)
+        train = read_score(data.sums, model.ctx)
         log.epoch(clock, train, validation)
         if not math.isfinite(train.loss + validation.loss):  # such weights never recover
             break
@@ -155,12 +153,12 @@ def train_step(model: Model, data: Data, sample: Sample) -> None:
         result.loss.backward()
         if index == 0:  # which begins with the first worker's images; evaluation takes rank 0's, those of worker 0
             update_running_statistics(network)
-        data.metrics.sums += result.sums
+        data.sums.add_(result.sums)
         losses.append(result.losses)
     ctx.average_gradients(network, model.recipe.loss_scale)  # over all workers, here and nowhere else
     with model.precision.autocast():  # for the matrix products of Muon
         update_weights(model.optimizers)
-    data.losses[sample.indices] = torch.cat(losses)
+    data.train.losses[sample.indices] = torch.cat(losses)
 
 
 def warm_up(model: Model, train_images: int, test_images: int) -> None:
@@ -171,8 +169,8 @@ def warm_up(model: Model, train_images: int, test_images: int) -> None:
     data = prepare(random_images(train_images, test_images), model, Clock(model.ctx.synchronize))
     for sample in distinct_samples(model, data.train):
         train_step(model, data, sample)
-    for predict in (model.recipe.tta_early, model.recipe.tta):
-        evaluate(model, predict, data.test)
+    for views in (model.recipe.tta_early, model.recipe.tta):
+        evaluate(model, views, data.test)
 
 
 def distinct_samples(model: Model, shards: Shards) -> Iterator[Sample]:

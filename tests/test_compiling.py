@@ -148,10 +148,10 @@ def test_one_graph_evaluates_all_views_of_all_stages(without_kernels, monkeypatc
     test = torch.randn(7, 32, 32, 3, generator=generator, dtype=torch.float64), torch.arange(7)
     for stage in recipe.stages:
         apply_stage(model.network, stage)
-        for predict in (recipe.tta_early, recipe.tta):
-            expected = evaluate(model, predict, test)
+        for views in (recipe.tta_early, recipe.tta):
+            expected = evaluate(model, views, test)
             with torch._dynamo.config.patch(error_on_recompile=True):
-                found = evaluate(compiled_model, predict, test)
+                found = evaluate(compiled_model, views, test)
             assert (found.correct, found.loss) == (expected.correct, pytest.approx(expected.loss, rel=1e-9))
 
 

@@ -36,7 +36,7 @@ for recipe in (Apple2019(width=16, batch_size=64), MuonRecipe(width=16, batch_si
         data = prepare(random_images(5000, 100).pinned(), model, Clock(ctx.synchronize))
         step = make_step(model, data, use_graphs=False)
         torch.cuda.set_sync_debug_mode("error")
-        samples = data.train.epoch(seed=0, epoch=1, losses=data.losses)
+        samples = data.train.epoch(seed=0, epoch=1)
         for number, sample in enumerate(samples, 1):
             follow_schedules(model.optimizers, number / len(samples))
             step(sample)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from large_batch_cifar_10_fast import layers
-from large_batch_cifar_10_fast.layers import Convolution, ConvolutionToPool, GhostBatchNorm, MaxPool, MaxPoolFunction
+from large_batch_cifar_10_fast.layers import Convolution, GhostBatchNorm, MaxPool, MaxPoolFunction
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019, whiten_and_mix
 from large_batch_cifar_10_fast.recipes.muon import Muon2024
 
@@ -63,13 +63,13 @@ def test_whitening_looks_at_the_first_images(recipe, count):
 
 
 @pytest.mark.parametrize("compiling", [True, False])
-@pytest.mark.parametrize("kind", [Convolution, ConvolutionToPool])
+@pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("side", [2, 3, 4, 5, 8, 31])
-def test_convolutions_and_their_gradients_are_pytorchs_without_what_pooling_drops(side, kind, compiling, monkeypatch):
+def test_convolutions_and_their_gradients_are_pytorchs_without_what_pooling_drops(side, pooled, compiling, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    ours = kind(3, 4, 3, padding=1, bias=False, dtype=torch.float64)
+    ours = Convolution(3, 4, pooled).double()
     x = torch.randn(2, 3, side, side, dtype=torch.float64).requires_grad_()
-    kept = side if kind is Convolution else side // 2 * 2
+    kept = side // 2 * 2 if pooled else side
     expected = F.conv2d(x, ours.weight, padding=1)[..., :kept, :kept]
     factors = torch.randn_like(expected)
     found = ours(x)
@@ -85,8 +85,8 @@ def test_fast_paths_are_taken_only_where_a_network_is_compiled_for_a_cpu(device,
     monkeypatch.setattr(layers, "convolve_by_position", lambda x, weight, side: sides.append(side))
     for side in (2, 4, 5):
         images = torch.empty(1, 3, side, side, device=device, requires_grad=True)
-        for kind in (Convolution, ConvolutionToPool):
-            kind(3, 4, 3, padding=1, bias=False, device=device)(images)
+        for pooled in (False, True):
+            Convolution(3, 4, pooled).to(device)(images)
     assert sides == ([2, 2, 4, 4, 4] if fast else [])
 
 

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from conftest import CPU, Recorder, prepared, train_prepared
 from torch import nn
 
-from large_batch_cifar_10_fast.data.augment import MEAN, STD
 from large_batch_cifar_10_fast.data.cifar10 import Images
+from large_batch_cifar_10_fast.data.shards import MEAN, STD
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.devices import Precision
-from large_batch_cifar_10_fast.evaluate import TWO_VIEWS, evaluate
+from large_batch_cifar_10_fast.evaluate import evaluate
 from large_batch_cifar_10_fast.layers import norms_of, update_running_statistics, whitening_buffers, whitening_filters
-from large_batch_cifar_10_fast.recipe import make_network, place, reset
+from large_batch_cifar_10_fast.recipe import TWO_VIEWS, make_network, place, reset
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
 SEED = 11
@@ -51,7 +51,8 @@ def check_run(recipe, reference, update, losses, reduce, images, steps, predict=
     test, labels = normalised(images.test_images).permute(0, 3, 1, 2), torch.from_numpy(images.test_labels)
     for epoch, sizes in enumerate(steps, 1):
         right, total, now = 0, 0, epoch - 1
-        for sample, (size, pixels) in zip(data.train.epoch(SEED, epoch, seen), sizes, strict=True):
+        data.train.losses.copy_(seen)
+        for sample, (size, pixels) in zip(data.train.epoch(SEED, epoch), sizes, strict=True):
             [(x, y)], now = sample.micro_batches(), now + 1 / len(sizes)
             assert x.shape == (size * recipe.workers, 3, pixels, pixels)
             gradients = dict.fromkeys(state, 0)

@@ -18,7 +18,8 @@ from large_batch_cifar_10_fast import ConfigError, api, train
 from large_batch_cifar_10_fast import log as run_log
 from large_batch_cifar_10_fast.config import recipe_named
 from large_batch_cifar_10_fast.devices import out_of_memory_hint
-from large_batch_cifar_10_fast.evaluate import TWO_VIEWS, Score, chunk_sizes, evaluate
+from large_batch_cifar_10_fast.evaluate import Score, chunk_sizes, evaluate, predict
+from large_batch_cifar_10_fast.recipe import TWO_VIEWS
 from large_batch_cifar_10_fast.recipes.apple2019 import DEMO, Apple2019
 from large_batch_cifar_10_fast.runs import code_digest
 
@@ -180,7 +181,7 @@ def test_views_of_half_precision_are_averaged_in_float32():
         return (1 + batch[:, 0, 0, :1] / 128).to(torch.bfloat16)
 
     image = torch.tensor([0.0, 1]).view(1, 1, 2, 1)
-    assert TWO_VIEWS(network, image).item() == 1 + 1 / 256, "which bfloat16 would round to 1"
+    assert predict(network, image, TWO_VIEWS).item() == 1 + 1 / 256, "which bfloat16 would round to 1"
 
 
 def test_a_diverged_run_is_a_result_with_a_warning_and_never_reached_the_goal(tiny_npz, tmp_path, capsys, monkeypatch):

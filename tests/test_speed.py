@@ -88,11 +88,11 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
         model = Model(recipe, ctx, precision, network, recipe.optimizers(network, ctx), forward, micro_batches)
         count = round(3 * recipe.workers * recipe.batch_size / recipe.stages[0].keep_fraction)
         data = prepare(random_images(count, 10), model, Clock(lambda: None))
-        step, samples = make_step(model, data), data.train.epoch(seed=0, epoch=1, losses=data.losses)
+        step, samples = make_step(model, data), data.train.epoch(seed=0, epoch=1)
         for sample in samples:
             step(sample)
         with pytest.raises(DataDependentOutputException):
-            data.metrics.sums.tolist()
+            data.sums.tolist()
     assert len(samples) == 3
-    assert not data.losses.requires_grad, "or a step's graph would be kept for an epoch"
-    assert {tensor.device for tensor in (*weights, data.metrics.sums, *data.test)} == {gpu}
+    assert not data.train.losses.requires_grad, "or a step's graph would be kept for an epoch"
+    assert {tensor.device for tensor in (*weights, data.sums, *data.test)} == {gpu}

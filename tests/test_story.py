@@ -9,7 +9,7 @@ from conftest import TINY, train_here
 from torch import nn
 
 from large_batch_cifar_10_fast import ConfigError, runs, train
-from large_batch_cifar_10_fast.data.augment import CropAndFlip, assign_independent
+from large_batch_cifar_10_fast.data.shards import CropAndFlip, assign_independent
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.evaluate import Score
 from large_batch_cifar_10_fast.layers import GhostBatchNorm

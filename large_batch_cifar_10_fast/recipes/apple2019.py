@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import ConfigError
-from ..data.augment import CropAndFlip, assign_balanced
+from ..data.shards import CropAndFlip, assign_balanced
 from ..distributed import DistContext
-from ..evaluate import TWO_VIEWS
 from ..layers import GhostBatchNorm, MaxPool, Norm, WhiteningConvolution, convolution, whitening_filters
 from ..optim import NesterovSGD, PiecewiseLinear
-from ..recipe import Recipe, check_limits, option
+from ..recipe import TWO_VIEWS, Recipe, option
 
 GROUPS = 16  # ghost groups in a worker's batch, whatever the batch
 WEIGHT_DECAY = 5e-4  # per image of a batch and unit of the peak rate
@@ -47,11 +46,10 @@ class Apple2019(Recipe):
     name = "apple2019"
     augmentation = CropAndFlip(padding=4, assign=assign_balanced)
     label_smoothing = 0.2  # 0.8 x cross-entropy + 0.2 x the mean over classes of -log p limits overfitting
-    tta = TWO_VIEWS
-    tta_early = TWO_VIEWS
+    tta = tta_early = TWO_VIEWS
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        super().__post_init__()
         if not self.ghost_batch and self.batch_size % GROUPS:
             fitting = max(GROUPS, self.batch_size // GROUPS * GROUPS)
             groups = f"--batch_size {self.batch_size} is not divisible into {GROUPS} ghost groups"
@@ -72,16 +70,15 @@ class Apple2019(Recipe):
     def whiten(self, network: nn.Module, images: Tensor) -> None:
         network.get_buffer("whitening.weight").copy_(whitening_filters(images[:10_000], size=3, epsilon=0.01))
 
-    def rate(self) -> PiecewiseLinear:
-        """Return the rate: up to the peak, down, then constant, which replaces the averaging of weights."""
+    def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
+        """Up to the peak, down, then constant, which replaces the averaging of weights.
+
+        The loss is a sum over the batch, so the rate is divided by its size: a mean could round gradients to zero.
+        """
         peak, end = self.lr_scaler, self.lr_scaler * self.lr_scaler_end_fraction
         knots = (0, self.epochs / self.warmup_fraction, self.epochs - self.ema_ep)
-        return PiecewiseLinear(knots, (0, peak, end))
-
-    def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
-        """The loss is a sum over the batch, so the rate is divided by the batch size; dividing the loss instead would
-        push half-precision gradients towards zero."""
-        rate, decay = self.rate() * (1 / self.batch_size), WEIGHT_DECAY * self.lr_scaler * self.batch_size
+        rate = PiecewiseLinear(knots, (0, peak, end)) * (1 / self.batch_size)
+        decay = WEIGHT_DECAY * self.lr_scaler * self.batch_size
         weights = [weight for weight in network.parameters() if weight.ndim > 1]
         biases = [weight for weight in network.parameters() if weight.ndim == 1]
         groups = [

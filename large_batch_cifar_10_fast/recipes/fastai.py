@@ -4,20 +4,18 @@ Eight workers of 128 images; 40 epochs, rate 0.04, 2, 0.04, 0.0004 at epochs 0, 
 at the first three; decay 2e-4 on all parameters; mean cross-entropy; crop, color jitter, small rotations, flip.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from .. import ConfigError
-from ..data.augment import CropJitterRotateFlip, assign_independent
+from ..data.shards import CropJitterRotateFlip, assign_independent
 from ..distributed import DistContext
 from ..layers import NARROWEST, GhostBatchNorm, Norm, PreactivationBlock, convolution
 from ..optim import PiecewiseLinear
-from ..recipe import Recipe, check_limits, option
+from ..recipe import Recipe, option
 
 
 @dataclass(frozen=True)
@@ -26,14 +24,13 @@ class Entry:
 
     workers: int
     batch_size: int
-    knots: tuple[float, ...]  # epochs at which the rate starts, peaks, is back at its first value, and ends
-    rates: tuple[float, ...]
+    rate: PiecewiseLinear  # it starts, peaks, is back at its first value, and ends
     weight_decay: float
 
 
 ENTRIES = {
-    "eight_gpus": Entry(8, 128, (0, 17.5, 35, 40), (0.04, 2.0, 0.04, 0.0004), 2e-4),
-    "one_gpu": Entry(1, 512, (0, 12, 24, 30), (0.075, 1.5, 0.075, 0.00075), 1e-4),
+    "eight_gpus": Entry(8, 128, PiecewiseLinear((0, 17.5, 35, 40), (0.04, 2.0, 0.04, 0.0004)), 2e-4),
+    "one_gpu": Entry(1, 512, PiecewiseLinear((0, 12, 24, 30), (0.075, 1.5, 0.075, 0.00075)), 1e-4),
 }
 MOMENTA = (0.95, 0.85, 0.95, 0.95)
 
@@ -45,9 +42,7 @@ class FastAI(Recipe):
     entry: str = option("eight_gpus", "which of the two entries", choices=tuple(ENTRIES))
     epochs: int = option(0, "epochs of a run: the first so many of the schedule, which is not stretched; 0: 40, or 30")
     batch_size: int = option(0, "images a worker takes each step; 0: 128, or 512 on one GPU")
-    width: int = option(
-        16, "channels of the first convolution; the others scale with it", least=math.ceil(NARROWEST / 6)
-    )
+    width: int = option(16, "channels of the first convolution; the others scale with it", least=NARROWEST // 6 + 1)
 
     name = "fastai"
     augmentation = CropJitterRotateFlip(padding=4, assign=assign_independent, strength=0.25, degrees=2.0)
@@ -58,11 +53,12 @@ class FastAI(Recipe):
 
     def __post_init__(self) -> None:
         entry = ENTRIES[self.entry]
-        object.__setattr__(self, "epochs", self.epochs or entry.knots[-1])
+        last = int(entry.rate.knots[-1])
+        object.__setattr__(self, "epochs", self.epochs or last)
         object.__setattr__(self, "batch_size", self.batch_size or entry.batch_size)
-        check_limits(self)
-        if self.epochs > entry.knots[-1]:
-            raise ConfigError(f"--epochs {self.epochs} is more than the schedule's {entry.knots[-1]}")
+        super().__post_init__()
+        if self.epochs > last:
+            raise ConfigError(f"--epochs {self.epochs} is more than the schedule's {last}")
 
     @property
     def workers(self) -> int:
@@ -73,7 +69,7 @@ class FastAI(Recipe):
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         entry = ENTRIES[self.entry]
-        schedules = {"lr": PiecewiseLinear(entry.knots, entry.rates), "momentum": PiecewiseLinear(entry.knots, MOMENTA)}
+        schedules = {"lr": entry.rate, "momentum": PiecewiseLinear(entry.rate.knots, MOMENTA)}
         group = {"params": list(network.parameters()), "schedules": schedules}
         return [SGD([group], lr=0.0, momentum=MOMENTA[0], weight_decay=entry.weight_decay)]
 
@@ -84,15 +80,11 @@ class Network(nn.Module):
     def __init__(self, width: int, norm: Norm) -> None:
         super().__init__()
         self.prep = convolution(3, width, 3)
-        channels, strides = (width, 6 * width, 12 * width, 24 * width), (1, 2, 2)
-        blocks = []
-        for (channels_in, channels_out), stride in zip(pairwise(channels), strides, strict=True):
-            blocks.append(PreactivationBlock(channels_in, channels_out, stride, norm, shortcut_after_activation=False))
-            for _ in range(2):
-                blocks.append(PreactivationBlock(channels_out, channels_out, 1, norm, shortcut_after_activation=False))
-        self.blocks = nn.Sequential(*blocks)
-        self.tail = nn.Sequential(norm(channels[-1]), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.linear = nn.Linear(channels[-1], 10)
+        a, b, c = 6 * width, 12 * width, 24 * width
+        shapes = [(width, a, 1), (a, a, 1), (a, a, 1), (a, b, 2), (b, b, 1), (b, b, 1), (b, c, 2), (c, c, 1), (c, c, 1)]
+        self.blocks = nn.Sequential(*(PreactivationBlock(*shape, norm) for shape in shapes))
+        self.tail = nn.Sequential(norm(c), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.linear = nn.Linear(c, 10)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")  # N(0, sqrt(2 / (k k channels_out)))

@@ -16,20 +16,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from .. import ConfigError
-from ..data.augment import CropAndAlternateFlip, assign_independent
+from ..data.shards import CropAndFlip, assign_independent
 from ..distributed import DistContext
-from ..evaluate import ONE_VIEW, SIX_VIEWS, TWO_VIEWS, Prediction
-from ..layers import (
-    Convolution,
-    ConvolutionToPool,
-    GhostBatchNorm,
-    MaxPool,
-    Norm,
-    WhiteningConvolution,
-    whitening_filters,
-)
+from ..layers import Convolution, GhostBatchNorm, MaxPool, Norm, WhiteningConvolution, whitening_filters
 from ..optim import Muon, PiecewiseLinear
-from ..recipe import Recipe, Stage, check_limits, option, same_option
+from ..recipe import ONE_VIEW, SIX_VIEWS, TWO_VIEWS, Recipe, Stage, option, same_option
 
 STEP_IMAGES, EPOCH_IMAGES = 2000, 50_000
 WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's rate
@@ -61,12 +52,13 @@ class MuonRecipe(Recipe):
     workers: int = option(1, "replicas, each with its own shard", least=1)
 
     name = "muon"
-    augmentation = CropAndAlternateFlip(padding=2, assign=assign_independent)
+    augmentation = CropAndFlip(padding=2, assign=assign_independent, alternate=True)
     half = "bf16"
     half_weights = False
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        super().__post_init__()
+        object.__setattr__(self, "tta", VIEWS[self.views])
         if self.whitening_epochs > self.epochs:
             raise ConfigError(f"--whitening_epochs {self.whitening_epochs} is more than --epochs {self.epochs}")
         if not self.batch_size and STEP_IMAGES % self.workers:
@@ -99,10 +91,6 @@ class MuonRecipe(Recipe):
 
         alike = groupby(range(1, self.epochs + 1), settings)
         return tuple(Stage(next(epochs), *of_stage) for of_stage, epochs in alike)
-
-    @property
-    def tta(self) -> Prediction:
-        return VIEWS[self.views]
 
     def network(self) -> "Network":
         norm = partial(
@@ -168,16 +156,15 @@ class Network(nn.Module):
 def block(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
     """Return two convolutions with norms; pooling comes before the first norm."""
     return nn.Sequential(
-        dirac_init(ConvolutionToPool, channels_in, channels_out),
+        dirac_init(Convolution(channels_in, channels_out, pooled=True)),
         MaxPool(2),
         *(norm(channels_out), nn.GELU()),
-        dirac_init(Convolution, channels_out, channels_out),
+        dirac_init(Convolution(channels_out, channels_out)),
         *(norm(channels_out), nn.GELU()),
     )
 
 
-def dirac_init(layer: type[nn.Conv2d], channels_in: int, channels_out: int) -> nn.Conv2d:
-    """Return a 3x3 convolution whose first filters are the identity; the others have PyTorch's initialization."""
-    convolution = layer(channels_in, channels_out, 3, padding=1, bias=False)
-    nn.init.dirac_(convolution.weight.data[:channels_in])
+def dirac_init(convolution: Convolution) -> Convolution:
+    """Let the first filters be the identity; the others have PyTorch's initialization."""
+    nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
     return convolution

@@ -7,7 +7,6 @@ the velocity, decay 5e-4 x 128; summed cross-entropy, the rate divided by 128; p
 from dataclasses import dataclass
 from functools import partial
 
-import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
@@ -33,13 +32,8 @@ class Page(Basenet):
 
     def network(self) -> Network:
         """5,205,834 parameters at width 64; 5,205,962 with the surplus norm."""
-        return Network(
-            self.width,
-            partial(GhostBatchNorm, ghost_batch=self.batch_size),
-            first_norm=self.starting_point,
-            shortcut_after_activation=True,
-            pools=(F.adaptive_max_pool2d, F.adaptive_avg_pool2d),
-        )
+        norm = partial(GhostBatchNorm, ghost_batch=self.batch_size)
+        return Network(self.width, norm, first_norm=self.starting_point, pages=True)
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         rate = (RATE_WITH_KINK if self.starting_point else RATE) * (1 / self.batch_size)
