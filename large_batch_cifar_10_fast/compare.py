@@ -30,8 +30,7 @@ LOOKING = "p holds for a number of runs chosen before looking. Adding runs until
 
 
 def read_both(mine: str, reference: str) -> tuple[Log, Log]:
-    """Return both logs, with their label smoothing. Without a reference take the published runs, or raise ConfigError
-    if they are none for mine."""
+    """Return both logs, with their label smoothing. Raise ConfigError if there is no reference for mine."""
     log = read_log(mine)
     made = log.conditions.get("recipe"), log.conditions.get("images")
     if not reference and (made != ("apple2019", CIFAR_10) or log.name == "published"):
@@ -41,9 +40,6 @@ def read_both(mine: str, reference: str) -> tuple[Log, Log]:
         if recipe := RECIPES.get(log.conditions.get("recipe", "")):  # not every recipe has the option
             log.conditions.setdefault("label_smoothing", str(recipe.label_smoothing))
     return logs
-
-
-# What differs
 
 
 def differing_conditions(mine: Log, reference: Log) -> list[str]:
@@ -71,9 +67,6 @@ def busy_machine(mine: Log, reference: Log) -> str:
     a, b = ((log.runs["cpu_seconds"] / log.runs["seconds"]).mean() for log in (mine, reference))
     shares = f"{a:.2f} (mine) and {b:.2f} (reference) CPU seconds a second"
     return f"{shares}: the machine was busy, or one side waits more" if min(a, b) < BUSY * max(a, b) else ""
-
-
-# Figures
 
 
 def values(log: Log, name: str) -> pd.Series:

@@ -27,10 +27,9 @@ class Comparison:
 
 
 def compare_means(mine: pd.Series, reference: pd.Series, margin: float = 0.0) -> Comparison | None:
-    """Compare the means of two samples, indexed by seed; None if one has a single value.
+    """Compare the means of two samples, indexed by seed (NaN: unknown); None if one has a single value.
 
-    Samples of the same seeds are compared in pairs, by Student's test of their differences. Others are compared by
-    Welch's test, which lets the variances differ. A seed that is not known is NaN.
+    Samples of the same seeds are compared in pairs, by Student's test, others by Welch's, which lets variances differ.
     """
     if min(len(mine), len(reference)) < 2:
         return None
