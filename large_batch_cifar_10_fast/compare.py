@@ -1,62 +1,81 @@
-"""Compare a campaign with a reference: means with 95% confidence intervals, and what they show.
+"""Compare a campaign with a reference: what differs, means with 95% confidence intervals, and what they show.
 
     python -m large_batch_cifar_10_fast.compare MINE [REFERENCE]
 
-MINE and REFERENCE are a run log, a runs.tsv, several of them that are taken together (`a/runs.tsv,b/runs.tsv` or the
-pattern '*/runs.tsv'), a timing_log.tsv or other DAWNBench table, or `published`: Apple's 50 runs, the default for
-apple2019 on CIFAR-10. Exit status: 0 mine is not shown to be worse, 1 mine is worse (in accuracy, or in time on the
-same devices), 2 unreadable, or no reference.
+MINE and REFERENCE are a run log, a runs.tsv (FILE:CAMPAIGN for another campaign than its last), several of them that
+are taken together (`a/runs.tsv,b/runs.tsv` or the pattern '*/runs.tsv'), a timing_log.tsv or other DAWNBench table, or
+`published`: Apple's 50 runs, the default for apple2019 on CIFAR-10. Exit status: 0 mine is not shown to be worse, 1
+mine is worse (in accuracy, or in time on the same devices), 2 unreadable, or no reference.
 """
 
 import argparse
 import sys
+from collections.abc import Mapping
 
-import numpy as np
+import pandas as pd
 
 from . import ConfigError, exit_on_config_error
 from .data.cifar10 import CIFAR_10
 from .read_logs import Log, read_log
+from .recipes import RECIPES
 from .runs import PLACE, differences
-from .stats import verdict, welch, wilson
+from .stats import SIGNIFICANCE, compare_means, verdict, wilson
 
 TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
+BUSY = 0.95  # of the other side's CPU seconds a second: less is no equal share of the machine
 QUANTITIES = {"accuracy": "accuracy, %", "validation_loss": "loss", "seconds": "seconds"}
-QUANTITIES |= {"goal_seconds": "seconds to 94%"}
+QUANTITIES |= {"cpu_seconds": "CPU seconds", "goal_seconds": "seconds to 94%"}
+MEANINGS = {"code": "files that decide the weights were changed", "digest": "the images differ"}
+LOOKING = "p holds for a number of runs chosen before looking. Adding runs until p is small finds chance differences."
 
 
-def read_both(mine: str, reference: str, campaign: str) -> tuple[Log, Log]:
-    """Return both logs. Without a reference take the published runs, or raise ConfigError if they are none for mine."""
-    log = read_log(mine, campaign)
+def read_both(mine: str, reference: str) -> tuple[Log, Log]:
+    """Return both logs, with their label smoothing. Raise ConfigError if there is no reference for mine."""
+    log = read_log(mine)
     made = log.conditions.get("recipe"), log.conditions.get("images")
     if not reference and (made != ("apple2019", CIFAR_10) or log.name == "published"):
         raise ConfigError(f"{mine} needs a REFERENCE: only runs of apple2019 on {CIFAR_10} have one by default")
-    return log, read_log(reference or "published")
+    logs = log, read_log(reference or "published")
+    for log in logs:
+        if recipe := RECIPES.get(log.conditions.get("recipe", "")):  # not every recipe has the option
+            log.conditions.setdefault("label_smoothing", str(recipe.label_smoothing))
+    return logs
 
 
 def differing_conditions(mine: Log, reference: Log) -> list[str]:
     """List where the conditions of the two sides differ or are unknown, and what else is to be known of them."""
-    found = [*mine.notes, *reference.notes]
+    found = []
     for name in {**mine.conditions, **reference.conditions}:
-        found.append(differences(mine.conditions, reference.conditions, [name]))
+        if text := differences(mine.conditions, reference.conditions, [name]):
+            found.append(text + (f": {MEANINGS[name]}" if name in MEANINGS else ""))
+    found += mine.notes + reference.notes
     for side, log in (("mine", mine), ("the reference", reference)):
-        unknown = ", ".join(n for n in ("recipe", "images", "precision", *PLACE) if n not in log.conditions)
-        found.append(f"{side}, {log.name}: unknown {unknown}" if unknown else "")
-    return [line for line in found if line]
+        unknown = [n for n in ("recipe", "images", "code", "precision", *PLACE) if n not in log.conditions]
+        unknown += [] if len(values(log, "cpu_seconds")) else ["CPU seconds"]
+        found += [f"{side}, {log.name}: unknown {', '.join(unknown)}"] if unknown else []
+    return found
 
 
-def why_times_are_not_compared(mine: Log, reference: Log) -> str:
+def differing_place(mine: Log, reference: Log) -> str:
     """Return how device or number of processes differ, or that they are unknown; "" if they are known and equal."""
     pairs = [(name, *(log.conditions.get(name, "unknown") for log in (mine, reference))) for name in PLACE]
     return ", ".join(f"{name} {a} (mine) and {b} (reference)" for name, a, b in pairs if a != b or a == "unknown")
 
 
-def values(log: Log, name: str) -> np.ndarray:
-    """Return a quantity of all runs that have it, accuracies in percent."""
-    return (100 if name == "accuracy" else 1) * log.runs[name].dropna().to_numpy()
+def busy_machine(mine: Log, reference: Log) -> str:
+    """Return that one side had a smaller share of the CPU, or ""."""
+    a, b = ((log.runs["cpu_seconds"] / log.runs["seconds"]).mean() for log in (mine, reference))
+    shares = f"{a:.2f} (mine) and {b:.2f} (reference) CPU seconds a second"
+    return f"{shares}: the machine was busy, or one side waits more" if min(a, b) < BUSY * max(a, b) else ""
 
 
-def mean_and_deviation(numbers: np.ndarray) -> str:
-    deviation = f" ± {numbers.std(ddof=1):.3f}" if len(numbers) > 1 else ""
+def values(log: Log, name: str) -> pd.Series:
+    """Return a quantity of all runs that have it, by seed, accuracies in percent."""
+    return (100 if name == "accuracy" else 1) * log.runs.set_index("seed")[name].dropna()
+
+
+def mean_and_deviation(numbers: pd.Series) -> str:
+    deviation = f" ± {numbers.std():.3f}" if len(numbers) > 1 else ""
     return f"{numbers.mean():.3f}{deviation}, n = {len(numbers)}" if len(numbers) else "unknown"
 
 
@@ -67,17 +86,33 @@ def runs_at_goal(log: Log) -> str:
     return "{} of {}, [{:.0%}, {:.0%}]".format(log.reached, len(log.runs), *wilson(log.reached, len(log.runs)))
 
 
-def as_table(mine: Log, reference: Log, with_times: bool) -> str:
-    """Return the table as text. Without `with_times` times have no difference."""
+def as_table(mine: Log, reference: Log, not_compared: Mapping[str, object]) -> str:
+    """Return the table as text. A quantity for which `not_compared` is true has no difference."""
     cells = [("", "mine", "reference", "difference", "95% confidence interval", "p")]
     for name, title in QUANTITIES.items():
         a, b = values(mine, name), values(reference, name)
-        found = welch(a, b) if with_times or "seconds" not in name else None
+        found = compare_means(a, b) if not not_compared.get(name) else None
         last = (f"{found.difference:+.3f}", f"[{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}") if found else ()
-        cells.append((title, mean_and_deviation(a), mean_and_deviation(b), *(last or "---")))
+        cells += [(title, mean_and_deviation(a), mean_and_deviation(b), *(last or "---"))] if len(a) + len(b) else []
     cells.append(("runs at 94%", runs_at_goal(mine), runs_at_goal(reference), *"---"))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+
+
+def judge(mine: Log, reference: Log, name: str, unit: str, margin: float) -> tuple[str, str]:
+    """Return the verdict on a quantity, and a sentence with its figures."""
+    a, b = values(mine, name), values(reference, name)
+    found = compare_means(a, b, margin)
+    word = verdict(found, more_is_better=name == "accuracy")
+    if not found:
+        return word, f"{word}: a single run has no spread."
+    sentence = word + (f" within {margin:.3g} {unit}" if word == "equivalent" else "")
+    sentence += f": {found.difference:+.3f} {unit}, 95% interval [{found.low:+.3f}, {found.high:+.3f}]"
+    sentence += f", p = {found.p:.2g}" + (", in pairs of the same seed" if found.paired else "")
+    if word == "no difference shown":
+        sentence += f" (shown below {SIGNIFICANCE:g}); with {len(a)} and {len(b)} runs a difference of "
+        sentence += f"{found.detectable:.2g} {unit} would be found four times in five"
+    return word, sentence + "."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,29 +121,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("mine")
     parser.add_argument("reference", nargs="?", default="")
     parser.add_argument("--margin", type=float, default=0.10, help="points of accuracy that are equivalent (0.10)")
-    parser.add_argument("--campaign", default="", help="which campaign of a runs.tsv given as MINE (default its last)")
     options = parser.parse_args(arguments)
     if not options.margin > 0:
         parser.error(f"--margin {options.margin} must be greater than 0")
     with exit_on_config_error("compare"):
-        mine, reference = read_both(options.mine, options.reference, options.campaign)
-    if notes := differing_conditions(mine, reference):
-        print("Conditions that differ (mine, not the reference's) or are unknown:", *notes, sep="\n  ", end="\n\n")
-    not_compared = why_times_are_not_compared(mine, reference)
-    print(as_table(mine, reference, not not_compared), end="\n\n")
-    accuracy = welch(values(mine, "accuracy"), values(reference, "accuracy"), options.margin)
-    of_accuracy, of_time = verdict(accuracy, more_is_better=True), ""
-    within = f" within {options.margin:g} points" if of_accuracy == "equivalent" else ""
-    print(f"Accuracy: {of_accuracy}{within}; {accuracy or 'a single run has no spread'}.")
-    if not_compared:
-        print(f"Time: not compared: {not_compared}.")
-    else:
-        a, b = values(mine, "seconds"), values(reference, "seconds")
-        time = welch(a, b, TIME_MARGIN * b.mean())
-        of_time = verdict(time, more_is_better=False)
-        within = f" within {TIME_MARGIN:.0%}" if of_time == "equivalent" else ""
-        print(f"Time: {of_time}{within}; {time or 'a single run has no spread'}.")
-    return int("worse" in (of_accuracy, of_time))
+        mine, reference = read_both(options.mine, options.reference)
+    notes = differing_conditions(mine, reference) or ["nothing: code, options and machine are the same"]
+    print("What differs (mine, not the reference's) or is unknown:", *notes, sep="\n  ", end="\n\n")
+    place, times = differing_place(mine, reference), values(reference, "seconds")
+    diverged = "" if len(values(mine, "seconds")) and len(times) else "all runs of a side diverged"
+    why_not = place or diverged or busy_machine(mine, reference)
+    other_loss = differences(mine.conditions, reference.conditions, ["label_smoothing"])
+    not_compared = {"goal_seconds": True, "validation_loss": other_loss, "seconds": why_not, "cpu_seconds": place}
+    print(as_table(mine, reference, not_compared), end="\n\n")
+    of_accuracy, sentence = judge(mine, reference, "accuracy", "points", options.margin)
+    print(f"Accuracy: {sentence}")
+    if other_loss:
+        print(f"Loss: not compared: {other_loss}.")
+    of_time, sentence = "", f"not compared: {why_not}."
+    if not why_not:
+        of_time, sentence = judge(mine, reference, "seconds", "seconds", TIME_MARGIN * times.mean())
+    print(f"Time: {sentence}\n\n{LOOKING}")
+    return int("mine is worse" in (of_accuracy, of_time))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -40,20 +41,24 @@ class Clock:
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
         self.laps: dict[Hashable, list[float]] = defaultdict(list)  # the durations of each part
+        self.cpu_seconds = 0.0  # of all threads of this process, over the training time
 
     @contextlib.contextmanager
     def timed(self, part: Hashable) -> Iterator[None]:
         """Add the seconds of the body to a part."""
         self._synchronize()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         yield
         self._synchronize()
         self.laps[part].append(time.perf_counter() - start)
+        if part in PARTS:
+            self.cpu_seconds += time.process_time() - cpu_start
 
     def fork(self) -> "Clock":
         """Return a clock that continues from here: each run counts what was done once for all of them."""
         clock = Clock(self._synchronize)
         clock.laps |= {part: [*laps] for part, laps in self.laps.items()}
+        clock.cpu_seconds = self.cpu_seconds
         return clock
 
     @property
@@ -209,7 +214,7 @@ class RunLog:
             return
         row: dict[str, Any] = self.common | {"run": run, "seed": self.options.seed + run, **epochs[-1]}
         row |= {"validation_count": validation.correct, "validation_images": validation.images}
-        row |= {part: clock.seconds[part] for part in PARTS}
+        row |= {part: clock.seconds[part] for part in PARTS} | {"cpu_seconds": clock.cpu_seconds}
         row |= {"last_validation": clock.laps["validation"][-1], "peak_memory": peak_memory(self.ctx.device)}
         at_goal = [e for e in epochs if e["validation_accuracy"] >= runs.GOAL and not runs.diverged(row)]
         row |= {f"goal_{name}": at_goal[0][name] if at_goal else "" for name in ("epoch", "seconds")}
@@ -278,9 +283,10 @@ def print_line(line: str) -> None:
 
 
 def print_summary(rows: Iterable[Mapping[str, str]]) -> None:
-    """Print the three closing lines of the published log."""
+    """Print the three closing lines of the published log. A run that diverged has no time."""
     rows = list(rows)
-    seconds, accuracies = ([float(row[name]) for row in rows] for name in ("seconds", "validation_accuracy"))
+    seconds = [float(row["seconds"]) for row in rows if not runs.diverged(row)] or [math.nan]
+    accuracies = [float(row["validation_accuracy"]) for row in rows]
     print_line(f"Maximum training time {max(seconds)!r} median {statistics.median(seconds)!r}")
     print_line(f"Lowest accuracy {min(accuracies)!r} median {round(statistics.median(accuracies), 6)!r}")
     print_line(f"{sum(map(runs.reached_goal, rows))} runs reached 0.94 out of {len(rows)}")

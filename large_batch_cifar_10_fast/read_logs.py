@@ -22,21 +22,23 @@ OF_PUBLISHED = {"images": CIFAR_10, "recipe": "apple2019", "epochs": "18", "work
 OF_PUBLISHED |= {"device": "8 x Tesla V100-SXM2-32GB", "processes": "8", "clock": "upload and training alone"}
 RUN_LINE = r"^Train acc \S+ loss (?P<train_loss>\S+), validation acc (?P<accuracy>\S+) "
 RUN_LINE += r"loss (?P<validation_loss>\S+) wall time (?P<seconds>\S+)s\s*$"
-HEAD_LINE = r"^# (?:large_batch_cifar_10_fast .*, code (?P<code>\w+),.*|Python .*, torch (?P<torch>[^,+]+).*"
+HEAD_LINE = r"^# (?:large_batch_cifar_10_fast .*, commit (?P<commit>\S+), code (?P<code>\w+),.*"
+HEAD_LINE += r"|Python .*, torch (?P<torch>[^,+]+).*"
 HEAD_LINE += r"|(?P<workers>\d+) workers on (?P<processes>\d+) process(?:es)?, (?P<device>.*)"
 HEAD_LINE += r"|data (?P<images>.*): .* images, SHA-256 (?P<digest>\w+)"
 HEAD_LINE += r"|recipe (?P<recipe>\w+) (?P<options>.*)|(?:settings|computation) (?P<settings>.*))$"
 SUMMARY = r"(?m)^(\d+) runs reached 0\.94 out of (\d+)\s*$"
 LOSSES = dict.fromkeys(("train_loss", "validation_loss"), (-np.inf, np.inf, "nan"))  # limits, and a text for NaN
 SECONDS = {"seconds": (1e-9, 1e9)}
+MAY_DIFFER = (*PLACE, "commit")  # among the runs of a log
 Curve = tuple[np.ndarray, ...]  # seconds, and the median, lowest and highest accuracy, by epoch
 
 
 @dataclass(frozen=True)
 class Log:
-    """The results of a campaign. `runs` has a row per run: accuracy (a fraction), validation_loss, seconds, and
-    goal_seconds, the time to 94%; NaN where the log does not say, or the run diverged. `reached` counts the runs at
-    94%; None if rounded accuracies do not tell."""
+    """The results of a campaign. `runs` has a row per run: seed, accuracy (a fraction), validation_loss, seconds,
+    cpu_seconds, and goal_seconds, the time to 94%; NaN where the log does not say, or, but for accuracy, the run
+    diverged. `reached` counts the runs at 94%; None if rounded accuracies do not tell."""
 
     name: str
     runs: pd.DataFrame
@@ -46,24 +48,40 @@ class Log:
     curve: Curve | None
 
 
-def read_log(source: str, campaign: str = "") -> Log:
-    """Read `published`, a file by its content, or several runs.tsv (`a/runs.tsv,b/runs.tsv` or `*/runs.tsv`) as one;
-    `campaign` names the one to read from a runs.tsv. Raise ConfigError for a damaged file."""
-    found = [path for part in source.split(",") for path in sorted(glob.glob(part)) or [part]]
-    paths = [source] if os.path.exists(source) else [*dict.fromkeys(found)]
+def find_files(source: str) -> list[tuple[str, str]]:
+    """Return path and campaign of each file of FILE or FILE:CAMPAIGN, where FILE may be a pattern.
+
+    Both may contain colons: the longest FILE that exists counts.
+    """
+    for end in (len(source), *(i for i in reversed(range(len(source))) if source[i] == ":")):
+        path, campaign = source[:end], source[end + 1 :]
+        paths = [path] if os.path.exists(path) else sorted(glob.glob(path))
+        if paths and "," not in campaign:
+            return [(path, campaign) for path in paths]
+    return []
+
+
+def read_log(source: str) -> Log:
+    """Read `published`, a file by its content, or several runs.tsv (`a/runs.tsv,b/runs.tsv` or `*/runs.tsv`) as one.
+
+    `FILE:CAMPAIGN` reads another campaign of a runs.tsv than its last. Raise ConfigError for a damaged file.
+    """
+    several = [file for part in source.split(",") for file in find_files(part) or [(part, "")]]
+    files = find_files(source) or [*dict.fromkeys(several)]
     try:
         if source == "published":
             text, summary = (read_text(PUBLISHED / f"apple_8xv100_{name}") for name in ("50_runs.tsv", "summary.txt"))
             columns = {"valid_acc": "accuracy", "valid_loss": "validation_loss"}
             return from_rounded(source, parse_table(source, text).rename(columns=columns), summary, OF_PUBLISHED)
-        texts = {path: read_text(Path(path)) for path in paths}
-        if len(paths) == 1 and "\nTrain acc " in f"\n{texts[paths[0]]}" and not campaign:
-            return from_lines(paths[0], texts[paths[0]])
-        tables = {path: parse_table(path, text) for path, text in texts.items()}
-        if len(paths) == 1 and "hours" in tables[paths[0]]:
-            return from_epochs(paths[0], tables[paths[0]])
+        texts = {file: read_text(Path(file[0])) for file in files}
+        (path, campaign), text = next(iter(texts.items()))
+        if len(files) == 1 and "\nTrain acc " in f"\n{text}" and not campaign:
+            return from_lines(path, text)
+        tables = {file: parse_table(file[0], text) for file, text in texts.items()}
+        if len(files) == 1 and "hours" in tables[files[0]]:
+            return from_epochs(path, tables[files[0]])
         if all("campaign" in table for table in tables.values()):
-            return from_runs(source, tables, campaign)
+            return from_runs(source, tables)
     except (OSError, ValueError, KeyError) as error:  # a folder, a picture; errors of pandas name the line
         raise ConfigError(f"{source}: cannot be read ({error})") from error
     raise ConfigError(f"{source}, line 1: neither run log, nor runs.tsv, nor DAWNBench table")
@@ -104,33 +122,38 @@ def numbers(table: pd.DataFrame, limits: Mapping[str, tuple]) -> pd.DataFrame:
 def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], curve: Curve | None = None) -> Log:
     """Return a log of numbers, and count the runs at 94%. A run whose loss is not finite has diverged."""
     finite = runs.filter([*LOSSES]).abs().lt(np.inf).all(axis=1)
-    runs = runs.reindex(columns=["accuracy", "validation_loss", "seconds", "goal_seconds"])
-    runs.loc[~finite, ["validation_loss", "goal_seconds"]] = np.nan
+    of_finished = ["validation_loss", "seconds", "cpu_seconds", "goal_seconds"]
+    runs = runs.reindex(columns=["seed", "accuracy", *of_finished])
+    runs.loc[~finite, of_finished] = np.nan
     notes = [] if finite.all() else [f"{name}: {(~finite).sum()} runs diverged"]
     return Log(name, runs, int(((runs["accuracy"] >= GOAL) & finite).sum()), conditions, notes, curve)
 
 
-def from_runs(source: str, tables: Mapping[str, pd.DataFrame], campaign: str) -> Log:
+def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame]) -> Log:
     """Read the named or the last campaign of each table. Raise ConfigError if conditions differ or a seed recurs."""
-    parts = {path: t[t["campaign"] == (campaign or t["campaign"].iloc[-1])] for path, t in tables.items()}
-    for path in [path for path, part in parts.items() if part.empty]:
-        raise ConfigError(f"{path}: no campaign {campaign}, only {', '.join(tables[path]['campaign'].unique())}")
+    parts = {}
+    for (path, campaign), table in tables.items():
+        part = table[table["campaign"] == (campaign or table["campaign"].iloc[-1])]
+        if part.empty:
+            raise ConfigError(f"{path}: no campaign {campaign}, only {', '.join(table['campaign'].unique())}")
+        parts[f"{path}:{campaign}"] = part
     rows = pd.concat(parts.values()).fillna("")
-    alike = rows.reindex(columns=["images", *CONDITIONS, *PLACE], fill_value="").drop_duplicates()
+    alike = rows.reindex(columns=["images", *CONDITIONS, *MAY_DIFFER], fill_value="").drop_duplicates()
     conditions: dict[str, str] = {}  # an earlier row's, so that what one table does not say, another may
     for line, row in alike.to_dict("index").items():
         other = conditions_of(row)
-        if differing := differences(other, conditions, [n for n in other if n not in (*PLACE, "images")]):
+        if differing := differences(other, conditions, [n for n in other if n not in (*MAY_DIFFER, "images")]):
             raise ConfigError(f"{line} differs from {alike.index[0]} in {differing}: they cannot be taken together")
         conditions = other | conditions
     for seed, lines in rows.groupby("seed").groups.items():
         if len(lines) > 1:
             raise ConfigError(f"seed {seed} is in {lines[0]} and in {lines[1]}: leave out one")
-    runs = numbers(rows, {"validation_images": (1, 1e9), **SECONDS, "goal_seconds": (1e-9, 1e9, ""), **LOSSES})
+    limits = {"seed": (0, 2**63), "validation_images": (1, 1e9), **SECONDS, "goal_seconds": (1e-9, 1e9, "")}
+    runs = numbers(rows, limits | {"cpu_seconds": (0, 1e12, "")} | LOSSES)
     count = numbers(rows, {"validation_count": (0, runs["validation_images"].max())})["validation_count"]
     runs["accuracy"] = count / runs["validation_images"]
     log = make_log(source, runs, conditions, curve_of(parts))
-    for name in [name for name in PLACE if alike[name].nunique() > 1]:
+    for name in [name for name in MAY_DIFFER if alike[name].nunique() > 1]:
         log.notes.append(f"{source} has more than one {name}: {', '.join(alike[name].unique())}")
         log.conditions.pop(name, None)
     return log
@@ -185,6 +208,6 @@ def from_rounded(path: str, table: pd.DataFrame, summary: str, conditions: dict[
 
 def conditions_of(found: Mapping[Any, str]) -> dict[str, str]:
     """Select what may explain a difference, each option of the recipe by itself."""
-    names = [name for name in ("images", *CONDITIONS, *PLACE) if found.get(name) and name != "options"]
+    names = [name for name in ("images", *CONDITIONS, *MAY_DIFFER) if found.get(name) and name != "options"]
     options = from_pairs(found.get("options", ""))
     return {name: found[name] for name in names} | options | {"clock": "set-up and training, not validation"}

@@ -35,11 +35,12 @@ COLUMNS = (
     *("precision", "micro_batches", "compile", "no_graph", "environment"),
     *("device", "driver", "clocks", "data", "images", "digest", "version", "commit", "code", "torch"),
     *("train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images"),
-    *("validation_loss", *PARTS, "seconds", "last_validation", "goal_epoch", "goal_seconds", "peak_memory"),
+    *("validation_loss", *PARTS, "seconds", "cpu_seconds", "last_validation", "goal_epoch", "goal_seconds"),
+    "peak_memory",
 )
 NUMBERS = (
     *("train_accuracy", "train_loss", "validation_accuracy", "validation_loss", *PARTS, "seconds"),
-    *("last_validation", "peak_memory", "run", "seed", "validation_count", "validation_images"),
+    *("cpu_seconds", "last_validation", "peak_memory", "run", "seed", "validation_count", "validation_images"),
 )
 EPOCHS = (
     *("campaign", "run", "epoch", "seconds"),

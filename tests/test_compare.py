@@ -5,15 +5,17 @@ import math
 import os
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from scipy import stats
 from test_read_logs import run_lines, write_runs
 
 from large_batch_cifar_10_fast import compare, plot
+from large_batch_cifar_10_fast.log import print_summary
 from large_batch_cifar_10_fast.plot import ENTRIES, separate_labels
 from large_batch_cifar_10_fast.read_logs import PUBLISHED
-from large_batch_cifar_10_fast.stats import verdict, welch, wilson
+from large_batch_cifar_10_fast.stats import compare_means, verdict, wilson
 
 
 @pytest.fixture
@@ -31,8 +33,8 @@ def compared(capsys):
 def test_published_against_itself_is_equivalent(compared):
     status, lines = compared("published", "published")
     assert status == 0
-    assert lines["Accuracy"].startswith("Accuracy: equivalent within 0.1 points; difference +0.000")
-    assert lines["Time"].startswith("Time: equivalent within 5%; ")
+    assert lines["Accuracy"].startswith("Accuracy: equivalent within 0.1 points: +0.000 points")
+    assert lines["Time"].startswith("Time: equivalent within 0.394 seconds: ")
     assert "94.186 ± 0.185, n = 50" in lines["accuracy"]
     assert "[-0.073, +0.073]" in lines["accuracy"]
     assert "41 of 50, [69%, 90%]" in lines["runs"]
@@ -41,25 +43,26 @@ def test_published_against_itself_is_equivalent(compared):
 @pytest.mark.parametrize(
     ("counts", "found", "status"),
     [
-        ([9370, 9380, 9390], "worse", 1),
-        ([9430, 9440, 9450], "better", 0),
+        ([9370, 9380, 9390], "mine is worse", 1),
+        ([9430, 9440, 9450], "mine is better", 0),
         ([9400, 9410, 9420], "equivalent within 0.1 points", 0),
-        ([9380, 9400, 9420], "nothing is shown", 0),
+        ([9380, 9400, 9420], "no difference shown", 0),
     ],
 )
 def test_each_verdict_on_accuracy(tmp_path, compared, counts, found, status):
-    mine, reference = write_runs(tmp_path / "mine", 8 * counts), write_runs(tmp_path / "ref", 8 * [9400, 9410, 9420])
-    assert compared(mine, reference)[1]["Accuracy"].startswith(f"Accuracy: {found}; ")
+    mine = write_runs(tmp_path / "mine", 8 * counts)
+    reference = write_runs(tmp_path / "ref", 8 * [9400, 9410, 9420], seed=100)
+    assert compared(mine, reference)[1]["Accuracy"].startswith(f"Accuracy: {found}: ")
     assert compared(mine, reference)[0] == status
     one_run = write_runs(tmp_path / "mine", [1000])
-    assert compared(one_run, reference)[1]["Accuracy"] == "Accuracy: nothing is shown; a single run has no spread."
+    assert compared(one_run, reference)[1]["Accuracy"] == "Accuracy: no difference shown: a single run has no spread."
 
 
 def test_slower_counts_only_on_the_same_device_with_as_many_processes(tmp_path, compared):
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     fast.write_text(run_lines(0.9410 + 0.0001 * np.arange(20)))
     slow.write_text(fast.read_text().replace("time 4.", "time 8."))
-    assert compared(slow, fast)[1]["Time"].startswith("Time: worse; difference +4.000")
+    assert compared(slow, fast)[1]["Time"].startswith("Time: mine is worse: +4.000 seconds")
     assert (compared(slow, fast)[0], compared(fast, slow)[0]) == (1, 0)
     slow.write_text(slow.read_text().replace("H200", "A100"))
     status, lines = compared(slow, fast)
@@ -70,11 +73,55 @@ def test_slower_counts_only_on_the_same_device_with_as_many_processes(tmp_path, 
 
 
 def test_differing_and_unknown_conditions_come_first(tmp_path, capsys):
-    mine = write_runs(tmp_path / "mine", [9400], precision="bf16", options="epochs=9", train_loss="nan")
-    compare.main([mine, write_runs(tmp_path / "ref", [9400], precision="fp16", images="CIFAR-10")])
+    made = {"precision": "bf16", "options": "epochs=9", "code": "b", "torch": "2.11.0", "commit": "e-dirty"}
+    mine = write_runs(tmp_path / "mine", [9400], train_loss="nan", **made)
+    made = {"precision": "fp16", "images": "CIFAR-10", "code": "a", "torch": "2.10.0", "commit": "e"}
+    compare.main([mine, write_runs(tmp_path / "ref", [9400], **made)])
     head = capsys.readouterr().out.partition("accuracy, %")[0]
     for part in ("precision (bf16, not fp16)", "epochs (9, not 8)", "1 runs diverged", "mine: unknown images"):
         assert part in head
+    for part in ("code (b, not a): files", "torch (2.11.0, not 2.10.0)", "commit (e-dirty, not e)"):
+        assert part in head
+
+
+def test_times_of_diverged_runs_are_no_times(tmp_path, compared, capsys):
+    """Runs that stop early are no reason to call the others slow."""
+    counts, reference = 10 * [9400, 9410], write_runs(tmp_path / "ref", 10 * [9400, 9410])
+    losses = [1.0] * 14 + ["nan"] * 6
+    rows = pd.read_csv(reference, sep="\t").assign(train_loss=losses, seconds=[8.8, 8.9] * 7 + [0.5] * 6)
+    rows.to_csv(tmp_path / "mine", sep="\t", index=False)
+    lines = compared(tmp_path / "mine", reference)[1]
+    assert "8.850 ± 0.052, n = 14" in lines["seconds"]
+    assert "14 of 20" in lines["runs"]
+    all_diverged = write_runs(tmp_path / "mine", counts, train_loss="nan")
+    assert compared(all_diverged, reference)[1]["Time"] == "Time: not compared: all runs of a side diverged."
+    for given, times in ((rows, "8.9 median 8.85"), (rows[14:], "nan median nan")):
+        table = given.assign(validation_accuracy=given["validation_count"] / 10000).astype(str)
+        print_summary(table.to_dict("records"))
+        assert f"Maximum training time {times}" in capsys.readouterr().out
+
+
+def test_losses_under_different_label_smoothing_are_not_compared(tmp_path, compared):
+    options = "epochs=8 label_smoothing=0.1"
+    mine = write_runs(tmp_path / "mine", [9400, 9410], validation_loss=0.5, options=options)
+    other, same = (write_runs(tmp_path / name, [9400, 9410], recipe=name) for name in ("apple2019", "muon"))
+    for reference in (other, same):  # whose options do not say that it is 0.2
+        lines = compared(mine, reference)[1]
+        assert "label_smoothing (0.1, not 0.2)" in lines["Loss"]
+        assert lines["loss"].split()[-3:] == ["-"] * 3
+    assert compared(other, same)[1]["loss"].split()[-3] != "-"
+
+
+def test_times_of_a_busy_machine_are_not_compared(tmp_path, compared):
+    """Runs take 5 s to 24 s; 1.9 CPU seconds a second are two threads' share of an idle machine."""
+    seconds, counts = 5 + np.arange(20), 10 * [9400, 9410]
+    idle, alike, busy = (
+        write_runs(tmp_path / f"{share}", counts, table={"cpu_seconds": share * seconds}) for share in (1.9, 1.86, 1.6)
+    )
+    assert compared(alike, idle)[1]["Time"].startswith("Time: equivalent")
+    for mine, reference, shares in ((busy, idle, "1.60 (mine) and 1.90"), (idle, busy, "1.90 (mine) and 1.60")):
+        line = compared(mine, reference)[1]["Time"]
+        assert line.startswith(f"Time: not compared: {shares} (reference) CPU seconds a second: the machine was busy")
 
 
 def test_the_default_reference_is_the_published_one_for_apple2019_on_cifar_10_alone(tmp_path, compared, error_line):
@@ -91,7 +138,7 @@ def test_what_cannot_be_read_ends_with_status_2_and_one_line(tmp_path, error_lin
     for path in (tmp_path / "p.png", tmp_path, "absent.txt", "absent/*.tsv"):
         assert str(path) in error_line(compare.main, [str(path), "published"])
     mine = write_runs(tmp_path / "mine", [9400])
-    assert "no campaign c, only b" in error_line(compare.main, [mine, "published", "--campaign", "c"])
+    assert "no campaign c, only b" in error_line(compare.main, [f"{mine}:c", "published"])
 
 
 def test_welch_and_wilson_are_the_textbooks():
@@ -100,19 +147,36 @@ def test_welch_and_wilson_are_the_textbooks():
     va, vb = a.var(ddof=1) / 15, b.var(ddof=1) / 15
     freedom = (va + vb) ** 2 / (va**2 / 14 + vb**2 / 14)
     assert freedom == pytest.approx(24.99, abs=0.01)  # published with this example
-    half, found = stats.t.ppf(0.975, freedom) * math.sqrt(va + vb), welch(a, b, margin=4)
+    a, b = pd.Series(a), pd.Series(b, index=range(1, 16))  # by seed
+    half, found = stats.t.ppf(0.975, freedom) * math.sqrt(va + vb), compare_means(a, b, margin=4)
     assert (found.low, found.high) == pytest.approx((found.difference - half, found.difference + half))
     assert found.p == pytest.approx(2 * stats.t.sf(abs(found.difference) / math.sqrt(va + vb), freedom))
     assert found.p_margin == pytest.approx(stats.t.sf((found.difference + 4) / math.sqrt(va + vb), freedom))
-    assert found.p == pytest.approx(0.021, abs=5e-4), "not below 0.01, so nothing is shown"
-    assert [verdict(welch(a, b, margin), more_is_better=True) for margin in (1, 4)] == [
-        "nothing is shown",
-        "equivalent",
-    ]
-    assert [verdict(welch(a - 2, b), better) for better in (True, False)] == ["worse", "better"]
-    assert welch(a[:1], b) is None
-    assert verdict(welch(np.ones(2), np.ones(3), margin=0.1), more_is_better=True) == "equivalent"
+    assert found.p == pytest.approx(0.021, abs=5e-4), "not below 0.01, so no difference is shown"
+    critical, shift = stats.t.ppf(1 - 0.01 / 2, freedom), found.detectable / math.sqrt(va + vb)
+    assert stats.nct.sf(critical, freedom, shift) == pytest.approx(0.8, abs=0.01)
+    words = [verdict(compare_means(a, b, margin), more_is_better=True) for margin in (1, 4)]
+    assert words == ["no difference shown", "equivalent"]
+    words = [verdict(compare_means(a - 2, b), better) for better in (True, False)]
+    assert words == ["mine is worse", "mine is better"]
+    assert compare_means(a[:1], b) is None
+    ones = pd.Series(np.ones(3))
+    assert verdict(compare_means(ones[:2], ones, margin=0.1), more_is_better=True) == "equivalent"
     assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe (1998), Statistics in Medicine 17
+
+
+def test_samples_of_the_same_seeds_are_compared_in_pairs_in_any_order():
+    """Differences 1, 2, 3, 4 have mean 2.5 and standard error sqrt(5/3) / 2."""
+    noise = np.array([100.0, -200, 300, 50])
+    a, b = pd.Series(noise + np.arange(1, 5), index=[7, 8, 9, 10]), pd.Series(noise, index=[7, 8, 9, 10])
+    for reference in (b, b[::-1]):
+        found = compare_means(a, reference)
+        half = stats.t.ppf(0.975, 3) * math.sqrt(5 / 3) / 2
+        assert (found.low, found.high) == pytest.approx((2.5 - half, 2.5 + half))
+        assert found.p == pytest.approx(2 * stats.t.sf(2.5 / (math.sqrt(5 / 3) / 2), 3))
+    unknown = [sample.set_axis([np.nan] * 4) for sample in (a, b)]
+    others = a, b.set_axis([8, 9, 10, 11])
+    assert not any(compare_means(*samples).paired for samples in (unknown, others))
 
 
 CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"

@@ -21,8 +21,11 @@ def run_lines(accuracies) -> str:
     return head + "".join(form.format(accuracy, i) for i, accuracy in enumerate(accuracies))
 
 
-def write_runs(path, counts, campaign="b", seed=0, sep="\t", **fields) -> str:
-    """Write a runs.tsv of runs with so many of 10,000 images right, which take 5 s, 6 s, ...; return its path."""
+def write_runs(path, counts, campaign="b", seed=0, sep="\t", table=(), **fields) -> str:
+    """Write a runs.tsv of runs with so many of 10,000 images right, which take 5 s, 6 s, ...; return its path.
+
+    `table` has columns, `fields` values of all rows.
+    """
     row = {
         "campaign": campaign,
         "recipe": "muon",
@@ -33,7 +36,7 @@ def write_runs(path, counts, campaign="b", seed=0, sep="\t", **fields) -> str:
     row |= {"processes": 1, "train_loss": 1, "validation_loss": 0.9, "validation_images": 10000} | fields
     rows = [row | {"run": i, "seed": seed + i, "seconds": 5 + i, "validation_count": n} for i, n in enumerate(counts)]
     path.parent.mkdir(exist_ok=True)
-    pd.DataFrame(rows).to_csv(path, sep=sep, index=False)
+    pd.DataFrame(rows).assign(**dict(table)).to_csv(path, sep=sep, index=False)
     return str(path)
 
 
@@ -88,7 +91,8 @@ def test_the_last_campaign_or_the_named_one_of_a_table_is_read_as_a_spreadsheet_
     assert found.runs["accuracy"].tolist() == [0.9399, 0.94, 0.9401]
     assert (found.runs["seconds"].tolist(), found.reached) == ([5, 6, 7], 2)
     assert (found.conditions["compile"], found.conditions["kept"]) == ("True", "1,0.5")
-    assert read_log(str(tmp_path / "log"), "a").runs["accuracy"].tolist() == [0.93]
+    assert read_log(str(tmp_path / "log:a")).runs["accuracy"].tolist() == [0.93]
+    assert len(read_log(f"{tmp_path}/log*:b").runs) == 3
 
 
 def test_lines_from_srun_or_of_several_launches_are_read(log):
@@ -163,4 +167,4 @@ def test_a_diverged_run_has_no_loss_and_never_reached_the_goal(tmp_path, log, tr
     losses = {"train_loss": train, "validation_loss": validation, "goal_seconds": 3}
     for found in (log(line), read_log(write_runs(tmp_path / "runs.tsv", [9500], **losses))):
         assert (found.reached, found.notes) == (0, [f"{found.name}: 1 runs diverged"])
-        assert found.runs[["validation_loss", "goal_seconds"]].isna().all(axis=None)
+        assert found.runs[["validation_loss", "seconds", "goal_seconds"]].isna().all(axis=None)

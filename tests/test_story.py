@@ -37,6 +37,7 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
         queued.clear()
 
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.process_time", lambda: 2 * now[0])
     monkeypatch.setattr(DistContext, "synchronize", synchronize)
     monkeypatch.setattr(train, "make_model", taking(500, train.make_model))
     monkeypatch.setattr(train, "upload_test", taking(0.5, train.upload_test))
@@ -48,6 +49,7 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
     steps = 643 // 8 // 16
     parts = {"upload": 0.5, "preprocessing": 0.5, "whitening": 0.125, "training": 4 * steps}
     parts |= {"seconds": 1.125 + 4 * steps, "last_validation": 1000, "validation_accuracy": 0.96}
+    parts |= {"cpu_seconds": 2 * parts["seconds"]}
     parts |= {"goal_epoch": 2, "goal_seconds": 1.125 + 2 * steps}  # the first epoch at 94%, not the last
     rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
     assert rows[[*parts]].to_dict("records") == [parts, parts]

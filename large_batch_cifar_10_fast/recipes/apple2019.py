@@ -40,12 +40,12 @@ class Apple2019(Recipe):
     batch_size: int = option(256, "images a worker takes each step", least=1)
     width: int = option(64, "channels of the first block; the others scale with it", least=1)
     ghost_batch: int = option(0, f"images a norm takes together; 0: a {GROUPS}th of the batch")
+    label_smoothing: float = option(0.2, "part of a label that is spread over all classes", most=1)
     eval_stats: str = option("first", "ghost groups whose statistics evaluation uses", choices=("first", "average"))
     workers: int = option(8, "replicas, each with its own shard", least=1)
 
     name = "apple2019"
     augmentation = CropAndFlip(padding=4, assign=assign_balanced)
-    label_smoothing = 0.2  # 0.8 x cross-entropy + 0.2 x the mean over classes of -log p limits overfitting
     tta = tta_early = TWO_VIEWS
 
     def __post_init__(self) -> None:
