@@ -1,10 +1,14 @@
 """How a step is made fast: torch.compile, checked against the uncompiled network, and CUDA graphs; once per launch."""
 
+import getpass
 import itertools
 import logging
 import os
+import re
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +34,23 @@ Step = Callable[[Sample], None]  # a training step
 # torch.compile
 
 
+def replace_cache_folder() -> str:
+    """Choose another folder for compiled code if torch's cannot be made. Return why, or ""."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    try:
+        if folder is None:
+            getpass.getuser()  # torch names its folder so
+        else:
+            os.makedirs(folder, exist_ok=True)
+    except (OSError, KeyError) as error:  # KeyError: the user has no name
+        other = os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        return f"TORCHINDUCTOR_CACHE_DIR cannot be made ({error}): compiled code is kept in {other}"
+    return ""
+
+
+CACHE_WARNING = replace_cache_folder()  # here, because torch makes its folder in uncompiled runs, too, or ends them
+
+
 def compiled(model: Model, train_images: int = 0, test_images: int = 0) -> Model:
     """Return the model with a compiled training pass, and on a GPU with compiled updates and evaluation.
 
@@ -37,6 +58,8 @@ def compiled(model: Model, train_images: int = 0, test_images: int = 0) -> Model
     compile stays uncompiled on all, with a warning. On a CPU evaluations gain less than compiling them takes.
     """
     network, recipe, ctx = model.network, model.recipe, model.ctx
+    if CACHE_WARNING:
+        ctx.warn(CACHE_WARNING)
     recipe.whiten(network, noise(recipe.batch_size, 32, model).permute(0, 2, 3, 1))
     reset(network, recipe, seed=0)
     torch._dynamo.config.recompile_limit = 64  # four graphs a stage; beyond the default 8 it would not compile
@@ -110,14 +133,25 @@ def try_to_compile(what: str, eager: Callable, check: Callable[[Callable], None]
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on a missing GPU
     if "TORCH_LOGS" not in os.environ:  # with which a user asks for more than our one line
         logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
-    forward, failure = None, ""
+    marks: set[bool] = set()
+    failure = ""
+
+    def forward(*inputs: Tensor) -> Any:
+        results, mark = marked(*inputs)
+        marks.add(mark)
+        return results
+
     try:
-        forward = torch.compile(eager, dynamic=False)
-        check(forward)
+        marked = torch.compile(lambda *inputs: (eager(*inputs), torch.compiler.is_compiling()), dynamic=False)
+        with torch._dynamo.config.patch(suppress_errors=False):  # or torch would continue uncompiled, and not say so
+            check(forward)
+        if marks != {True}:
+            failure = "torch compiled nothing: is TORCH_COMPILE_DISABLE set?"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler raises nearly anything
-        failure = first_line(error)
+        causes = re.findall(".*(?:error:|cannot find|undefined reference).*", str(error))  # in a compiler's output
+        failure = ": ".join(dict.fromkeys([first_line(error), *causes[:1]]))
         if failure.endswith("file too short"):
             failure += " (an earlier compilation was interrupted: delete this file)"
     if failure := ctx.first_failure(f"compiled {what}", failure):

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from urllib.parse import quote
 
 from . import PACKAGE, ConfigError
 from .devices import output_of
@@ -47,10 +48,12 @@ EPOCHS = (
     *("train_loss", "train_accuracy", "validation_loss", "validation_accuracy"),
 )
 CURVE = ("epoch", "hours", "top1Accuracy")  # DAWNBench's
-ARITHMETIC = (  # environment variables
-    *("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE"),
-    *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
-)
+# Environment variables that decide arithmetic: how their names begin; and what is in the names of others, which choose
+# a folder, a log or how to compile.
+ARITHMETIC = r"(ATEN|CUBLAS|CUBLASLT|DNNL|ONEDNN|TORCH_?(COMPILE|DYNAMO|INDUCTOR)|TORCH_(BLAS|CUDNN|LINEAR|MKLDNN))_"
+ARITHMETIC += r"|DISABLE_ADDMM|MKL_(CBWR|ENABLE_INST)|NCCL_(ALGO|COLLNET_ENABLE|NVLS_ENABLE|PROTO)|NVIDIA_TF32"
+ARITHMETIC += r"|PYTORCH_TUNABLEOP|TORCH_ALLOW_TF32|TRITON_(DEFAULT_FP|F32)"
+HARMLESS = r"DIR$|PATH$|FILE|_LOG|CACHES?$|DEBUG(?!_COMPILE)|DUMP|VERBOSE|REDIS|WORKER|COMPILE_THREADS"
 
 GIT = ("git", f"--git-dir={PACKAGE.parent / '.git'}", f"--work-tree={PACKAGE.parent}")  # not a repository around it
 # The files that decide the weights, beside those of the recipe.
@@ -97,8 +100,12 @@ def from_pairs(text: str) -> dict[str, str]:
 
 
 def environment() -> str:
-    """Return the environment variables that are set and decide arithmetic, as `NAME=value,NAME=value`, or "-"."""
-    return ",".join(f"{name}={os.environ[name]}" for name in ARITHMETIC if name in os.environ) or "-"
+    """Return the environment variables that are set and decide arithmetic, as `NAME=value,NAME=value`, or "-".
+
+    What would end a value in a table or a log is encoded as in a URL: %2C is a comma.
+    """
+    names = [name for name in sorted(os.environ) if re.match(ARITHMETIC, name) and not re.search(HARMLESS, name)]
+    return ",".join(f"{quote(name)}={quote(os.fsencode(os.environ[name]), safe=':/')}" for name in names) or "-"
 
 
 def code_digest(recipe: object) -> str:

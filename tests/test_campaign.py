@@ -255,6 +255,20 @@ def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, 
     assert table.read_bytes().startswith(before)
 
 
+def test_variables_that_decide_arithmetic_are_a_condition_and_others_are_not(small, whole, tmp_path, monkeypatch):
+    (table := tmp_path / "runs.tsv").write_text(whole.read_text())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    train_here(*small, "--runs", 6, "--resume", "--out", tmp_path)
+    monkeypatch.setenv("NCCL_ALGO", "Ring,Tree\t\nx y")
+    monkeypatch.setenv("TORCHINDUCTOR_USE_FAST_MATH", "1")
+    both = "NCCL_ALGO=Ring%2CTree%09%0Ax%20y,TORCHINDUCTOR_USE_FAST_MATH=1"
+    with pytest.raises(ConfigError, match=rf"environment \({both}, not -\)"):
+        train_here(*small, "--runs", 7, "--resume", "--out", tmp_path)
+    train_here(*small, "--runs", 1, "--campaign", "another", "--out", tmp_path)
+    assert pd.read_csv(table, sep="\t")["environment"].tolist() == 6 * ["-"] + [both]
+
+
 def test_a_finished_run_is_not_lost_if_other_files_cannot_be_written(small, tmp_path, capsys, monkeypatch):
     (tmp_path / "timing_log.tsv").mkdir()
     (tmp_path / "epochs.tsv").write_text("epoch\tmine\n1\t2\n")
