@@ -131,6 +131,8 @@ def test_a_step_multiplies_the_matrices_of_muon_in_its_precision(precision, dtyp
 def test_stages_begin_where_the_resolution_changes_or_the_bias_is_frozen():
     frozen = ("whitening.bias",)
     assert Muon2024().stages == (Stage(1, 32), Stage(4, 32, frozen))
+    assert MuonRecipe(epochs=2).stages == (Stage(1, 24), Stage(2, 32, frozen, 0.68)), "in proportion"
+    assert Muon2024(epochs=2).stages == (Stage(1, 32), Stage(2, 32, frozen))
     recipe = MuonRecipe(epochs=4, pixels="24,24,24,28,28,32", whitening_epochs=1, kept="1")
     assert recipe.stages == (Stage(1, 24), Stage(2, 24, frozen), Stage(3, 28, frozen), Stage(4, 32, frozen))
     assert [stage_of(recipe, epoch).resolution for epoch in (1, 2, 3, 4, 9)] == [24, 24, 28, 32, 32]

@@ -5,7 +5,6 @@ crop, alternating flip; four epochs at 24 pixels, five at 32, the last four of t
 images; test-time augmentation with six views.
 """
 
-import math
 import re
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -45,7 +44,9 @@ class MuonRecipe(Recipe):
     bias_rate: float = option(0.053, "SGD's initial rate for biases", least=1e-9)
     head_rate: float = option(0.67, "SGD's initial rate for the last layer", least=1e-9)
     momentum: float = option(0.85, "SGD's momentum", least=1e-9, most=1)
-    whitening_epochs: int = option(1, "epochs after which the whitening's bias is frozen")
+    whitening_epochs: int = option(
+        -1, "epochs after which the whitening's bias is frozen; -1: 1 of 9 (muon2024: 3 of 8)", least=-1
+    )
     label_smoothing: float = option(0.2, "part of a label that is spread over all classes", most=1)
     norm_momentum: float = option(0.4, "weight of a new batch in the running statistics", most=1)
     views: str = option("six", "views of a test image after the last epoch", choices=tuple(VIEWS))
@@ -55,10 +56,13 @@ class MuonRecipe(Recipe):
     augmentation = CropAndFlip(padding=2, assign=assign_independent, alternate=True)
     half = "bf16"
     half_weights = False
+    whitening_share = 1 / 9  # of the epochs
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "tta", VIEWS[self.views])
+        if self.whitening_epochs < 0:
+            object.__setattr__(self, "whitening_epochs", max(1, round(self.epochs * self.whitening_share)))
         if self.whitening_epochs > self.epochs:
             raise ConfigError(f"--whitening_epochs {self.whitening_epochs} is more than --epochs {self.epochs}")
         if not self.batch_size and STEP_IMAGES % self.workers:
@@ -86,7 +90,7 @@ class MuonRecipe(Recipe):
         lists = self._listed("pixels", int), self._listed("kept", float)
 
         def settings(epoch: int) -> tuple[int, tuple[str, ...], float]:
-            size, share = (figures[math.ceil(epoch * len(figures) / self.epochs) - 1] for figures in lists)
+            size, share = (figures[(2 * epoch - 1) * len(figures) // (2 * self.epochs)] for figures in lists)
             return size, ("whitening.bias",) if epoch > self.whitening_epochs else (), share
 
         alike = groupby(range(1, self.epochs + 1), settings)
@@ -129,9 +133,9 @@ class Muon2024(MuonRecipe):
     epochs: int = same_option(MuonRecipe, "epochs", 8)
     pixels: str = same_option(MuonRecipe, "pixels", "32")
     kept: str = same_option(MuonRecipe, "kept", "1")
-    whitening_epochs: int = same_option(MuonRecipe, "whitening_epochs", 3)
 
     name = "muon2024"
+    whitening_share = 3 / 8
 
 
 class Network(nn.Module):
