@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from . import ConfigError, __version__, first_line, runs
 from .config import Options, as_pairs
-from .data.augment import MEAN, STD
 from .data.cifar10 import CLASSES, SYNTHETIC, Images
+from .data.shards import MEAN, STD
 from .devices import driver_and_clocks, hardware_name, peak_memory, software
 from .distributed import DistContext, warn
 from .evaluate import Score
