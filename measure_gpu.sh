@@ -4,6 +4,7 @@
 # Expected to take ten minutes (not measured yet). DIR (gpu_measured) gets summary.txt, with a line for each part, a log
 # and the tables of each part, and timing.png. A part that fails, or takes too long, does not stop the others.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
+case " $* " in *" --help "* | *" -h "*) sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0 ;; esac
 set -u
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 . "$top/choose_python.sh"

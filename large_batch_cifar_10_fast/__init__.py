@@ -21,6 +21,14 @@ class ConfigError(Exception):
         self.reported = os.environ.get("LOCAL_RANK", "0") != "0"
 
 
+def program() -> str:
+    """Return the name by which a user started this program."""
+    name = Path(sys.argv[0])
+    if name.stem == "launch" or RENDEZVOUS in os.environ:
+        return "train_cifar_parallel.sh"
+    return f"python -m {PACKAGE.name}.{name.stem}" if name.suffix == ".py" else name.name
+
+
 def first_line(text: object) -> str:
     """Return the first line of a text or an exception; of an empty one its type."""
     return (str(text).strip().splitlines() or [type(text).__name__])[0]

@@ -1,6 +1,7 @@
 """Where and how a recipe runs: the options, the command line, and the choices that depend on the device."""
 
 import argparse
+import difflib
 import importlib.util
 import os
 import platform
@@ -9,11 +10,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, cast, get_type_hints
 
-from . import PACKAGE, ConfigError, __version__, first_line
+import torch
+
+from . import PACKAGE, ConfigError, __version__, first_line, program
 from .data.cifar10 import SYNTHETIC
-from .devices import count_cores, gains_by_bf16, has_bf16
+from .devices import gains_by_bf16, has_bf16
 from .distributed import DistContext
 from .recipe import Recipe, check_limits, images_of_an_epoch, option, run_flop
 from .recipes import DEFAULT, DEMO, RECIPES
@@ -81,7 +84,10 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Recipe]:
     kind = recipe_named(only_recipe.parse_known_args(arguments)[0].recipe)
     found, unknown = make_parser(kind).parse_known_args(arguments)
     if unknown:
-        raise ConfigError(f"recipe {kind.name} has no option {unknown[0]}; --help lists the options")
+        options = [f"--{field.name}" for owner in (kind, Options) for field in fields(cast(Any, owner))]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists the options"
+        raise ConfigError(f"recipe {kind.name} has no option {unknown[0]}; {hint}")
     if [] in (given := vars(found)).values():  # what argparse makes of `--runs=--`
         raise ConfigError("-- is no value of an option")
     if "demo" in given:
@@ -127,7 +133,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser(kind: type[Recipe]) -> Parser:
     """Return the parser of all options with this recipe. Options that are not given are absent from its result."""
     parser = Parser(
-        prog="train_cifar_parallel.sh",
+        prog=program(),
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=f"recipe {kind.name}: {(kind.__doc__ or '').splitlines()[0]}",
@@ -191,18 +197,22 @@ def check_save(save: str) -> None:
         raise ConfigError(f"--save {save} cannot be written ({error}): choose another name") from error
 
 
+def estimate_seconds(recipe: Recipe, train_images: int, processes: int, precision: str) -> float:
+    """Return about how long a run takes on the cores of so many processes."""
+    cores = torch.get_num_threads() * processes
+    return run_flop(recipe, train_images) / (CORE * cores) / (2 if precision == "bf16" else 1)
+
+
 def choose_computation(options: Options, recipe: Recipe, ctx: DistContext, train_images: int) -> Options:
     """Choose precision and compilation where they were not given, alike on all processes. All must call this.
 
     The demo is in fp32 and not compiled. Else a GPU computes in the recipe's half precision (fp16 if it has no bf16),
     compiled; a CPU in bf16 where that is faster, compiled if a run takes ten minutes by an estimate. Raise ConfigError
-    for a precision that the device does not have. Warn of a long campaign on a CPU.
+    for a precision that the device does not have.
     """
-    asked, seconds = options.precision, 0.0
-    if not ctx.on_gpu:
-        seconds = run_flop(recipe, train_images) / (CORE * count_cores())
-        if asked == "tf32":
-            raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
+    asked = options.precision
+    if asked == "tf32" and not ctx.on_gpu:
+        raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
     half_is_there = has_bf16(ctx.device) if ctx.on_gpu else not (asked or options.demo) and gains_by_bf16()
     all_have_bf16 = set(ctx.all_gather_strings("bf16", str(half_is_there))) == {"True"}
     if ctx.on_gpu and asked in ("bf16", "tf32") and not all_have_bf16:  # torch would emulate it slowly
@@ -210,11 +220,9 @@ def choose_computation(options: Options, recipe: Recipe, ctx: DistContext, train
         raise ConfigError(f"--precision {asked} needs GPUs of compute capability 8.0 or later: use {instead}")
     wanted, otherwise = (recipe.half, "fp16") if ctx.on_gpu else ("bf16", "fp32")
     precision = asked or ("fp32" if options.demo else wanted if all_have_bf16 else otherwise)
-    by_default = (ctx.on_gpu or seconds > LONG) and not options.demo
+    is_long = ctx.on_gpu or estimate_seconds(recipe, train_images, ctx.world_size, "fp32") > LONG
+    by_default = is_long and not options.demo
     use_compiler = options.compile or (by_default and not options.no_compile)
-    if seconds > LONG and not options.demo:
-        hours = len(options.planned) * seconds / 3600 / (2 if precision == "bf16" else 1)
-        ctx.warn(f"without a GPU this takes about {hours:.1f} hours; --demo shows a small run in two minutes")
     return replace(options, precision=precision, compile=use_compiler, no_compile=not use_compiler)
 
 

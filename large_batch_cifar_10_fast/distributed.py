@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 from tqdm import tqdm
 
-from . import INVALID, RENDEZVOUS, ConfigError, first_line
+from . import INVALID, RENDEZVOUS, ConfigError, first_line, program
 from .devices import take_device
 
 
@@ -155,7 +155,7 @@ def exit_process() -> Iterator[None]:
         elif error.reported:
             time.sleep(3)  # until the process that prints it has done so: torchrun ends all with the first
         else:
-            print(f"train: {error}", file=sys.stderr)
+            print(f"{program()}: {error}", file=sys.stderr)
     except Exception as error:
         if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
             time.sleep(3)  # the process that is lost caused this error, and the launcher ends this one, too

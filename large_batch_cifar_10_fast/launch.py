@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,9 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from . import INVALID, RENDEZVOUS, ConfigError, exit_on_config_error
+from . import INVALID, RENDEZVOUS, ConfigError, exit_on_config_error, program
 
-COMMAND = "train_cifar_parallel.sh"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 LIBC, LAUNCHER = ctypes.CDLL(None), os.getpid()
 
@@ -35,10 +35,10 @@ def main() -> None:
             signal.signal(number, interrupt)  # before torch is imported, which takes seconds: PID 1 has no default
     os.environ.pop("LOCAL_RANK", None)  # left over from a launcher around this one
     try:
-        with exit_on_config_error(COMMAND):
+        with exit_on_config_error(program()):
             sys.exit(launch(sys.argv[1:]))
     except Interrupted as end:  # before the processes were started
-        print(f"{COMMAND}: {end.args[0]}", file=sys.stderr)
+        print(f"{program()}: {end.args[0]}", file=sys.stderr)
         sys.exit(end.args[1])
 
 
@@ -56,7 +56,8 @@ def launch(arguments: Sequence[str]) -> int:
     if teams > 1 and not (gpus or options.precision or options.demo):  # measured once, for all teams
         arguments = [*arguments, "--precision", "bf16" if devices.gains_by_bf16() else "fp32"]
     campaign = runs.campaign_named(Path(out), options.campaign, options.resume)[0] or runs.new_campaign()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (processes * teams))))
+    if not re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", "")):  # OpenMP would ignore it, and take all cores
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // (processes * teams)))
     try:
         how, status = run_processes([*arguments, "--campaign", campaign], options.planned, teams, processes)
     except Interrupted as end:
@@ -66,7 +67,7 @@ def launch(arguments: Sequence[str]) -> int:
     rows = [row for row in runs.campaign_named(Path(out), campaign, False)[1] if int(row["run"]) in options.planned]
     if status:
         again = f"; the same command with --campaign {campaign} continues" if rows else ""
-        print(f"{COMMAND}: {how}; {len(rows)} of {len(options.planned)} runs are finished{again}", file=sys.stderr)
+        print(f"{program()}: {how}; {len(rows)} of {len(options.planned)} runs are finished{again}", file=sys.stderr)
     elif teams > 1:
         log.print_summary(rows)
     return status

@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from . import ConfigError, __version__, first_line, runs
-from .config import Options, as_pairs
+from .config import LONG, Options, as_pairs, estimate_seconds
 from .data.cifar10 import CLASSES, SYNTHETIC, Images
 from .data.shards import MEAN, STD
 from .devices import driver_and_clocks, hardware_name, peak_memory, software
@@ -105,6 +105,7 @@ class RunLog:
         if ctx.is_main and self.missing:
             with warned("source.zip"):
                 runs.store_source(self.out, recipe, self.common["code"])
+        self.expected = 0.0 if ctx.on_gpu else estimate_seconds(recipe, count, ctx.world_size, options.precision)
         if self.prints_head:
             self._print_head(recipe, images)
 
@@ -133,7 +134,7 @@ class RunLog:
         try:
             append(self.out / "runs.tsv", COLUMNS, 2, [])  # fails before training if it cannot be written
         except OSError as error:
-            raise ConfigError(f"--out {self.out} cannot be written ({error}): choose another") from error
+            raise ConfigError(f"{self.out.absolute()} cannot be written ({error}): choose another --out") from error
         last = self.of_launch[-1]
         if self.options.save and not os.path.exists(self.options.save) and str(last) in {row["run"] for row in rows}:
             warn(f"--save {self.options.save}: run {last} is finished, and its weights are not made again")
@@ -155,6 +156,10 @@ class RunLog:
         print_line(f"# settings {as_pairs(self.options)}")
         finished = f"{len(self.rows)} of {len(self.options.planned)} runs finished before"
         print_line(f"# campaign {common['campaign']}, {finished}")
+        if self.expected > LONG and self.missing and not self.options.demo:
+            hours = self.expected * len(self.missing) / 3600
+            quicker = "" if recipe.name.startswith("muon") else "--recipe muon takes minutes, "
+            warn(f"without a GPU this takes about {hours:.1f} hours; {quicker}--demo shows a small run in two minutes")
 
     def set_up(self, clock: Clock, compiled: bool, graphs: bool) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
@@ -206,6 +211,11 @@ class RunLog:
             speed = f"{self.images_of_epochs[epoch - 1] / seconds:.0f} images/s"
             text = f"run {run}, epoch {epoch} of {len(self.images_of_epochs)}: loss {shown['loss']}, "
             show(f"{text}accuracy {shown['accuracy']}, {speed}, {clock.total:.0f} s of training so far")
+        if LONG_EPOCH < 5 * self.expected / len(self.images_of_epochs) < seconds:
+            runs.warn_once(
+                "steps take over five times as long as such cores need: do other programs use them? "
+                "With OMP_NUM_THREADS=1 threads do not wait for each other"
+            )
 
     def run(self, run: int, clock: Clock, train: Score, validation: Score, network: nn.Module) -> None:
         """Write and print a finished run: first its row, then its curve, and the weights of the last one."""

@@ -55,7 +55,6 @@ ARITHMETIC += r"|DISABLE_ADDMM|MKL_(CBWR|ENABLE_INST)|NCCL_(ALGO|COLLNET_ENABLE|
 ARITHMETIC += r"|PYTORCH_TUNABLEOP|TORCH_ALLOW_TF32|TRITON_(DEFAULT_FP|F32)"
 HARMLESS = r"DIR$|PATH$|FILE|_LOG|CACHES?$|DEBUG(?!_COMPILE)|DUMP|VERBOSE|REDIS|WORKER|COMPILE_THREADS"
 
-GIT = ("git", f"--git-dir={PACKAGE.parent / '.git'}", f"--work-tree={PACKAGE.parent}")  # not a repository around it
 # The files that decide the weights, beside those of the recipe.
 DECIDING = (
     *("train.py", "recipe.py", "data/*.py", "layers.py", "optim.py", "compiling.py", "devices.py"),
@@ -128,10 +127,15 @@ def file_of(module: str) -> Path:
     return Path(str(getattr(sys.modules[module], "__file__", "")))
 
 
+def git(*words: str) -> str:
+    """Return what git says about the checkout of this code, not about a repository around it."""
+    return output_of("git", f"--git-dir={PACKAGE.parent / '.git'}", f"--work-tree={PACKAGE.parent}", *words)
+
+
 @cache
 def commit() -> str:
     """Return the commit of this code, with -dirty if it was changed since; "unknown" outside a git checkout."""
-    return output_of(*GIT, "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
+    return git("describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
 def store_source(folder: Path, recipe: object, digest: str) -> None:
@@ -141,7 +145,7 @@ def store_source(folder: Path, recipe: object, digest: str) -> None:
         Path(str(getattr(sys.modules[type(recipe).__module__], "__file__", ""))),
     )
     outside = own.is_file() and PACKAGE not in own.parents
-    if path.exists() or not (outside or output_of(*GIT, "status", "--porcelain", "--", str(PACKAGE))):
+    if path.exists() or not (outside or git("status", "--porcelain", "--", str(PACKAGE))):
         return
     with write_atomically(path) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in PACKAGE.rglob("*.py"):

@@ -5,6 +5,7 @@ Start it with train_cifar_parallel.sh (all devices), with torchrun, or as `pytho
 """
 
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from . import RENDEZVOUS, ConfigError
 from .compiling import CudaGraphs, Step, compiled, graphed
 from .config import Options, check_images, check_processes, check_save, choose_computation, parse
 from .data.cifar10 import Images, load_images, random_images
@@ -34,6 +36,8 @@ def main(arguments: Sequence[str]) -> list[Row]:
 def train_campaign(options: Options, recipe: Recipe) -> list[Row]:
     """Make the missing runs of a campaign. Return the rows of all runs of this launch, on rank 0."""
     check_save(options.save)
+    if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
+        raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
     with init_distributed(recipe.workers, options.device, options.timeout) as ctx:
         check_processes(recipe, ctx.world_size, options.micro_batches)
         images = load_images(options.data)

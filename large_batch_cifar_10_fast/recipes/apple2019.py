@@ -60,8 +60,8 @@ class Apple2019(Recipe):
             raise ConfigError(f"{both}: use one that does")
         peak, end = self.epochs / self.warmup_fraction, self.epochs - self.ema_ep
         if peak > end:
-            late = f"--ema_ep {self.ema_ep} leaves no time to come down from the peak at epoch {peak:g}"
-            raise ConfigError(f"{late} of {self.epochs}: use at most {self.epochs - peak:g}")
+            late = f"in {self.epochs} epochs the rate peaks at {peak:g} and is constant in the last {self.ema_ep:g}"
+            raise ConfigError(f"{late}: use more --epochs, or give --ema_ep of at most {self.epochs - peak:g}")
 
     def network(self) -> "Network":
         groups = self.batch_size // self.ghost_batch if self.eval_stats == "average" else 1
