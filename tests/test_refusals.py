@@ -69,7 +69,7 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(word
 @pytest.mark.slow
 def test_train_alone_refuses_likewise(tmp_path):
     result = python("-m", "large_batch_cifar_10_fast.train", "--demo", "--epochs", "-1", cwd=tmp_path)
-    line = "train: --epochs -1 must lie in 1 to 100000\n"
+    line = "python -m large_batch_cifar_10_fast.train: --epochs -1 must lie in 1 to 100000\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
 
 
