@@ -258,9 +258,7 @@ def test_an_uncompiled_run_needs_no_folder_for_compiled_code(tiny_npz, tmp_path)
 
 
 def test_if_the_compiler_fails_training_goes_on_with_one_warning_that_says_why(tiny_npz, tmp_path):
-    script = (
-        'case $1 in --version) echo g++ ;; *) echo "In file a.h:\na.h:1: fatal error: no Python.h" >&2; exit 1;; esac'
-    )
+    script = 'case $1 in --version) echo g++ ;; *) echo "In a.h:\na.h:1: fatal error: no Python.h" >&2; exit 1;; esac'
     variables = {"CXX": write_program(tmp_path / "c++", script), "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
     variables["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # so that it fails as late as it can
     variables["TORCHDYNAMO_SUPPRESS_ERRORS"] = "1"
