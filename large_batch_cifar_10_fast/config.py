@@ -200,8 +200,10 @@ def as_pairs(options: Any) -> str:
 
 def recipe_of(conditions: Mapping[str, str]) -> Recipe | None:
     """Return the recipe that made a log, by its name and options; None if it is not ours. Raise ConfigError."""
-    if (name := conditions.get("recipe", "")) not in RECIPES:
+    name = conditions.get("recipe", "")
+    kind: Any = RECIPES.get(name)
+    if kind is None:
         return None
-    given = {field.name: conditions[field.name] for field in fields(RECIPES[name]) if field.name in conditions}
+    given = {field.name: conditions[field.name] for field in fields(kind) if field.name in conditions}
     words = [f"--{n}" if text == "True" else f"--{n}={text}" for n, text in given.items() if text != "False"]
     return parse(["--recipe", name, *words])[1]

@@ -7,7 +7,6 @@ FILE is what `compare` reads. Lines are medians over runs, their shade is the ra
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from . import ConfigError, exit_on_config_error
 from .config import recipe_of
-from .read_logs import PUBLISHED, Log, read_log
+from .read_logs import Log, read_log
 from .recipe import run_flop
 from .runs import CONDITIONS, GOAL, PLACE, write_atomically
 
@@ -31,8 +30,6 @@ PANELS = {  # columns of x and y, and texts
     "final": ("final", "final", "Final accuracy of each run", ACCURACY, ""),
     "work": ("work", "final", "Final accuracy against work", "PFLOP of a run on 50,000 images", ACCURACY),
 }
-OF_OTHERS = {"apple2019": "published", "basenet": f"{PUBLISHED}/dawnbench/basenet.tsv"}  # on CIFAR-10, by recipe
-OF_OTHERS |= {"fastai": f"{PUBLISHED}/dawnbench/fastai_pytorch.tsv"}
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito, for all eyes
 COLORS += ["#882255", "#999933", "#332288"]  # Tol
 UNLABELLED = {*CONDITIONS, *PLACE, "clock"} - {"precision"}  # conditions that are not in a label
@@ -94,7 +91,7 @@ def label_ends(axes: Axes, data: pd.DataFrame, x: str, y: str) -> None:
     heights = np.maximum.accumulate(ends[y] - below) + below + step
     for (label, color), end, height in zip(ends.index, ends[x], heights, strict=True):
         how = {"ha": "right" if end > sum(axes.get_xlim()) / 2 else "left", "va": "center", "color": color}
-        axes.text(end, height, label, bbox={"color": "white", "alpha": 0.8, "pad": 0}, **how)
+        axes.text(end, height, label, bbox={"color": "white", "pad": 0}, zorder=1.8, **how)  # below lines
     axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])
     axes.set_ylim(low, max(high, heights.max() + step))
 
@@ -103,19 +100,19 @@ def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:
     """Draw panels, two in a row, of the logs that have data for them. More than six logs have a legend."""
     rcdefaults()  # whatever a matplotlibrc says
     rcParams.update(STYLE)  # type: ignore[arg-type]
-    rows = [[*panels[i : i + 2], panels[-1]][:2] for i in range(0, len(panels), 2)]
+    rows: Any = [[*panels[i : i + 2], panels[-1]][:2] for i in range(0, len(panels), 2)]
     figure = Figure(figsize=(8.5, 3.4 * len(rows)), dpi=200, layout="constrained")
     with_legend = data["label"].nunique() > 6 or panels == ["loss"]
     for panel, axes in figure.subplot_mosaic(rows).items():
         x, y, title, x_label, y_label = PANELS[panel]
-        shown = data.dropna(subset=[x, y])
+        shown: Any = data.dropna(subset=[x, y])
         for row, (log, table) in enumerate(shown.groupby(["label", "color"], sort=False)):
             if panel == "final":
                 draw_final(axes, table[x], row, *log)
             else:
                 draw_medians(axes, table, x, y, *log)
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axes.set_xlim(None if panel == "final" else 0)
         goal, (low, high) = (axes.axvline, axes.get_xlim()) if panel == "final" else (axes.axhline, axes.get_ylim())
         if panel == "loss":
@@ -124,7 +121,7 @@ def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("")
         elif low - 2 < 100 * GOAL < high + 2:
-            goal(100 * GOAL, color="black", lw=0.8, ls=(0, (4, 3)))
+            goal(100 * GOAL, color="black", lw=0.8, ls=(0, (4, 3)), zorder=1.7)
         if y_label == ACCURACY and not with_legend:
             label_ends(axes, shown, x, y)
     if with_legend:
@@ -137,15 +134,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="+", metavar="FILE")
     parser.add_argument("--panels", nargs="+", choices=PANELS, default=[*PANELS], help="default: all")
-    parser.add_argument("--published", action="store_true", help="add final results of others on CIFAR-10, in grey")
+    parser.add_argument("--published", action="store_true", help="add the published runs of apple2019, in grey")
     parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
     options = parser.parse_args(arguments)
     with exit_on_config_error("plot"):
         logs = [read_log(name) for name in options.files]
         tables = [table_of(*each) for each in zip(logs, short_labels(logs), COLORS * len(logs), strict=False)]
-        for recipe, name in OF_OTHERS.items() if options.published else ():
-            log = replace(read_log(name), conditions={"recipe": recipe}, epochs=None)
-            tables.append(table_of(log, f"{recipe}, published", "0.5"))
+        if options.published:
+            tables.append(table_of(read_log("published"), "apple2019, published", "0.5"))
         data = pd.concat(tables)
         values = {panel: data.dropna(subset=PANELS[panel][:2])[PANELS[panel][0]] for panel in options.panels}
         figure = draw_picture(data, [panel for panel in values if values[panel].nunique() > 1] or ["final"])

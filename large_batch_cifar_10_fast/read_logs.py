@@ -138,7 +138,8 @@ def from_runs(source: str, tables: Mapping[str, pd.DataFrame], campaign: str) ->
 
 def epochs_of(parts: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
     """Return the epochs of all runs from the epochs.tsv beside each table, or those of one run from timing_log.tsv."""
-    found, limits = [], {"epoch": (1, 1e9), **SECONDS, "validation_accuracy": (0, 1)}
+    found: list[Any] = []
+    limits: dict[str, tuple] = {"epoch": (1, 1e9), **SECONDS, "validation_accuracy": (0, 1)}
     limits |= dict.fromkeys(LOSSES, (-np.inf, np.inf, "nan", ""))
     for path, rows in parts.items():
         beside, curve = (Path(path).with_name(name) for name in ("epochs.tsv", "timing_log.tsv"))
