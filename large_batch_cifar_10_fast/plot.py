@@ -45,8 +45,8 @@ def short_labels(logs: Sequence[Log]) -> list[str]:
         recipe = log.conditions.get("recipe", "")
         alike = pd.DataFrame([other.conditions for other in logs if recipe == other.conditions.get("recipe")])
         differing = [name for name in alike if alike[name].nunique() > 1 and name in {*log.conditions} - UNLABELLED]
-        label = [recipe or Path(log.name).stem[:30], *(f"{name}={log.conditions[name]}" for name in differing[:3])]
-        labels.append(" ".join(label))
+        options = "".join(f" {name}={log.conditions[name]}" for name in differing[:3])
+        labels.append((recipe or Path(log.name).stem[:30]) + options)
     files = ["" if labels.count(a) == 1 else " " + log.name[-30:] for a, log in zip(labels, logs, strict=True)]
     return [f"{a}{file}, n = {len(log.runs)}" for a, file, log in zip(labels, files, logs, strict=True)]
 
