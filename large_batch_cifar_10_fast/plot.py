@@ -90,7 +90,7 @@ def label_ends(axes: Axes, data: pd.DataFrame, x: str, y: str) -> None:
     below = step * np.arange(len(ends))
     heights = np.maximum.accumulate(ends[y] - below) + below + step
     for (label, color), end, height in zip(ends.index, ends[x], heights, strict=True):
-        how = {"ha": "right" if end > sum(axes.get_xlim()) / 2 else "left", "va": "center", "color": color}
+        how = {"ha": "right" if end > 0.4 * axes.get_xlim()[1] else "left", "va": "center", "color": color}
         axes.text(end, height, label, bbox={"color": "white", "pad": 0}, zorder=1.8, **how)  # below lines
     axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])
     axes.set_ylim(low, max(high, heights.max() + step))
@@ -112,14 +112,12 @@ def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:
             else:
                 draw_medians(axes, table, x, y, *log)
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
-        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
         axes.set_xlim(None if panel == "final" else 0)
         goal, (low, high) = (axes.axvline, axes.get_xlim()) if panel == "final" else (axes.axhline, axes.get_ylim())
         if panel == "loss":
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("")
+            axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
         elif low - 2 < 100 * GOAL < high + 2:
             goal(100 * GOAL, color="black", lw=0.8, ls=(0, (4, 3)), zorder=1.7)
         if y_label == ACCURACY and not with_legend:
