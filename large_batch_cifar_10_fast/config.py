@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_type_hints
@@ -229,3 +229,14 @@ def choose_computation(options: Options, recipe: Recipe, ctx: DistContext, train
 def as_pairs(options: Any) -> str:
     """Return the fields of options or of a recipe as tables and logs have them: `name=value name=value`."""
     return " ".join(f"{field.name}={getattr(options, field.name)}" for field in fields(options))
+
+
+def recipe_of(conditions: Mapping[str, str]) -> Recipe | None:
+    """Return the recipe that made a log, by its name and options; None if it is not ours. Raise ConfigError."""
+    name = conditions.get("recipe", "")
+    kind: Any = RECIPES.get(name)
+    if kind is None:
+        return None
+    given = {field.name: conditions[field.name] for field in fields(kind) if field.name in conditions}
+    words = [f"--{n}" if text == "True" else f"--{n}={text}" for n, text in given.items() if text != "False"]
+    return parse(["--recipe", name, *words])[1]

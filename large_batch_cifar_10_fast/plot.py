@@ -1,122 +1,156 @@
-"""Plot accuracy and time of logs over the published entries. Below, where a log has several runs, draw the shares of
-runs up to each accuracy and time, beside those of the published runs.
+"""Draw campaigns side by side: accuracy and loss by epoch, and the final accuracy of each run.
 
-    python -m large_batch_cifar_10_fast.plot FILE... [--out PICTURE]
+    python -m large_batch_cifar_10_fast.plot FILE... [--panels accuracy work] [--published] [--out PICTURE]
 
-FILE is what `compare` reads, several tables included (`a/runs.tsv,b/runs.tsv`): drawn in black, all others in grey.
+FILE is what `compare` reads. Lines are medians over runs, their shade is the range. Panels without data are left out.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib import rcdefaults, rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.optimize import isotonic_regression
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from . import ConfigError, exit_on_config_error
-from .data.cifar10 import CIFAR_10
-from .read_logs import PUBLISHED, Log, read_log
-from .runs import GOAL, write_atomically
+from .config import recipe_of
+from .read_logs import Log, read_log
+from .recipe import run_flop
+from .runs import CONDITIONS, GOAL, PLACE, write_atomically
 
-ENTRIES = {  # DAWNBench's files and their labels
-    "apple_resnet9_8v100_pytorch": "Apple, 8 V100",
-    "ajay_resnet9_4v100_pytorch": "Ajay, 4 V100",
-    "kakaobrain_custom-resnet9_4v100-braincloud_pytorch": "Kakao, 4 V100",
-    "BAIDU-USA-GAIT_BaiduNet9P_8GV100_pytorch": "Baidu, 8 V100",
-    "kakaobrain_custom-resnet9_1v100-braincloud_pytorch": "Kakao, 1 V100",
-    "BAIDU-USA-GAIT_BaiduNet9_1GV100_pytorch": "Baidu, 1 V100",
-    "davidcpage_resnet9_1v100-ec2_pytorch": "Page, 1 V100",
-    "fastai_pytorch": "fast.ai",
-    "fastai_pytorch_single_volta": "fast.ai, 1 V100",
-    "basenet": "basenet",
+ACCURACY = "test accuracy, %"
+PANELS = {  # columns of x and y, and texts
+    "accuracy": ("epoch", "accuracy", "Accuracy by epoch", "epoch", ACCURACY),
+    "loss": ("epoch", "loss", "Loss by epoch (dashed: training)", "epoch", "loss"),
+    "final": ("final", "final", "Final accuracy of each run", ACCURACY, ""),
+    "work": ("work", "final", "Final accuracy against work", "PFLOP of a run on 50,000 images", ACCURACY),
 }
-ENDS = ["seconds", "accuracy", "accuracy", "accuracy"]  # of a log without epochs, like a curve
-BEHIND, INK = "0.6", "0.0"
-STYLE: dict[str, Any] = {"font.size": 7, "axes.linewidth": 0.5, "axes.labelpad": 1, "svg.fonttype": "none"}
-STYLE |= {"axes.spines.right": False, "axes.spines.top": False}
-GOAL_LINE: dict[str, Any] = {"color": INK, "lw": 0.6, "ls": (0, (4, 3))}
-LABEL: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6, "annotation_clip": False}
-LABEL |= {"parse_math": False}  # a file may be called $x$
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito, for all eyes
+COLORS += ["#882255", "#999933", "#332288"]  # Tol
+UNLABELLED = {*CONDITIONS, *PLACE, "clock"} - {"precision"}  # conditions that are not in a label
+STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
+STYLE |= {"axes.spines.right": False, "axes.spines.top": False, "axes.grid": True, "grid.color": "0.9"}
+STYLE |= {"text.parse_math": False, "svg.fonttype": "none", "lines.markeredgewidth": 0, "legend.frameon": False}
 
 
-def separate_labels(places: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
-    """Move places apart, in order, until neighbours are `gap` away from each other, within [low, high] if they fit."""
-    order, gaps = np.argsort(places, kind="stable"), gap * np.arange(len(places))
-    moved = isotonic_regression(places[order] - gaps).x.clip(low, high - gaps[-1]) + gaps
-    return moved[np.argsort(order)]
+def short_labels(logs: Sequence[Log]) -> list[str]:
+    """Return for each log its recipe, the options in which the logs of this recipe differ, and the number of runs."""
+    labels = []
+    for log in logs:
+        recipe = log.conditions.get("recipe", "")
+        alike = pd.DataFrame([other.conditions for other in logs if recipe == other.conditions.get("recipe")])
+        differing = [name for name in alike if alike[name].nunique() > 1 and name in {*log.conditions} - UNLABELLED]
+        options = "".join(f" {name}={log.conditions[name]}" for name in differing[:3])
+        labels.append((recipe or Path(log.name).stem[:30]) + options)
+    files = ["" if labels.count(a) == 1 else " " + log.name[-30:] for a, log in zip(labels, logs, strict=True)]
+    return [f"{a}{file}, n = {len(log.runs)}" for a, file, log in zip(labels, files, logs, strict=True)]
 
 
-def draw_curves(axes: Axes, logs: list[tuple[str, Log]]) -> None:
-    """Draw accuracy against seconds: epochs as a line, or the ends of runs as dots, labelled above the axes."""
-    lines = [(label, read_log(str(PUBLISHED / "dawnbench" / f"{name}.tsv"))) for name, label in ENTRIES.items()] + logs
-    curves, ends = [log.curve or log.runs[ENDS].to_numpy().T for _, log in lines], []
-    for number, ((_, log), (x, y, low, high)) in enumerate(zip(lines, curves, strict=True)):
-        color, width, order = (BEHIND, 0.7, 2) if number < len(ENTRIES) else (INK, 1.6, 4)
-        last = np.argmax(x) if log.curve else np.argsort(x)[len(x) // 2]
-        ends.append((x[last], 100 * y[last], color))
-        if log.curve:
-            axes.plot(x, 100 * y, color=color, lw=width, zorder=order)
-            axes.fill_between(x, 100 * low, 100 * high, color=color, alpha=0.15, lw=0, zorder=3)
-        else:
-            axes.plot(x, 100 * y, "o", ms=2.5, mec=color, mfc="white" if len(x) > 1 else color, mew=0.5, zorder=order)
-    every = np.concatenate([x[x > 0] for x, *_ in curves])
-    left, right = np.log10(every.min()) - 0.1, np.log10(every.max()) + 0.15
-    axes.set(xscale="log", xlim=(10**left, 10**right), xlabel="training time, seconds")
-    axes.set(ylim=(40.0, 101.0), ylabel="test accuracy, %")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.axhline(100 * GOAL, zorder=3, **GOAL_LINE)
-    axes.text(10**left, 100 * GOAL + 0.4, " 94%", va="bottom", ha="left", fontsize=6)
-    gap = (right - left) * 0.042  # a label's height as a share of the axis
-    places = separate_labels(np.log10([x for x, *_ in ends]), gap, left + gap / 2, right - gap / 2)
-    for (label, _), (x, y, color), place in zip(lines, ends, places, strict=True):
-        text: dict[str, Any] = {"color": color, "weight": "bold" if color == INK else "normal", **LABEL}
-        text |= {"arrowprops": {"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 0}}
-        end = x, np.clip(y, *axes.get_ylim())
-        axes.annotate(label, end, (10**place, 1.05), textcoords=axes.get_xaxis_transform(), **text)
+def table_of(log: Log, label: str, color: str) -> pd.DataFrame:
+    """Return a row per run and one per epoch of a run, NaN where unknown: accuracies in percent, work in PFLOP."""
+    recipe = recipe_of(log.conditions)
+    last = float(log.conditions.get("epochs", "nan")) if log.epochs is None else np.nan
+    work = run_flop(recipe, 50_000) / 1e15 if recipe else np.nan
+    runs = log.runs.assign(epoch=last, final=100 * log.runs["accuracy"], work=work)
+    table = pd.concat([runs, log.epochs]).rename(columns={"validation_loss": "loss"}).assign(label=label, color=color)
+    return table.assign(accuracy=100 * table["accuracy"]).replace([np.inf, -np.inf], np.nan)
 
 
-def draw_picture(logs: list[tuple[str, Log]], out: Path) -> None:
-    """Draw and save; the runs of the first log with several are drawn over the published ones. Raise OSError."""
+def draw_medians(axes: Axes, table: pd.DataFrame, x: str, y: str, label: str, color: str) -> None:
+    """Draw the median over runs of a column against another, and its range; of the training loss its median alone."""
+    values = table.groupby(x)[y]
+    low, high = values.min(), values.max()
+    axes.plot(values.median(), "o-", ms=4, label=label, color=color)
+    axes.fill_between(low.index, low, high, color=color, alpha=0.2, lw=0)
+    axes.vlines(low.index, low, high, color=color, alpha=0.4, lw=2)
+    if y == "loss" and "train_loss" in table:
+        axes.plot(table.groupby(x)["train_loss"].median(), "--", color=color)
+
+
+def draw_final(axes: Axes, runs: pd.Series, row: int, label: str, color: str) -> None:
+    """Draw final accuracies as a row of dots, below their label, mean and standard deviation."""
+    rises = row + 0.3 * ((0.5 + 0.618 * np.arange(len(runs))) % 1)  # neighbours lie apart
+    axes.plot(runs.sort_values(), rises, "o", color=color, alpha=0.6, ms=5)
+    axes.vlines(runs.mean(), row - 0.05, row + 0.35, color=color, lw=2)
+    text = f"{label}: {runs.mean():.2f}" + (f" ± {runs.std():.2f}%" if len(runs) > 1 else "%")
+    axes.text(0.01, row - 0.25, text, transform=axes.get_yaxis_transform(), color=color, va="center")
+    axes.set(yticks=[], ylim=(row + 0.6, -0.6))
+
+
+def label_ends(axes: Axes, data: pd.DataFrame, x: str, y: str) -> None:
+    """Write the label of each log above the end of its line or range, moved up where labels would overlap."""
+    ends = data.sort_values([x, y]).groupby(["label", "color"])[[x, y]].last().sort_values(y)
+    low, high = axes.get_ylim()
+    step = 0.08 * (high - low)  # more than the height of a label
+    below = step * np.arange(len(ends))
+    heights = np.maximum.accumulate(ends[y] - below) + below + step
+    for (label, color), end, height in zip(ends.index, ends[x], heights, strict=True):
+        how = {"ha": "right" if end > 0.4 * axes.get_xlim()[1] else "left", "va": "center", "color": color}
+        axes.text(end, height, label, bbox={"color": "white", "pad": 0}, zorder=1.8, **how)  # below lines
+    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])
+    axes.set_ylim(low, max(high, heights.max() + step))
+
+
+def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:
+    """Draw panels, two in a row, of the logs that have data for them. More than six logs have a legend."""
     rcdefaults()  # whatever a matplotlibrc says
     rcParams.update(STYLE)  # type: ignore[arg-type]
-    several = [(label, log) for label, log in logs if len(log.runs) > 1][:1]
-    figure = Figure(figsize=(3.5, 4.9 if several else 3.0), layout="constrained")
-    axes = figure.subplots(3 if several else 1, 1, height_ratios=[2.4, 1, 1] if several else None, squeeze=False)[:, 0]
-    draw_curves(axes[0], logs)
-    for below, title in zip(axes[1:], ("final test accuracy, %", "seconds"), strict=False):
-        for (label, log), color in zip([*several, labelled(read_log("published"))], (INK, BEHIND), strict=True):
-            values = log.runs["seconds"] if title == "seconds" else 100 * log.runs["accuracy"]
-            below.ecdf(values, color=color, lw=1, label=label)
-        below.set(xlabel=title, ylabel="share of runs")
-        for text in below.legend(frameon=False, fontsize=6).get_texts():
-            text.set_parse_math(False)
-    with write_atomically(out.resolve()) as unfinished:  # the target of a link, not the link
-        figure.savefig(unfinished, dpi=200, format=out.suffix[1:].lower())
-
-
-def labelled(log: Log, name: str = "") -> tuple[str, Log]:
-    """Return the log's label, with the images where they are known and not CIFAR-10, and the log."""
-    images = log.conditions.get("images", CIFAR_10)
-    return (name or "/".join(Path(log.name).parts[-2:])) + (f", on {images}" if images != CIFAR_10 else ""), log
+    rows: Any = [[*panels[i : i + 2], panels[-1]][:2] for i in range(0, len(panels), 2)]
+    figure = Figure(figsize=(8.5, 3.4 * len(rows)), dpi=200, layout="constrained")
+    with_legend = data["label"].nunique() > 6 or panels == ["loss"]
+    for panel, axes in figure.subplot_mosaic(rows).items():
+        x, y, title, x_label, y_label = PANELS[panel]
+        shown: Any = data.dropna(subset=[x, y])
+        for row, (log, table) in enumerate(shown.groupby(["label", "color"], sort=False)):
+            if panel == "final":
+                draw_final(axes, table[x], row, *log)
+            else:
+                draw_medians(axes, table, x, y, *log)
+        axes.set(title=title, xlabel=x_label, ylabel=y_label)
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+        axes.set_xlim(None if panel == "final" else 0)
+        goal, (low, high) = (axes.axvline, axes.get_xlim()) if panel == "final" else (axes.axhline, axes.get_ylim())
+        if panel == "loss":
+            axes.set_yscale("log")
+            axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
+        elif low - 2 < 100 * GOAL < high + 2:
+            goal(100 * GOAL, color="black", lw=0.8, ls=(0, (4, 3)), zorder=1.7)
+        if y_label == ACCURACY and not with_legend:
+            label_ends(axes, shown, x, y)
+    if with_legend:
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
+    return figure
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.plot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("files", nargs="+", help="run logs, runs.tsv, timing_log.tsv or other DAWNBench tables")
+    parser.add_argument("files", nargs="+", metavar="FILE")
+    parser.add_argument("--panels", nargs="+", choices=PANELS, default=[*PANELS], help="default: all")
+    parser.add_argument("--published", action="store_true", help="add the published runs of apple2019, in grey")
     parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
     options = parser.parse_args(arguments)
     with exit_on_config_error("plot"):
-        logs = [labelled(read_log(name), "mine" if len(options.files) == 1 else "") for name in options.files]
+        logs = [read_log(name) for name in options.files]
+        tables = [table_of(*each) for each in zip(logs, short_labels(logs), COLORS * len(logs), strict=False)]
+        if options.published:
+            tables.append(table_of(read_log("published"), "apple2019, published", "0.5"))
+        data = pd.concat(tables)
+        values = {panel: data.dropna(subset=PANELS[panel][:2])[PANELS[panel][0]] for panel in options.panels}
+        figure = draw_picture(data, [panel for panel in values if values[panel].nunique() > 1] or ["final"])
         try:
             if options.out.exists() and not options.out.is_file():
                 raise OSError("it exists and is not a file")
-            draw_picture(logs, options.out)
+            with write_atomically(options.out.resolve()) as unfinished:  # the target of a link, not the link
+                figure.savefig(unfinished, format=options.out.suffix[1:].lower())
         except (OSError, ValueError) as error:  # of the disk, or a format that Matplotlib lacks
             raise ConfigError(f"--out {options.out} cannot be written ({error}): choose another") from error
+        print(options.out)
 
 
 if __name__ == "__main__":

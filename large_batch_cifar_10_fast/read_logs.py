@@ -31,21 +31,21 @@ SUMMARY = r"(?m)^(\d+) runs reached 0\.94 out of (\d+)\s*$"
 LOSSES = dict.fromkeys(("train_loss", "validation_loss"), (-np.inf, np.inf, "nan"))  # limits, and a text for NaN
 SECONDS = {"seconds": (1e-9, 1e9)}
 MAY_DIFFER = (*PLACE, "commit")  # among the runs of a log
-Curve = tuple[np.ndarray, ...]  # seconds, and the median, lowest and highest accuracy, by epoch
 
 
 @dataclass(frozen=True)
 class Log:
     """The results of a campaign. `runs` has a row per run: seed, accuracy (a fraction), validation_loss, seconds,
     cpu_seconds, and goal_seconds, the time to 94%; NaN where the log does not say, or, but for accuracy, the run
-    diverged. `reached` counts the runs at 94%; None if rounded accuracies do not tell."""
+    diverged. `reached` counts the runs at 94%; None if rounded accuracies do not tell. `epochs` has a row per run and
+    epoch: epoch, seconds, accuracy, and losses if known."""
 
     name: str
     runs: pd.DataFrame
     reached: int | None
     conditions: dict[str, str]
     notes: list[str]
-    curve: Curve | None
+    epochs: pd.DataFrame | None
 
 
 def find_files(source: str) -> list[tuple[str, str]]:
@@ -119,14 +119,14 @@ def numbers(table: pd.DataFrame, limits: Mapping[str, tuple]) -> pd.DataFrame:
     return found
 
 
-def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], curve: Curve | None = None) -> Log:
+def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], epochs: pd.DataFrame | None = None) -> Log:
     """Return a log of numbers, and count the runs at 94%. A run whose loss is not finite has diverged."""
     finite = runs.filter([*LOSSES]).abs().lt(np.inf).all(axis=1)
     of_finished = ["validation_loss", "seconds", "cpu_seconds", "goal_seconds"]
     runs = runs.reindex(columns=["seed", "accuracy", *of_finished])
     runs.loc[~finite, of_finished] = np.nan
     notes = [] if finite.all() else [f"{name}: {(~finite).sum()} runs diverged"]
-    return Log(name, runs, int(((runs["accuracy"] >= GOAL) & finite).sum()), conditions, notes, curve)
+    return Log(name, runs, int(((runs["accuracy"] >= GOAL) & finite).sum()), conditions, notes, epochs)
 
 
 def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame]) -> Log:
@@ -152,36 +152,39 @@ def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame]) -> Lo
     runs = numbers(rows, limits | {"cpu_seconds": (0, 1e12, "")} | LOSSES)
     count = numbers(rows, {"validation_count": (0, runs["validation_images"].max())})["validation_count"]
     runs["accuracy"] = count / runs["validation_images"]
-    log = make_log(source, runs, conditions, curve_of(parts))
+    log = make_log(source, runs, conditions, epochs_of(parts))
     for name in [name for name in MAY_DIFFER if alike[name].nunique() > 1]:
         log.notes.append(f"{source} has more than one {name}: {', '.join(alike[name].unique())}")
         log.conditions.pop(name, None)
     return log
 
 
-def curve_of(parts: Mapping[str, pd.DataFrame]) -> Curve | None:
-    """Return the median over the runs by epoch, and the range of accuracies, from the epochs.tsv beside each table."""
-    found = []
+def epochs_of(parts: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
+    """Return the epochs of all runs from the epochs.tsv beside each table, or those of one run from timing_log.tsv."""
+    found: list[Any] = []
+    limits: dict[str, tuple] = {"epoch": (1, 1e9), **SECONDS, "validation_accuracy": (0, 1)}
+    limits |= dict.fromkeys(LOSSES, (-np.inf, np.inf, "nan", ""))
     for path, rows in parts.items():
-        if (beside := Path(path).with_name("epochs.tsv")).exists():
+        beside, curve = (Path(path).with_name(name) for name in ("epochs.tsv", "timing_log.tsv"))
+        if beside.exists():
             table = parse_table(str(beside), read_text(beside))
             table = table[(table["campaign"] == rows["campaign"].iloc[0]) & table["run"].isin(rows["run"])]
-            found.append(table.drop_duplicates(["run", "epoch"], keep="last"))  # a run that was repeated after a kill
-    if not any(map(len, found)):
-        return None
-    limits = {"epoch": (1, 1e9), **SECONDS, "validation_accuracy": (0, 1)}
-    epochs = numbers(pd.concat(found), limits).groupby("epoch")
-    accuracy = epochs["validation_accuracy"].agg(["median", "min", "max"])
-    return epochs["seconds"].median().to_numpy(), *accuracy.to_numpy().T
+            table = table.drop_duplicates(["run", "epoch"], keep="last")  # a run that was repeated after a kill
+            found.append(numbers(table, limits).rename(columns={"validation_accuracy": "accuracy"}))
+        elif curve.exists():
+            log = from_epochs(str(curve), parse_table(str(curve), read_text(curve)))
+            if np.isclose(rows["seconds"].astype(float), log.runs["seconds"]).any():  # a run of this campaign
+                found.append(log.epochs)
+    return pd.concat(found) if any(map(len, found)) else None
 
 
 def from_epochs(path: str, table: pd.DataFrame) -> Log:
-    """Read a DAWNBench table: the epochs of one run."""
+    """Read a DAWNBench table: the epochs of one run, a row each."""
     epochs = numbers(table, {"hours": (0, 1e6), "top1Accuracy": (0, 100)})
-    seconds, accuracy = 3600 * epochs["hours"].to_numpy(), epochs["top1Accuracy"].to_numpy() / 100
-    goal = next(iter(seconds[accuracy >= GOAL]), np.nan)
-    run = pd.DataFrame({"accuracy": accuracy[-1:], "seconds": seconds[-1:], "goal_seconds": goal})
-    return make_log(path, run, {"epochs": str(len(accuracy))}, curve=(seconds, accuracy, accuracy, accuracy))
+    epochs["seconds"], epochs["accuracy"] = 3600 * epochs.pop("hours"), epochs.pop("top1Accuracy") / 100
+    epochs["epoch"] = np.arange(1.0, len(epochs) + 1)
+    run = epochs[-1:].assign(goal_seconds=epochs["seconds"][epochs["accuracy"] >= GOAL].min())
+    return make_log(path, run, {"epochs": str(len(epochs))}, epochs)
 
 
 def from_lines(path: str, text: str) -> Log:

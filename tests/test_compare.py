@@ -7,14 +7,17 @@ import os
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from scipy import stats
 from test_read_logs import run_lines, write_runs
 
 from large_batch_cifar_10_fast import compare, plot
 from large_batch_cifar_10_fast.log import print_summary
-from large_batch_cifar_10_fast.plot import ENTRIES, separate_labels
+from large_batch_cifar_10_fast.plot import draw_picture
 from large_batch_cifar_10_fast.read_logs import PUBLISHED
+from large_batch_cifar_10_fast.runs import EPOCHS
 from large_batch_cifar_10_fast.stats import compare_means, verdict, wilson
 
 
@@ -190,21 +193,74 @@ def test_a_picture_replaces_what_a_link_leads_to(tmp_path):
         assert (link.is_symlink(), picture.read_bytes()[: len(magic)]) == (True, magic)
 
 
-def test_every_line_and_distribution_is_labelled_and_the_name_of_a_file_is_no_formula(tmp_path):
-    runs = write_runs(tmp_path / "a$\\b$.tsv", [9400, 9410], images="noise")
-    for files, labels in ([runs], ["mine, on noise"]), ([runs, str(CURVE)], ["a$\\b$.tsv, on noise"]):
-        plot.main([*files, "--out", str(tmp_path / "p.svg")])
-        text = (tmp_path / "p.svg").read_text()
-        for label in (*ENTRIES.values(), *labels, "94%", "published", "final test accuracy, %", "share of runs"):
-            assert f"{label}<" in text, label
+@pytest.fixture
+def panels(tmp_path, monkeypatch, capsys):
+    """Return a function that draws a picture, and returns its panels by their title; its file is 1700 pixels wide."""
+    drawn = []
+    monkeypatch.setattr(plot, "draw_picture", lambda *what: drawn.append(draw_picture(*what)) or drawn[-1])
+
+    def draw(*arguments: object) -> dict[str, Axes]:
+        plot.main([*map(str, arguments), "--out", str(out := tmp_path / "p.png")])
+        assert (capsys.readouterr().out, imread(out).shape[1]) == (f"{out}\n", 1700)
+        return {axes.get_title(loc="left").partition(" (")[0]: axes for axes in drawn[-1].axes}
+
+    return draw
 
 
-def test_labels_are_spread_in_order_with_a_gap():
-    places = np.array([1.0, 1.02, 3.0, 0.0, 1.01])
-    moved = separate_labels(places, 0.2, -0.5, 3.5)
-    assert np.argsort(moved).tolist() == np.argsort(places).tolist()
-    assert np.diff(np.sort(moved)).min() > 0.2 - 1e-6
-    assert (moved[3], moved[2]) == (0.0, 3.0)
+def write_epochs(folder, accuracies, **fields) -> str:
+    """Write a campaign of runs with these accuracies by epoch, losses 1 - accuracy and train losses of half of that."""
+    rows = [("b", i, e, e, (1 - a) / 2, 1 - a, a) for i, run in enumerate(accuracies) for e, a in enumerate(run, 1)]
+    path, names = write_runs(folder / "runs.tsv", [10_000 * run[-1] for run in accuracies], **fields), EPOCHS
+    table = pd.DataFrame(rows, columns=[name for name in names if name != "train_accuracy"])
+    table.to_csv(folder / "epochs.tsv", sep="\t", index=False)
+    return path
+
+
+def test_median_and_range_of_each_campaign_are_drawn_by_epoch_with_losses_and_final_accuracies(tmp_path, panels):
+    a = write_epochs(tmp_path / "a", [(0.2, 0.25), (0.1, 0.15), (0.3, 0.35)], options="epochs=2 kept=1")
+    b = write_epochs(tmp_path / "b", [(0.2, 0.3)], options="epochs=2 kept=0.5")
+    drawn = panels(a, b)
+    curves, losses, final, work = drawn.values()
+    np.testing.assert_allclose([line.get_ydata() for line in curves.lines], [[20, 25], [20, 30]])
+    np.testing.assert_allclose([line.get_ydata() for line in losses.lines[:2]], [[0.8, 0.75], [0.4, 0.375]])
+    np.testing.assert_allclose(curves.collections[0].get_paths()[0].get_extents().intervaly, [10, 35])
+    assert [text.get_text() for text in curves.texts] == ["muon kept=0.5, n = 1", "muon kept=1, n = 3"]
+    assert [text.get_text() for text in final.texts] == [
+        "muon kept=1, n = 3: 25.00 ± 10.00%",
+        "muon kept=0.5, n = 1: 30.00%",
+    ]
+    of_all, of_half = (line.get_xdata()[0] for line in work.lines)
+    assert of_half == pytest.approx(of_all / 2, rel=0.1)
+    assert final.lines[0].get_xdata().tolist() == pytest.approx([15, 25, 35])
+    low, high = curves.get_ylim()
+    assert low < 10 < 35 < high < 94, "no line at 94%, which is far away"
+    colors = {line.get_color() for line in curves.lines}
+    assert len(colors) == 2, "each in its own"
+
+
+def test_the_line_at_94_percent_is_drawn_where_it_is_near(tmp_path, panels):
+    curves = panels(write_epochs(tmp_path / "a", [(0.5, 0.935)]))["Accuracy by epoch"]
+    assert curves.lines[-1].get_ydata() == [94, 94]
+
+
+def test_published_results_are_grey_and_only_drawn_when_asked_for(panels):
+    final = panels("published")["Final accuracy of each run"]
+    assert [text.get_text() for text in final.texts] == ["apple2019, n = 50: 94.19 ± 0.19%"]
+    curves = panels(CURVE, "--published")["Accuracy by epoch"]
+    median, low_and_high = curves.lines[1], curves.collections[-1].get_paths()[0].get_extents().intervaly
+    assert (median.get_color(), *median.get_xydata()[0]) == ("0.5", 18, pytest.approx(94.2))
+    assert low_and_high.tolist() == pytest.approx([93.7, 94.5])
+
+
+def test_labels_at_ends_lie_above_them_and_apart_and_the_name_of_a_file_is_no_formula(tmp_path, panels):
+    files = []
+    for name in ("$a$", "$b$", "$c$"):
+        (tmp_path / f"{name}.tsv").write_text(CURVE.read_text())
+        files.append(tmp_path / f"{name}.tsv")
+    curves = panels(*files, tmp_path / "$a$.tsv")["Accuracy by epoch"]
+    heights = np.sort([text.get_position()[1] for text in curves.texts])
+    assert np.diff([94.1, *heights]).min() > 0.07 * (94.1 - 38.54)
+    assert "$b$, n = 1" in {text.get_text() for text in curves.texts}
 
 
 def test_a_picture_that_cannot_be_written_ends_with_one_line_and_the_one_before_stays(

@@ -105,10 +105,10 @@ def test_lines_from_srun_or_of_several_launches_are_read(log):
 def test_a_dawnbench_table_is_one_run_with_its_time_to_94_percent(log):
     found = log("epochs\thours\ttop1Accuracy\n0\t0\t12.5\n1\t0.002\t94.05\n\n2\t0.003\t94.19\n\n")
     np.testing.assert_allclose(found.runs[["accuracy", "seconds", "goal_seconds"]], [[0.9419, 10.8, 7.2]])
-    np.testing.assert_allclose(found.curve[:2], [[0, 7.2, 10.8], [0.125, 0.9405, 0.9419]])
+    np.testing.assert_allclose(found.epochs[["seconds", "accuracy"]], [[0, 0.125], [7.2, 0.9405], [10.8, 0.9419]])
 
 
-def test_several_tables_are_one_log_with_the_median_curve(tmp_path):
+def test_several_tables_are_one_log_with_the_epochs_of_all_runs(tmp_path):
     """The accuracy of seed s after epoch e is (s + e) / 10, its time 10 e + s; what a kill left does not count."""
     for folder, seeds in (("0", [0, 1]), ("1", [2])):
         write_runs(tmp_path / folder / "runs.tsv", [9400] * len(seeds), seed=seeds[0], device=folder)
@@ -118,8 +118,18 @@ def test_several_tables_are_one_log_with_the_median_curve(tmp_path):
         table.to_csv(tmp_path / folder / "epochs.tsv", sep="\t", index=False)
     for source in (f"{tmp_path}/0/runs.tsv,{tmp_path}/1/runs.tsv", f"{tmp_path}/*/runs.tsv"):
         found = read_log(source)
-        np.testing.assert_allclose(found.curve, [[11, 21], [0.2, 0.3], [0.1, 0.2], [0.3, 0.4]])
+        by_epoch = found.epochs.groupby("epoch")[["seconds", "accuracy"]].mean()
+        np.testing.assert_allclose(by_epoch, [[11, 0.2], [21, 0.3]])
         assert (found.reached, found.conditions["processes"], "device" in found.conditions) == (3, "1", False)
+
+
+def test_without_epochs_tsv_the_epochs_of_one_run_are_those_of_its_timing_log(tmp_path):
+    source = write_runs(tmp_path / "runs.tsv", [9400, 9410])
+    for seconds, found in ((6, [0.5, 0.941]), (7, None)):  # of the second run, and of another campaign
+        table = f"epoch\thours\ttop1Accuracy\n1\t0.001\t50\n2\t{seconds / 3600}\t94.1\n"
+        (tmp_path / "timing_log.tsv").write_text(table)
+        epochs = read_log(source).epochs
+        assert epochs is found or epochs["accuracy"].tolist() == pytest.approx(found)
 
 
 @pytest.mark.parametrize(
