@@ -52,7 +52,7 @@ def separate_labels(places: np.ndarray, gap: float, low: float, high: float) -> 
 def draw_curves(axes: Axes, logs: list[tuple[str, Log]]) -> None:
     """Draw accuracy against seconds: epochs as a line, or the ends of runs as dots, labelled above the axes."""
     lines = [(label, read_log(str(PUBLISHED / "dawnbench" / f"{name}.tsv"))) for name, label in ENTRIES.items()] + logs
-    curves, ends = [log.curve or log.runs[ENDS].to_numpy().T for _, log in lines], []
+    curves, ends = [log.curve or log.runs[ENDS].dropna().to_numpy().T for _, log in lines], []
     for number, ((_, log), (x, y, low, high)) in enumerate(zip(lines, curves, strict=True)):
         color, width, order = (BEHIND, 0.7, 2) if number < len(ENTRIES) else (INK, 1.6, 4)
         last = np.argmax(x) if log.curve else np.argsort(x)[len(x) // 2]
@@ -88,7 +88,7 @@ def draw_picture(logs: list[tuple[str, Log]], out: Path) -> None:
     draw_curves(axes[0], logs)
     for below, title in zip(axes[1:], ("final test accuracy, %", "seconds"), strict=False):
         for (label, log), color in zip([*several, labelled(read_log("published"))], (INK, BEHIND), strict=True):
-            values = log.runs["seconds"] if title == "seconds" else 100 * log.runs["accuracy"]
+            values = log.runs["seconds"].dropna() if title == "seconds" else 100 * log.runs["accuracy"]
             below.ecdf(values, color=color, lw=1, label=label)
         below.set(xlabel=title, ylabel="share of runs")
         for text in below.legend(frameon=False, fontsize=6).get_texts():
@@ -111,6 +111,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with exit_on_config_error("plot"):
         logs = [labelled(read_log(name), "mine" if len(options.files) == 1 else "") for name in options.files]
+        for _, log in logs:
+            if log.runs["seconds"].isna().all():
+                raise ConfigError(f"{log.name}: all runs diverged, and have no time to draw")
         try:
             if options.out.exists() and not options.out.is_file():
                 raise OSError("it exists and is not a file")
