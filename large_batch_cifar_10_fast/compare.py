@@ -108,10 +108,12 @@ def judge(mine: Log, reference: Log, name: str, unit: str, margin: float) -> tup
         return word, f"{word}: a single run has no spread."
     sentence = word + (f" within {margin:.3g} {unit}" if word == "equivalent" else "")
     sentence += f": {found.difference:+.3f} {unit}, 95% interval [{found.low:+.3f}, {found.high:+.3f}]"
-    sentence += f", p = {found.p:.2g}" + (", in pairs of the same seed" if found.paired else "")
-    if word == "no difference shown":
-        sentence += f" (shown below {SIGNIFICANCE:g}); with {len(a)} and {len(b)} runs a difference of "
-        sentence += f"{found.detectable:.2g} {unit} would be found four times in five"
+    none = word == "no difference shown"
+    sentence += f", p = {found.p:.2g}" + (f" (not below {SIGNIFICANCE:g})" if none else "")
+    sentence += ", in pairs of the same seed" if found.paired else ""
+    if none:
+        sentence += f"; with {len(a)} and {len(b)} runs a difference of {found.detectable:.2g} {unit}"
+        sentence += " would be found four times in five"
     return word, sentence + "."
 
 
