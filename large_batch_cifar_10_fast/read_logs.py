@@ -142,8 +142,7 @@ def curve_of(parts: Mapping[str, pd.DataFrame]) -> Curve | None:
     for path, rows in parts.items():
         if (beside := Path(path).with_name("epochs.tsv")).exists():
             table = parse_table(str(beside), read_text(beside))
-            table = table[(table["campaign"] == rows["campaign"].iloc[0]) & table["run"].isin(rows["run"])]
-            found.append(table.drop_duplicates(["run", "epoch"], keep="last"))  # a run that was repeated after a kill
+            found.append(table[(table["campaign"] == rows["campaign"].iloc[0]) & table["run"].isin(rows["run"])])
     if not any(map(len, found)):
         return None
     limits = {"epoch": (1, 1e9), **SECONDS, "validation_accuracy": (0, 1)}
