@@ -141,13 +141,8 @@ def measure_run(options: Options, recipe: Recipe, repeats: int, ctx: DistContext
     lines += ["", f"peak memory of a process  {peak:.3g} GiB"]
     lines += [f"training of a run         {run} s, {run_flop(recipe, TRAIN) / 1e15:.4g} PFLOP"]
     lines += [f"speed of the last step    {speed:.0f} images/s, {rate / 1e12:.4g} TFLOP/s"]
-    return [
-        str(bench),
-        "",
-        "seconds: median (least to most)",
-        *lines,
-        f"share of the matrix rate  {rate / largest:.1%}",
-    ]
+    lines += [f"share of the matrix rate  {rate / largest:.1%}"]
+    return [str(bench), "", "seconds: median (least to most)", *lines]
 
 
 def compare_recipes(requests: list[list[str]], repeats: int, ctx: DistContext) -> list[str]:

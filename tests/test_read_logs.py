@@ -105,7 +105,7 @@ def test_a_dawnbench_table_is_one_run_with_its_time_to_94_percent(log):
 
 
 def test_several_tables_are_one_log_with_the_median_curve(tmp_path):
-    """The accuracy of seed s after epoch e is (s + e) / 10, its time 10 e + s; other campaigns and runs do not count."""
+    """The accuracy of seed s after epoch e is (s + e) / 10, its time 10 e + s; other runs do not count."""
     for folder, seeds in (("0", [0, 1]), ("1", [2])):
         write_runs(tmp_path / folder / "runs.tsv", [9400] * len(seeds), seed=seeds[0], device=folder)
         epochs = [("a", 0, 1, 99, 0.9), ("b", 7, 1, 50, 0.8)]
