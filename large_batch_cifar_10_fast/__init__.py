@@ -8,7 +8,7 @@ from pathlib import Path
 
 __version__ = "0.3.0"
 PACKAGE = Path(__file__).resolve().parent
-RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: where the launcher lets its processes meet
+RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: the rendezvous of the launcher's processes
 INVALID = 2  # the exit status for an invalid request
 
 

@@ -53,14 +53,14 @@ class Bench:
         return f"{recipe.name}: {recipe.workers} x {recipe.batch_size} images a step, {how}"
 
 
-def set_up(given: Options, recipe: Recipe, ctx: DistContext) -> Bench:
+def set_up(options: Options, recipe: Recipe, ctx: DistContext) -> Bench:
     """Prepare network, images and graphs as training does."""
-    given, ctx = choose_computation(given, recipe, ctx, TRAIN), replace(ctx, total_workers=recipe.workers)
+    options, ctx = choose_computation(options, recipe, ctx, TRAIN), replace(ctx, total_workers=recipe.workers)
     clock, images = Clock(ctx.synchronize), random_images(TRAIN, TEST)
     images = images.pinned() if ctx.on_gpu and ctx.world_size == 1 else images
     with clock.timed("compilation"):
-        model = make_model(recipe, ctx, given.precision, given.micro_batches)
-        if given.compile:
+        model = make_model(recipe, ctx, options.precision, options.micro_batches)
+        if options.compile:
             model = compiled(model, test_images=TEST)
     for _ in range(3):
         data = prepare(images, model, clock)
@@ -69,7 +69,7 @@ def set_up(given: Options, recipe: Recipe, ctx: DistContext) -> Bench:
     samples: dict[Hashable, Sample] = {}
     for sample in distinct_samples(model, data.train):
         samples.setdefault(sample.stage.signature, sample)  # a short batch comes last
-    step = make_step(model, data, use_graphs=ctx.on_gpu and on_one_machine() and not given.no_graph)
+    step = make_step(model, data, use_graphs=ctx.on_gpu and on_one_machine() and not options.no_graph)
     return Bench(model, data, step, list(samples.values()), clock.laps)
 
 
@@ -126,9 +126,9 @@ def seconds_of_run(run: Recipe, measured: Recipe, laps: Laps) -> np.ndarray:
     return training + run.epochs * np.array(laps[SAMPLING])
 
 
-def measure_run(given: Options, recipe: Recipe, repeats: int, ctx: DistContext) -> list[str]:
+def measure_run(options: Options, recipe: Recipe, repeats: int, ctx: DistContext) -> list[str]:
     """Return lines on the parts of a run and of a step, and on the speed that follows from them."""
-    bench = set_up(given, recipe, ctx)
+    bench = set_up(options, recipe, ctx)
     (laps,) = time_in_turn([bench], repeats)
     peak, last = peak_memory(ctx.device) / 2**30, recipe.stages[-1].signature
     names: dict[Hashable, str] = {s.signature: f"step from epoch {s.first_epoch} on" for s in reversed(recipe.stages)}
@@ -141,13 +141,8 @@ def measure_run(given: Options, recipe: Recipe, repeats: int, ctx: DistContext) 
     lines += ["", f"peak memory of a process  {peak:.3g} GiB"]
     lines += [f"training of a run         {run} s, {run_flop(recipe, TRAIN) / 1e15:.4g} PFLOP"]
     lines += [f"speed of the last step    {speed:.0f} images/s, {rate / 1e12:.4g} TFLOP/s"]
-    return [
-        str(bench),
-        "",
-        "seconds: median (least to most)",
-        *lines,
-        f"share of the matrix rate  {rate / largest:.1%}",
-    ]
+    lines += [f"share of the matrix rate  {rate / largest:.1%}"]
+    return [str(bench), "", "seconds: median (least to most)", *lines]
 
 
 def compare_recipes(requests: list[list[str]], repeats: int, ctx: DistContext) -> list[str]:
@@ -175,12 +170,12 @@ def with_range(values: Sequence[float] | np.ndarray) -> str:
 
 def read_to_measure(arguments: list[str]) -> tuple[Options, Recipe]:
     """Return the options and the recipe; without a GPU with one worker per process, unless --workers is given."""
-    processes, (given, recipe) = launched_world_size(), parse(arguments)
-    if "workers" in vars(recipe) and not count_gpus(given.device):
-        given, recipe = parse(["--workers", str(processes), *arguments])  # the last one counts
-    check_processes(recipe, processes, given.micro_batches)
+    processes, (options, recipe) = launched_world_size(), parse(arguments)
+    if "workers" in vars(recipe) and not count_gpus(options.device):
+        options, recipe = parse(["--workers", str(processes), *arguments])  # the last one counts
+    check_processes(recipe, processes, options.micro_batches)
     check_images(recipe, TRAIN)
-    return given, recipe
+    return options, recipe
 
 
 def main() -> None:
@@ -189,17 +184,17 @@ def main() -> None:
     parser.add_argument("--against", choices=RECIPES, metavar="RECIPE", help="compare --recipe with another recipe")
     parser.add_argument("--repeats", type=int, default=7, help="repetitions (default 7)")
     with exit_on_config_error("bench"):
-        options, others = parser.parse_known_args()
-        if options.repeats < 1:
-            raise ConfigError(f"--repeats {options.repeats} must be at least 1")
-        if launched_world_size() > 1 and options.against:
+        asked, others = parser.parse_known_args()
+        if asked.repeats < 1:
+            raise ConfigError(f"--repeats {asked.repeats} must be at least 1")
+        if launched_world_size() > 1 and asked.against:
             raise ConfigError("--against needs one process: start without torchrun")
-        given, recipe = read_to_measure(others)
-        with init_distributed(recipe.workers, given.device) as ctx:
+        options, recipe = read_to_measure(others)
+        with init_distributed(recipe.workers, options.device) as ctx:
             hardware = f"{ctx.world_size} x {hardware_name(ctx.device)}"
-            head = f"# commit {commit()}, torch {torch.__version__}, {hardware}, {options.repeats} repetitions"
-            both, repeats = [others, [*others, "--recipe", options.against]], options.repeats
-            lines = compare_recipes(both, repeats, ctx) if options.against else measure_run(given, recipe, repeats, ctx)
+            head = f"# commit {commit()}, torch {torch.__version__}, {hardware}, {asked.repeats} repetitions"
+            both, repeats = [others, [*others, "--recipe", asked.against]], asked.repeats
+            lines = compare_recipes(both, repeats, ctx) if asked.against else measure_run(options, recipe, repeats, ctx)
             if ctx.is_main:
                 print(head, *lines, sep="\n")
 

@@ -164,7 +164,7 @@ def has_bf16(gpu: torch.device) -> bool:
 def gains_by_bf16() -> bool:
     """Return whether this CPU multiplies faster in bfloat16; some have slow instructions for it."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: another torch may lack them
-    if not any(getattr(torch.cpu, name, bool)() for name in checks):
+    if not any(hasattr(torch.cpu, name) and getattr(torch.cpu, name)() for name in checks):
         return False
     half, single = (matrix_rate(precision, torch.device("cpu")) for precision in ("bf16", "fp32"))
     return half > 1.25 * single  # rates on a busy machine vary by some tens of percent
@@ -173,9 +173,8 @@ def gains_by_bf16() -> bool:
 def count_cores() -> int:
     """Return the number of cores that this process may use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    v1 = (f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us" for name in ("quota", "period"))
-    quota, period, *_ = (output_of("cat", "/sys/fs/cgroup/cpu.max") or output_of("cat", *v1) or "max 1").split()
-    return cores if quota in ("max", "-1") else max(1, min(cores, int(quota) // int(period)))
+    quota, period = (output_of("cat", "/sys/fs/cgroup/cpu.max") or "max 1").split()
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
 # Names

@@ -116,7 +116,7 @@ def on_one_machine() -> bool:
 def init_distributed(total_workers: int = 1, device: str = "", timeout: int = 3600) -> Iterator[DistContext]:
     """Join the process group, and leave it at the end. Waits of more than `timeout` seconds raise torch's errors.
 
-    They meet at a file of our launcher, or as torchrun says.
+    Their rendezvous is a file of our launcher, or as torchrun says.
     """
     rank, world_size, taken = int(os.environ.get("RANK", 0)), launched_world_size(), take_device(device)
     if world_size == 1:

@@ -51,8 +51,6 @@ def launch(arguments: Sequence[str]) -> int:
     if teams > len(options.planned):
         raise ConfigError(f"--teams {teams} is more than the runs to make ({len(options.planned)}): use fewer")
     processes = plan_processes(options.nproc, teams, recipe.workers, gpus, cores)
-    config.check_processes(recipe, processes, options.micro_batches)
-    config.check_save(options.save)
     if teams > 1 and not (gpus or options.precision or options.demo):  # measured once, for all teams
         arguments = [*arguments, "--precision", "bf16" if devices.gains_by_bf16() else "fp32"]
     campaign = runs.campaign_named(Path(out), options.campaign, options.resume)[0] or runs.new_campaign()

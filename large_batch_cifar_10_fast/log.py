@@ -129,7 +129,8 @@ class RunLog:
         """Return the planned runs that the campaign's table has; choose the campaign's name if it has none."""
         campaign, rows = runs.campaign_named(self.out, self.options.campaign, self.options.resume)
         self.of_campaign = rows
-        self._check(rows, [name for name in (*CONDITIONS, *PLACE, "seed") if name not in ("compile", "no_graph")])
+        known = [name for name in (*CONDITIONS, *PLACE, "seed") if name not in ("compile", "no_graph")]
+        runs.check_conditions(rows, self.common | {"seed": str(self.options.seed)}, known)
         self.common["campaign"] = campaign or runs.new_campaign()
         try:
             append(self.out / "runs.tsv", COLUMNS, 2, [])  # fails before training if it cannot be written
@@ -139,9 +140,6 @@ class RunLog:
         if self.options.save and not os.path.exists(self.options.save) and str(last) in {row["run"] for row in rows}:
             warn(f"--save {self.options.save}: run {last} is finished, and its weights are not made again")
         return {int(row["run"]): row for row in rows if int(row["run"]) in self.options.planned}
-
-    def _check(self, rows: Iterable[Row], names: Sequence[str]) -> None:
-        runs.check_conditions(rows, self.common | {"seed": str(self.options.seed)}, names)
 
     def _print_head(self, recipe: Recipe, images: Images) -> None:
         common, processes = self.common, "1 process" if self.ctx.world_size == 1 else f"{self.ctx.world_size} processes"
@@ -168,7 +166,7 @@ class RunLog:
         """
         no_graph = self.options.no_graph or (self.ctx.on_gpu and not graphs)
         self.common |= {"compile": str(compiled), "no_graph": str(no_graph)}
-        self._check(self.of_campaign, ["compile", "no_graph"])
+        runs.check_conditions(self.of_campaign, self.common, ["compile", "no_graph"])
         done, missing = (sum(self.images_of_epochs) * len(made) for made in (self.rows, self.missing))
         how: dict[str, Any] = {"unit": "images", "unit_scale": True, "smoothing": 0, "miniters": 1, "file": sys.stderr}
         how["disable"] = None if self.prints_head else True  # None: disabled without a terminal

@@ -85,11 +85,8 @@ def differences(one: Mapping[str, str], other: Mapping[str, str], names: Iterabl
         a, b = one.get(name), other.get(name)
         if a and b and a != b:
             mine, others = (from_pairs(text) if name == "options" else {name: text} for text in (a, b))
-            found += [
-                f"{key} ({mine.get(key)}, not {others.get(key)})"
-                for key in mine | others
-                if mine.get(key) != others.get(key)
-            ]
+            keys = [key for key in mine | others if mine.get(key) != others.get(key)]
+            found += [f"{key} ({mine.get(key)}, not {others.get(key)})" for key in keys]
     return ", ".join(found)
 
 
