@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import ConfigError
+from . import ConfigError, first_line
 from . import train as training
 from .config import choose_computation, parse
 from .data.cifar10 import load_images
@@ -31,26 +31,29 @@ def train(recipe: str = "apple2019", **options: Any) -> list[Row]:
     return training.main(_arguments(recipe, options))
 
 
-def load(weights: Path | str, recipe: str = "apple2019", **options: Any) -> nn.Module:
-    """Return a trained network on the CPU, in evaluation mode: images [B, 3, 32, 32], normalized, to logits [B, 10].
+def load(weights: Path | str, recipe: str = "apple2019", classes: int = 10, **options: Any) -> nn.Module:
+    """Return a trained network on the CPU, in evaluation mode: normalized images to logits [B, classes].
 
-    Give the recipe and the options it was trained with. Raise ConfigError if the file does not fit.
+    Give the recipe, options and number of classes it was trained with. Raise ConfigError if the file does not fit.
     """
-    network = make_network(parse(_arguments(recipe, options))[1], seed=0)
-    _load(Path(weights), network)
+    made = parse(_arguments(recipe, options))[1]
+    network = make_network(made.for_images(classes, made.normalization), seed=0)
+    _fit(network, _read(Path(weights)), weights)
     return network.eval()
 
 
 def evaluate(weights: Path | str, recipe: str = "apple2019", **options: Any) -> Score:
     """Return the score of saved weights on the test images, as after the last epoch; other `views` may be given."""
     given, made = parse(_arguments(recipe, options))
+    state = _read(Path(weights))  # before a download
     images = load_images(given.data)
+    made = made.for_images(images.classes, images.normalization)
     with init_distributed(made.workers, given.device) as ctx:
         precision = choose_computation(given, made, ctx, len(images.train_images)).precision
         model = training.make_model(made, ctx, precision)
-        _load(Path(weights), model.network)
+        _fit(model.network, state, weights)
         test_images, labels = upload_test(*images.test, ctx)
-        return evaluate_model(model, made.tta, (normalize(test_images, model.precision), labels))
+        return evaluate_model(model, made.tta, (normalize(test_images, made.normalization, model.precision), labels))
 
 
 def _arguments(recipe: str, options: dict[str, Any]) -> list[str]:
@@ -61,14 +64,20 @@ def _arguments(recipe: str, options: dict[str, Any]) -> list[str]:
     return ["--recipe", recipe, *given]
 
 
-def _load(path: Path, network: nn.Module) -> None:
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # torch raises nearly anything for a damaged or foreign file
+        raise ConfigError(f"{path} cannot be read as weights ({first_line(error)}): name a file of --save") from error
+
+
+def _fit(network: nn.Module, weights: dict[str, torch.Tensor], path: Path | str) -> None:
     """Give the network saved weights. Of statistics of more ghost groups it takes the first."""
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
         for name, expected in network.state_dict().items():
             if name.endswith(("running_mean", "running_var")):
                 weights[name] = weights[name][: len(expected)]
         network.load_state_dict(weights)
-    except Exception as error:  # torch raises nearly anything for a damaged or foreign file
+    except Exception as error:  # torch raises nearly anything for foreign weights
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{path} does not fit ({reason}): give the recipe and options it was trained with") from error

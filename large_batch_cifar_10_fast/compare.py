@@ -10,8 +10,12 @@ same devices), 2 unreadable, or no reference.
 
 import argparse
 import sys
+from pathlib import Path
 
 import numpy as np
+
+if not __package__:  # started as a file, not with -m
+    sys.path[0], __package__ = str(Path(__file__).resolve().parents[1]), "large_batch_cifar_10_fast"
 
 from . import ConfigError, exit_on_config_error
 from .data.cifar10 import CIFAR_10
@@ -80,6 +84,7 @@ def as_table(mine: Log, reference: Log, with_times: bool) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
+@exit_on_config_error("compare")
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.compare", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -90,8 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.margin > 0:
         parser.error(f"--margin {options.margin} must be greater than 0")
-    with exit_on_config_error("compare"):
-        mine, reference = read_both(options.mine, options.reference, options.campaign)
+    mine, reference = read_both(options.mine, options.reference, options.campaign)
     if notes := differing_conditions(mine, reference):
         print("Conditions that differ (mine, not the reference's) or are unknown:", *notes, sep="\n  ", end="\n\n")
     not_compared = why_times_are_not_compared(mine, reference)

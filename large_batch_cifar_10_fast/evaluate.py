@@ -17,8 +17,8 @@ from .layers import running_statistics
 if TYPE_CHECKING:
     from .recipe import Model
 
-Logits = Callable[[Tensor], Tensor]  # images [B, 3, H, W] to logits [B, 10]: a network, compiled or not
-Prediction = Callable[[Logits, Tensor], Tensor]  # logits [n, 10] of a network for test images [n, 32, 32, 3]
+Logits = Callable[[Tensor], Tensor]  # images [B, 3, H, W] to logits [B, classes]: a network, compiled or not
+Prediction = Callable[[Logits, Tensor], Tensor]  # logits [n, classes] of a network for test images [n, 32, 32, 3]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TestTimeAugmentation:
     views: Mapping[Callable[[Tensor], Tensor], float]
 
     def __call__(self, network: Logits, images: Tensor) -> Tensor:
-        """Return logits [n, 10] for images [n, 32, 32, 3]."""
+        """Return logits [n, classes] for images [n, 32, 32, 3]."""
         chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(chunk_sizes(len(images), images.device)))
         views = self.views.items()
         return torch.cat([reduce(add, (w * at_least_float32(network(view(x))) for view, w in views)) for x in chunks])

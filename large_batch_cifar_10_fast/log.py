@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from . import ConfigError, __version__, first_line, runs
 from .config import Options, as_pairs
+from .data.augment import CIFAR_10_NORMALIZATION
 from .data.cifar10 import SYNTHETIC, Images
 from .devices import driver_and_clocks, hardware_name, peak_memory, software
 from .distributed import DistContext, warn
@@ -136,6 +137,9 @@ class RunLog:
         print_line(f"# {recipe.workers} workers on {processes}, {common['device']}")
         counts = f"{len(images.train_images)} training and {len(images.test_images)} test images"
         print_line(f"# data {images.name}: {counts}, SHA-256 {images.digest}")
+        if recipe.normalization != CIFAR_10_NORMALIZATION:
+            mean, std = (" ".join(map(str, values)) for values in recipe.normalization)
+            print_line(f"# {recipe.classes} classes; the normalization is the training images': mean {mean}, std {std}")
         print_line(f"# recipe {recipe.name} {common['options']}")
         print_line(f"# settings {as_pairs(self.options)}")
         finished = f"{len(self.rows)} of {len(self.options.planned)} runs finished before"

@@ -7,6 +7,7 @@ FILE is what `compare` reads, several tables included (`a/runs.tsv,b/runs.tsv`):
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from matplotlib import rcdefaults, rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
+
+if not __package__:  # started as a file, not with -m
+    sys.path[0], __package__ = str(Path(__file__).resolve().parents[1]), "large_batch_cifar_10_fast"
 
 from . import ConfigError, exit_on_config_error
 from .data.cifar10 import CIFAR_10
@@ -103,20 +107,20 @@ def labelled(log: Log, name: str = "") -> tuple[str, Log]:
     return (name or "/".join(Path(log.name).parts[-2:])) + (f", on {images}" if images != CIFAR_10 else ""), log
 
 
+@exit_on_config_error("plot")
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.plot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="+", help="run logs, runs.tsv, timing_log.tsv or other DAWNBench tables")
     parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
     options = parser.parse_args(arguments)
-    with exit_on_config_error("plot"):
-        logs = [labelled(read_log(name), "mine" if len(options.files) == 1 else "") for name in options.files]
-        try:
-            if options.out.exists() and not options.out.is_file():
-                raise OSError("it exists and is not a file")
-            draw_picture(logs, options.out)
-        except (OSError, ValueError) as error:  # of the disk, or a format that Matplotlib lacks
-            raise ConfigError(f"--out {options.out} cannot be written ({error}): choose another") from error
+    logs = [labelled(read_log(name), "mine" if len(options.files) == 1 else "") for name in options.files]
+    try:
+        if options.out.exists() and not options.out.is_file():
+            raise OSError("it exists and is not a file")
+        draw_picture(logs, options.out)
+    except (OSError, ValueError) as error:  # of the disk, or a format that Matplotlib lacks
+        raise ConfigError(f"--out {options.out} cannot be written ({error}): choose another") from error
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 A recipe is everything that decides the weights. Where and how it runs are Options (config.py).
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from . import ConfigError
-from .data.augment import CropAndFlip
+from .data.augment import CIFAR_10_NORMALIZATION, CropAndFlip, Normalization
 from .devices import Precision
 from .distributed import DistContext
 from .evaluate import ONE_VIEW, Logits, Prediction, at_least_float32, sums_of
@@ -55,6 +56,14 @@ class Recipe(ABC):
     loss_scale: int = 1  # multiplies the loss and divides gradients: half precision loses small gradients
     label_smoothing: float = 0.0  # part of a label that is spread over all classes
     tta_early: Prediction = ONE_VIEW  # test-time augmentation after all epochs but the last
+    classes: int = 10  # this and the next belong to the images
+    normalization: Normalization = CIFAR_10_NORMALIZATION
+
+    def for_images(self, classes: int, normalization: Normalization) -> Self:
+        """Return the recipe for images of so many classes, with this normalization."""
+        made = copy.copy(self)
+        vars(made).update(classes=classes, normalization=normalization)
+        return made
 
     @property
     def tta(self) -> Prediction:
@@ -73,7 +82,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def network(self) -> nn.Module:
-        """Return an initialized network: images [B, 3, 32, 32] to logits [B, 10]. Its norms are GhostBatchNorm."""
+        """Return an initialized network: images [B, 3, 32, 32] to logits [B, classes]. Its norms are GhostBatchNorm."""
 
     def whiten(self, network: nn.Module, images: Tensor) -> None:  # noqa: B027 (optional)
         """Set the whitening filters, if any, from worker 0's images [n, 32, 32, 3], normalized and unpadded."""
@@ -86,7 +95,7 @@ class Recipe(ABC):
         """
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return losses [B], in float32 or float64, for logits [B, 10] and labels int64 [B]."""
+        """Return losses [B], in float32 or float64, for logits [B, classes] and labels int64 [B]."""
         logits = at_least_float32(logits)
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
 

@@ -10,7 +10,8 @@ from torch import Generator, Tensor
 
 SIZE = 32  # pixels a side of an image
 MAX_OPTIONS = 200  # of a transform, in one epoch
-MEAN, STD = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)  # of CIFAR-10's channels, on the 0..255 scale
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std of red, green and blue, on the 0..255 scale
+CIFAR_10_NORMALIZATION = MEAN, STD = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)  # as published
 LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in gray (ITU-R 601, like PIL)
 
 
@@ -77,6 +78,7 @@ class CropJitterRotateFlip(CropAndFlip):
 
     strength: float
     degrees: float
+    normalization: Normalization
 
     def sample(
         self, count: int, generators: Sequence[Generator], run_generators: Sequence[Generator] = (), epoch: int = 0
@@ -89,11 +91,12 @@ class CropJitterRotateFlip(CropAndFlip):
     def __call__(self, images: Tensor, indices: Tensor, crops: Tensor, flips: Tensor, *changes: Tensor) -> Tensor:
         """Make a batch [B, 3, 32, 32], channels-last, of `images` [n, 32, 32, 3]; both are normalized."""
         *factors, angles = changes
+        mean, std = self.normalization
         crop = super().__call__(images, indices, crops, torch.zeros_like(flips))
         crop = crop.to(torch.promote_types(crop.dtype, torch.float32))
-        pixels = [crop[:, c] * (STD[c] / 255) + MEAN[c] / 255 for c in range(3)]  # 0 to 1
+        pixels = [crop[:, c] * (std[c] / 255) + mean[c] / 255 for c in range(3)]  # 0 to 1
         rotated = rotate_and_flip(color_jitter(torch.stack(pixels, 1), *factors), angles, flips)
-        normalized = [(rotated[:, c] - MEAN[c] / 255) * (255 / STD[c]) for c in range(3)]
+        normalized = [(rotated[:, c] - mean[c] / 255) * (255 / std[c]) for c in range(3)]
         return torch.stack(normalized, -1).permute(0, 3, 1, 2).to(images.dtype)
 
 

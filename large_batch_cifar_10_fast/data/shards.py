@@ -10,7 +10,7 @@ from torch import Tensor
 from ..devices import Precision
 from ..distributed import DistContext
 from ..recipe import Recipe, Stage, images_of_an_epoch, stage_of
-from .augment import MEAN, STD, CropAndFlip, downscale, draw
+from .augment import CropAndFlip, Normalization, downscale, draw
 
 Batch = tuple[Tensor, Tensor]
 
@@ -151,7 +151,7 @@ def _upload(images: np.ndarray, labels: np.ndarray, mine: slice | np.ndarray, de
     return first, second
 
 
-def normalize(images: Tensor, precision: Precision) -> Tensor:
+def normalize(images: Tensor, normalization: Normalization, precision: Precision) -> Tensor:
     """Convert uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel: in the type of the weights, then of images."""
-    mean, std = (torch.tensor(values, dtype=precision.weights, device=images.device) for values in (MEAN, STD))
+    mean, std = (torch.tensor(values, dtype=precision.weights, device=images.device) for values in normalization)
     return images.to(precision.weights).sub_(mean).div_(std).to(precision.images)

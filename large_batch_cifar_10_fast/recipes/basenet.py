@@ -42,7 +42,7 @@ class Basenet(Recipe):
         check_limits(self)
 
     def network(self) -> "Network":
-        return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))
+        return Network(self.width, self.classes, partial(GhostBatchNorm, ghost_batch=self.batch_size))
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         group = {"params": list(network.parameters()), "schedules": {"lr": RATE}}
@@ -50,11 +50,12 @@ class Basenet(Recipe):
 
 
 class Network(nn.Module):
-    """Images [B, 3, 32, 32] to logits [B, 10]; 5,205,962 parameters and 0.460 G multiply-adds at width 64."""
+    """Images [B, 3, 32, 32] to logits [B, classes]; 5,205,962 parameters and 0.460 G multiply-adds at width 64."""
 
     def __init__(
         self,
         width: int,
+        classes: int,
         norm: Norm,
         first_norm: bool = True,
         shortcut_after_activation: bool = False,
@@ -69,7 +70,7 @@ class Network(nn.Module):
             blocks.append(PreactivationBlock(channels_out, channels_out, 1, norm, shortcut_after_activation))
         self.blocks = nn.Sequential(*blocks)
         self.pools = pools
-        self.linear = nn.Linear(8 * width, 10)
+        self.linear = nn.Linear(8 * width, classes)
         for made in norms_of(self):
             if made.weight is not None:
                 nn.init.uniform_(made.weight)  # as PyTorch's norms did before version 1.2

@@ -50,7 +50,6 @@ class FastAI(Recipe):
     )
 
     name = "fastai"
-    augmentation = CropJitterRotateFlip(padding=4, assign=assign_independent, strength=0.25, degrees=2.0)
     whole_epochs = True
     reduction = "mean"
     half_weights = False
@@ -68,8 +67,12 @@ class FastAI(Recipe):
     def workers(self) -> int:
         return ENTRIES[self.entry].workers
 
+    @property
+    def augmentation(self) -> CropJitterRotateFlip:  # type: ignore[override]
+        return CropJitterRotateFlip(4, assign_independent, strength=0.25, degrees=2.0, normalization=self.normalization)
+
     def network(self) -> "Network":
-        return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))
+        return Network(self.width, self.classes, partial(GhostBatchNorm, ghost_batch=self.batch_size))
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         entry = ENTRIES[self.entry]
@@ -79,9 +82,9 @@ class FastAI(Recipe):
 
 
 class Network(nn.Module):
-    """Images [B, 3, 32, 32] to logits [B, 10]; 9,658,458 parameters and 1.385 G multiply-adds at width 16."""
+    """Images [B, 3, 32, 32] to logits [B, classes]; 9,658,458 parameters and 1.385 G multiply-adds at width 16."""
 
-    def __init__(self, width: int, norm: Norm) -> None:
+    def __init__(self, width: int, classes: int, norm: Norm) -> None:
         super().__init__()
         self.prep = convolution(3, width, 3)
         channels, strides = (width, 6 * width, 12 * width, 24 * width), (1, 2, 2)
@@ -92,7 +95,7 @@ class Network(nn.Module):
                 blocks.append(PreactivationBlock(channels_out, channels_out, 1, norm, shortcut_after_activation=False))
         self.blocks = nn.Sequential(*blocks)
         self.tail = nn.Sequential(norm(channels[-1]), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.linear = nn.Linear(channels[-1], 10)
+        self.linear = nn.Linear(channels[-1], classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")  # N(0, sqrt(2 / (k k channels_out)))

@@ -35,6 +35,7 @@ class Page(Basenet):
         """5,205,834 parameters at width 64; 5,205,962 with the surplus norm."""
         return Network(
             self.width,
+            self.classes,
             partial(GhostBatchNorm, ghost_batch=self.batch_size),
             first_norm=self.starting_point,
             shortcut_after_activation=True,
