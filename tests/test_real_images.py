@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from conftest import train_here, write_npz
 
+from large_batch_cifar_10_fast.data.augment import MEAN, STD
 from large_batch_cifar_10_fast.data.cifar10 import load_images
-from large_batch_cifar_10_fast.data.shards import MEAN, STD
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("CIFAR10_NPZ" not in os.environ, reason="CIFAR10_NPZ is not set")]
 

@@ -30,7 +30,7 @@ CASES = {  # the words of a command line and the error; no word is written to --
     "--demo --recipe muon": "--demo is apple2019, small, not muon",
     "--demo --compile --no_compile": "--compile and --no_compile were both given",
     "--demo --micro_batches 3": "--micro_batches 3 does not divide the 8 workers",
-    "--data http://host/x": "--data http://host/x is an address, not",
+    "--data http://host/x": "--data http:/host/x does not exist: name FILE.npz, cifar-10-python.tar.gz or",
     "--demo --save /tmp": "--save /tmp cannot be written (it would replace another file)",
     "--demo --save /dev/null/w.pt": "--save /dev/null/w.pt cannot be written (/dev/null is not a folder",
     f"--demo --out {'x' * 300}": "cannot be written (",

@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import CPU
 
-from large_batch_cifar_10_fast.data.augment import assign_balanced
+from large_batch_cifar_10_fast.data.augment import CIFAR_10_NORMALIZATION, assign_balanced
 from large_batch_cifar_10_fast.data.shards import normalize, upload_shards
 from large_batch_cifar_10_fast.devices import Precision
 from large_batch_cifar_10_fast.distributed import DistContext
@@ -132,5 +132,5 @@ def test_images_are_normalized_in_the_precision_of_the_weights():
     )
     assert (half != single.astype(np.float16)).mean() > 0.2
     for precision, half_weights, expected in (("fp16", True, half), ("fp16", False, single), ("fp32", True, single)):
-        found = normalize(torch.from_numpy(pixels), Precision(precision, CPU, half_weights))
+        found = normalize(torch.from_numpy(pixels), CIFAR_10_NORMALIZATION, Precision(precision, CPU, half_weights))
         torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=0)
