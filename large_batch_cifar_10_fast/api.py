@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import ConfigError, first_line
+from . import ConfigError
 from . import train as training
 from .config import choose_computation, parse
 from .data.cifar10 import load_images
@@ -19,7 +19,7 @@ from .data.shards import normalize, upload_test
 from .distributed import init_distributed
 from .evaluate import Score
 from .evaluate import evaluate as evaluate_model
-from .recipe import make_network
+from .recipe import Recipe, make_network
 from .runs import Row
 
 
@@ -31,27 +31,27 @@ def train(recipe: str = "apple2019", **options: Any) -> list[Row]:
     return training.main(_arguments(recipe, options))
 
 
-def load(weights: Path | str, recipe: str = "apple2019", classes: int = 10, **options: Any) -> nn.Module:
-    """Return a trained network on the CPU, in evaluation mode: normalized images to logits [B, classes].
+def load(weights: Path | str, recipe: str = "apple2019", **options: Any) -> nn.Module:
+    """Return a trained network on the CPU, in evaluation mode: images [B, 3, 32, 32], normalized, to logits.
 
-    Give the recipe, options and number of classes it was trained with. Raise ConfigError if the file does not fit.
+    Give the recipe and the options it was trained with. Raise ConfigError if the file does not fit.
     """
-    made = parse(_arguments(recipe, options))[1]
-    network = make_network(made.for_images(classes, made.normalization), seed=0)
-    _fit(network, _read(Path(weights)), weights)
-    return network.eval()
+    return _load(Path(weights), parse(_arguments(recipe, options))[1]).eval()
 
 
 def evaluate(weights: Path | str, recipe: str = "apple2019", **options: Any) -> Score:
     """Return the score of saved weights on the test images, as after the last epoch; other `views` may be given."""
     given, made = parse(_arguments(recipe, options))
-    state = _read(Path(weights))  # before a download
+    network = _load(Path(weights), made)  # before a download
     images = load_images(given.data)
     made = made.for_images(images.classes, images.normalization)
     with init_distributed(made.workers, given.device) as ctx:
         precision = choose_computation(given, made, ctx, len(images.train_images)).precision
         model = training.make_model(made, ctx, precision)
-        _fit(model.network, state, weights)
+        try:
+            model.network.load_state_dict(network.state_dict())
+        except RuntimeError as error:
+            raise ConfigError(f"{weights} is not for the {made.classes} classes of --data {given.data}") from error
         test_images, labels = upload_test(*images.test, ctx)
         return evaluate_model(model, made.tta, (normalize(test_images, made.normalization, model.precision), labels))
 
@@ -64,20 +64,20 @@ def _arguments(recipe: str, options: dict[str, Any]) -> list[str]:
     return ["--recipe", recipe, *given]
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # torch raises nearly anything for a damaged or foreign file
-        raise ConfigError(f"{path} cannot be read as weights ({first_line(error)}): name a file of --save") from error
+def _load(path: Path, recipe: Recipe) -> nn.Module:
+    """Return the recipe's network with saved weights, whose last matrix has a row for each class.
 
-
-def _fit(network: nn.Module, weights: dict[str, torch.Tensor], path: Path | str) -> None:
-    """Give the network saved weights. Of statistics of more ghost groups it takes the first."""
+    Of statistics of more ghost groups it takes the first.
+    """
     try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        classes = [len(weight) for weight in weights.values() if weight.ndim == 2][-1]
+        network = make_network(recipe.for_images(classes, recipe.normalization), seed=0)
         for name, expected in network.state_dict().items():
             if name.endswith(("running_mean", "running_var")):
                 weights[name] = weights[name][: len(expected)]
         network.load_state_dict(weights)
-    except Exception as error:  # torch raises nearly anything for foreign weights
+        return network
+    except Exception as error:  # torch raises nearly anything for a damaged or foreign file
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{path} does not fit ({reason}): give the recipe and options it was trained with") from error

@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from scipy import stats
 
 if not __package__:  # started as a file, not with -m
-    sys.path[0], __package__ = str(Path(__file__).resolve().parents[1]), "large_batch_cifar_10_fast"
+    sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
 
 from . import ConfigError, exit_on_config_error
 from .compiling import CudaGraphs, Step, compiled

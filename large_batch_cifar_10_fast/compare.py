@@ -10,12 +10,11 @@ same devices), 2 unreadable, or no reference.
 
 import argparse
 import sys
-from pathlib import Path
 
 import numpy as np
 
 if not __package__:  # started as a file, not with -m
-    sys.path[0], __package__ = str(Path(__file__).resolve().parents[1]), "large_batch_cifar_10_fast"
+    sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
 
 from . import ConfigError, exit_on_config_error
 from .data.cifar10 import CIFAR_10

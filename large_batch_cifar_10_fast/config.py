@@ -139,13 +139,9 @@ def check_processes(recipe: Recipe, world_size: int, micro_batches: int) -> None
 
 
 def check_images(recipe: Recipe, train_count: int, test_count: int, processes: int) -> None:
-    """Raise ConfigError if a worker's shard, or the part of it that an epoch keeps, does not fill one batch.
-
-    Each process needs a test image.
-    """
+    """Raise ConfigError if a worker's shard, or an epoch's part of it, fills no batch, or a test image is lacking."""
     if test_count < processes:
-        both = f"{test_count} test images are fewer than the {processes} processes"
-        raise ConfigError(f"{both}: use fewer processes or more test images")
+        raise ConfigError(f"{processes} processes need as many test images, not {test_count}: use fewer processes")
     needed = recipe.workers * recipe.batch_size
     if needed > train_count:
         step = f"{recipe.workers} workers x --batch_size {recipe.batch_size} = {needed} images a step"

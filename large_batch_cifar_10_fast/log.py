@@ -138,8 +138,8 @@ class RunLog:
         counts = f"{len(images.train_images)} training and {len(images.test_images)} test images"
         print_line(f"# data {images.name}: {counts}, SHA-256 {images.digest}")
         if recipe.normalization != CIFAR_10_NORMALIZATION:
-            mean, std = (" ".join(map(str, values)) for values in recipe.normalization)
-            print_line(f"# {recipe.classes} classes; the normalization is the training images': mean {mean}, std {std}")
+            own = "normalized by the training images' own mean {} and std {}".format(*recipe.normalization)
+            print_line(f"# {recipe.classes} classes, {own}")
         print_line(f"# recipe {recipe.name} {common['options']}")
         print_line(f"# settings {as_pairs(self.options)}")
         finished = f"{len(self.rows)} of {len(self.options.planned)} runs finished before"

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
 
 if not __package__:  # started as a file, not with -m
-    sys.path[0], __package__ = str(Path(__file__).resolve().parents[1]), "large_batch_cifar_10_fast"
+    sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
 
 from . import ConfigError, exit_on_config_error
 from .data.cifar10 import CIFAR_10

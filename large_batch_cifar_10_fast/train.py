@@ -9,13 +9,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 if not __package__:  # started as a file, not with -m
-    sys.path[0], __package__ = str(Path(__file__).resolve().parents[1]), "large_batch_cifar_10_fast"
+    sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
 
 from .compiling import CudaGraphs, Step, compiled, graphed
 from .config import Options, check_images, check_processes, check_save, choose_computation, parse

@@ -42,17 +42,18 @@ def server(tmp_path_factory, monkeypatch):
     It names each request on STDERR.
     """
     folder, source = tmp_path_factory.mktemp("served"), tmp_path_factory.mktemp("source")
-    parts = {f"data_batch_{1 + i}": [part[4 * i : 4 * i + 4] for part in TRAIN] for i in range(5)}
-    parts |= {"test_batch": TEST, "train": TRAIN, "test": TEST}
-    for name, (images, labels) in parts.items():
-        batch = {"data": images.transpose(0, 3, 1, 2).reshape(len(images), -1), "labels": labels.tolist()}
-        batch |= {"fine_labels": (9 - labels).tolist()}
-        (source / name).write_bytes(pickle.dumps(batch))
-    for name in (*(archive.file for archive in ARCHIVES), "explosive"):
-        if name == "explosive":
-            (source / "test_batch").write_bytes(pickle.dumps(Explosive()))
-        with tarfile.open(folder / name, "w:gz") as archive:
-            archive.add(source, "cifar-10-batches-py")
+    parts = {f"data_batch_{5 - i}": [part[16 - 4 * i : 20 - 4 * i] for part in TRAIN] for i in range(5)}
+    contents = [parts | {"test_batch": TEST}, {"train": TRAIN, "test": TEST}]
+    for kind, labels_of, content in zip(ARCHIVES, ("labels", "fine_labels"), contents, strict=True):
+        for name, (images, labels) in content.items():
+            pixels = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+            (source / name).write_bytes(pickle.dumps({"data": pixels, labels_of: labels.tolist()}))
+        with tarfile.open(folder / kind.file, "w:gz") as archive:
+            for name in content:
+                archive.add(source / name, f"cifar/{name}")
+    (source / "test_batch").write_bytes(pickle.dumps(Explosive()))
+    with tarfile.open(folder / "explosive", "w:gz") as archive:
+        archive.add(source, "cifar")
     served = [each._replace(md5=hashlib.md5((folder / each.file).read_bytes()).hexdigest()) for each in ARCHIVES]
     monkeypatch.setattr(cifar10, "ARCHIVES", served)
     monkeypatch.setattr(cifar10, "TIMEOUT", 1)
@@ -129,12 +130,8 @@ FOUND = {  # what --data names, after its files were made, and what the error sa
 def test_data_of_another_kind_is_named_in_one_line_and_nothing_is_downloaded(
     name, server, tmp_path, monkeypatch, capsys
 ):
-    for file in (
-        "picture.png",
-        "binary/cifar-10-binary.tar.gz",
-        "unpacked/data_batch_1.mat",
-        "unpacked/test_batch.mat",
-    ):
+    files = ["picture.png", "binary/cifar-10-binary.tar.gz", "unpacked/data_batch_1.mat", "unpacked/test_batch.mat"]
+    for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
     for folder in ("train", "test"):
@@ -156,7 +153,7 @@ def test_cifar_100_is_downloaded_and_the_default_folder_still_means_cifar_10(ser
     for data in ("cifar100", str(cifar10.DATA / ARCHIVES[1].file), "cifar100"):
         images = load_images(data)
         assert images.name == "CIFAR-100"
-        np.testing.assert_array_equal(images.train_labels, 9 - TRAIN[1])
+        np.testing.assert_array_equal(images.train_labels, TRAIN[1])
         np.testing.assert_array_equal(images.test_images, TEST[0])
     assert load_images(str(cifar10.DATA)).name == "CIFAR-10"
     (cifar10.DATA / ARCHIVE).unlink()
@@ -210,7 +207,7 @@ def test_images_are_normalized_by_cifar_10s_constants_only_if_they_have_its_size
     pixels = TRAIN[0].reshape(-1, 3).astype(np.float64)
     np.testing.assert_allclose(own, (pixels.mean(0), pixels.std(0)), atol=0.006)
     parts = [part for n in (50_000, 10_000) for part in (np.broadcast_to(TRAIN[0][:1], (n, 32, 32, 3)), np.arange(n))]
-    for classes, normalization in ((10, CIFAR_10_NORMALIZATION), (11, own)):
+    for classes in (10, 11):
         images = Images("like CIFAR-10", parts[0], parts[1] % classes, parts[2], parts[3] % classes)
         assert (images.classes, images.normalization == CIFAR_10_NORMALIZATION) == (classes, classes == 10)
 

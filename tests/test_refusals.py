@@ -2,15 +2,16 @@
 
 import os
 import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
 import torch
 from attack import BAD_NUMBERS
-from conftest import ALONE, REPO, launch, python, train_here, write_npz
+from conftest import ALONE, REPO, launch, python, run_program, train_here, write_npz
 
-from large_batch_cifar_10_fast import ConfigError, config, devices, runs
-from large_batch_cifar_10_fast.config import Options, check_save, parse
+from large_batch_cifar_10_fast import PACKAGE, ConfigError, config, devices, runs
+from large_batch_cifar_10_fast.config import Options, check_images, check_save, parse
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import launch as launch_here
 from large_batch_cifar_10_fast.launch import plan_processes
@@ -63,10 +64,32 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(word
 
 
 @pytest.mark.slow
-def test_train_alone_refuses_likewise(tmp_path):
-    result = python("-m", "large_batch_cifar_10_fast.train", "--demo", "--epochs", "-1", cwd=tmp_path)
+@pytest.mark.parametrize("how", [["-m", "large_batch_cifar_10_fast.train"], [PACKAGE / "train.py"]])
+def test_train_alone_refuses_likewise(how, tmp_path):
+    result = python(*how, "--demo", "--epochs", "-1", cwd=tmp_path, **({} if how[1:] else {"PYTHONPATH": ""}))
     line = "train: --epochs -1 must lie in 1 to 100000\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["compare", "plot", "bench"])
+def test_a_program_of_the_package_starts_as_a_file_too(program, tmp_path):
+    assert python(PACKAGE / f"{program}.py", "--help", cwd=tmp_path, PYTHONPATH="").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_reader_that_ends_early_ends_a_program_without_a_word(tmp_path):
+    command = (
+        f"{sys.executable} -m large_batch_cifar_10_fast.compare published published | true; exit ${{PIPESTATUS[0]}}"
+    )
+    result = run_program("bash", "-c", command, cwd=tmp_path, PYTHONPATH=REPO)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_each_process_needs_a_test_image():
+    check_images(Apple2019(batch_size=16), 643, 4, 4)
+    with pytest.raises(ConfigError, match="4 processes need as many test images, not 3"):
+        check_images(Apple2019(batch_size=16), 643, 3, 4)
 
 
 @pytest.mark.slow

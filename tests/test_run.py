@@ -8,10 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ALONE, TINY, train_here
+from conftest import ALONE, TINY, train_here, write_npz
 
 from large_batch_cifar_10_fast import ConfigError, api, train
 from large_batch_cifar_10_fast import log as run_log
+from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.devices import out_of_memory_hint
 from large_batch_cifar_10_fast.evaluate import TWO_VIEWS, Score, chunk_sizes, evaluate
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
@@ -69,9 +70,25 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(saved, tmp_path):
     (tmp_path / "changed.pt").write_bytes(weights.read_bytes().replace(b"ctorch", b"cos\nys"))
     for name in ("absent.pt", "text.pt", "cut.pt", "changed.pt", "list.pt"):
         with pytest.raises(ConfigError, match=rf"{name} does not fit \([^\n]*$"):
-            api.load(tmp_path / name, **options_of(words))
+            api.evaluate(tmp_path / name, **options_of(words) | {"data": "/absent"})  # no image is looked for before
     with pytest.raises(ConfigError, match="give the recipe and options it was trained with"):
         api.load(weights, **options_of(words) | {"width": 8})
+
+
+def test_images_of_twelve_classes_train_a_network_of_twelve_and_name_their_normalization(tmp_path, capsys):
+    parts = draw_shapes(400, 20)
+    parts[1][:] = np.arange(400) % 12
+    data = write_npz(tmp_path / "twelve.npz", *parts)
+    options = options_of([*MUON, "--data", data, "--out", tmp_path, "--save", tmp_path / "w.pt", "--precision", "fp32"])
+    (row,) = api.train(**options)
+    assert re.search(
+        r"^# 12 classes, normalized by .* mean \(12\d\.", output := capsys.readouterr().out, re.MULTILINE
+    ), output
+    assert api.load(tmp_path / "w.pt", **options)(torch.zeros(2, 3, 32, 32)).shape == (2, 12)
+    assert f"{api.evaluate(tmp_path / 'w.pt', **options).loss}" == row["validation_loss"]
+    write_npz(data, *draw_shapes(400, 20))
+    with pytest.raises(ConfigError, match="is not for the 10 classes of --data"):
+        api.evaluate(tmp_path / "w.pt", **options)
 
 
 def test_a_program_trains_and_gets_the_rows_of_its_campaign(tiny_npz, tmp_path):

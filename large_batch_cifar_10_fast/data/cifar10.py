@@ -6,11 +6,11 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import sys
 import tarfile
 import tempfile
 import urllib.request
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from .synthetic import draw_shapes
 
 DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "run_tests.sh").exists() else Path("data")  # or it is installed
 CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
-MD5_10, MD5_100 = "c58f30108f718f92721af3b95e74349a", "eb9058c3a382ffc7106e4002c42a8d85"  # of the archives
 CIFAR_10_SIZES = 50_000, 10_000, 10  # training images, test images, classes
 SYNTHETIC = "synthetic"  # the --data that needs no file
 MIRRORS = (  # byte-identical; the origin comes last because it is slow (pytorch/vision issue 9536)
@@ -36,27 +35,20 @@ MIRRORS = (  # byte-identical; the origin comes last because it is slow (pytorch
     "https://www.cs.toronto.edu/~kriz/{file}",
 )
 TIMEOUT = 30  # seconds without a byte before the next mirror is tried
-MOST_CLASSES = 1000  # of a .npz file
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")  # of a .npz file
 OTHER_FORMS = ("cifar*", "*_batch*", "train*", "test*", "*.npz")  # of a data set, in a folder
 
 
 class Archive(NamedTuple):
-    """CIFAR-10 or CIFAR-100 as published."""
-
     name: str  # in logs
     key: str  # the --data that downloads it
     file: str
     md5: str
-    train: Sequence[str]  # its files
-    test: Sequence[str]
-    labels: str  # their name in these files
 
 
-_TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 ARCHIVES = (
-    Archive(CIFAR_10, "cifar10", "cifar-10-python.tar.gz", MD5_10, _TRAIN, ["test_batch"], "labels"),
-    Archive("CIFAR-100", "cifar100", "cifar-100-python.tar.gz", MD5_100, ["train"], ["test"], "fine_labels"),
+    Archive(CIFAR_10, "cifar10", "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
+    Archive("CIFAR-100", "cifar100", "cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
 )
 
 
@@ -127,7 +119,7 @@ def load_images(data: str) -> Images:
         return Images(path.name, *read_npz(path))
     try:
         folder, archive = find_archive(path)
-        return Images(archive.name, *decode(load_archive(folder, archive), archive))
+        return Images(archive.name, *decode(load_archive(folder, archive)))
     except OSError as error:
         raise ConfigError(f"--data {data} cannot be used ({error}): name another folder") from error
 
@@ -169,23 +161,23 @@ def read_npz(path: Path) -> list[np.ndarray]:
                 raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}, not integers [{len(images)}]")
             if labels.min() < 0 or labels.max() > (last := int(arrays[1].max())):
                 raise ValueError(f"labels are {labels.min()} to {labels.max()}, not 0 to {last}, training's largest")
-            if not 2 <= last + 1 <= MOST_CLASSES:
-                raise ValueError(f"labels are of {last + 1} classes, not of 2 to {MOST_CLASSES}")
+            if not 1 <= last < 1000:
+                raise ValueError(f"labels are of {last + 1} classes, not of 2 to 1000")
         return [arrays[0], arrays[1].astype(np.int64), arrays[2], arrays[3].astype(np.int64)]
     except Exception as error:  # zipfile, zlib and NumPy raise nearly anything for a damaged file
         reason = f"{', '.join(ARRAYS)}: {first_line(error)}"
         raise ConfigError(f"--data {path} cannot be read as a .npz file of {reason}") from error
 
 
-def decode(content: bytes, archive: Archive) -> list[np.ndarray]:
-    """Return images and labels for training, then for test. The archive is unpickled: check its MD5 before."""
+def decode(archive: bytes) -> list[np.ndarray]:
+    """Return images and (fine) labels for training, then for test. They are unpickled: check the MD5 before."""
     arrays = []
-    with tarfile.open(fileobj=io.BytesIO(content)) as files:
-        members = {Path(member.name).name: files.extractfile(member) for member in files}
-        for names in (archive.train, archive.test):
-            batches = [pickle.load(members[name], encoding="latin1") for name in names]  # type: ignore[arg-type]
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        for part in ("data_batch_.|train", "test_batch|test"):
+            members = sorted(name for name in files.getnames() if re.fullmatch(part, Path(name).name))
+            batches = [pickle.load(files.extractfile(name), encoding="latin1") for name in members]  # type: ignore[arg-type]
             pixels = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
-            labels = np.concatenate([batch[archive.labels] for batch in batches])
+            labels = np.concatenate([batch.get("fine_labels") or batch["labels"] for batch in batches])
             arrays += [np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)), labels]  # not left to the timed upload
     return arrays
 
