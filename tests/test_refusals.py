@@ -79,10 +79,8 @@ def test_a_program_of_the_package_starts_as_a_file_too(program, tmp_path):
 
 @pytest.mark.slow
 def test_a_reader_that_ends_early_ends_a_program_without_a_word(tmp_path):
-    command = (
-        f"{sys.executable} -m large_batch_cifar_10_fast.compare published published | true; exit ${{PIPESTATUS[0]}}"
-    )
-    result = run_program("bash", "-c", command, cwd=tmp_path, PYTHONPATH=REPO)
+    command = f"{sys.executable} -m large_batch_cifar_10_fast.compare published published"
+    result = run_program("bash", "-c", f"set -o pipefail; {command} | true", cwd=tmp_path, PYTHONPATH=REPO)
     assert (result.returncode, result.stderr) == (141, "")
 
 

