@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,11 @@ def exit_on_config_error(command: str) -> Iterator[None]:
     """Print a ConfigError as one line on STDERR, unless another process does, and exit with status 2."""
     try:
         yield
+        print(end="", flush=True)
     except ConfigError as error:
         if not error.reported:
             print(f"{command}: {error}", file=sys.stderr)
         sys.exit(INVALID)
+    except BrokenPipeError:  # the reader of STDOUT has ended, like head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)

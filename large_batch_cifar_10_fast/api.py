@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from . import ConfigError, exit_on_config_error, first_line
 from . import train as training
-from .config import DATA, Options
-from .data.cifar10 import load_images
+from .config import Options
+from .data.cifar10 import DATA, load_images
 from .devices import take_device
 from .evaluate import Score, predict
 from .recipe import Recipe, make_network
@@ -58,8 +58,9 @@ class Classifier(nn.Module):
         self.network = make_network(recipe, seed=0)
         self.network.load_state_dict(saved["weights"])
         self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.register_buffer("channel_mean", torch.tensor(saved["mean"]))
-        self.register_buffer("channel_std", torch.tensor(saved["std"]))
+        mean, std = map(torch.tensor, recipe.normalization)
+        self.register_buffer("channel_mean", mean)
+        self.register_buffer("channel_std", std)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(self.normalized(images).permute(0, 3, 1, 2))
@@ -91,7 +92,8 @@ def load(weights: Path | str, recipe: Recipe | None = None) -> Classifier:
         name = saved["about"]["recipe"]
         if recipe is None and name not in RECIPES:
             raise ConfigError(f"{weights} is of the recipe {name}: give its object, load(FILE, recipe=...)")
-        return Classifier(saved, recipe or RECIPES[name](**saved["options"])).eval()
+        recipe = recipe or RECIPES[name](**saved["options"])
+        return Classifier(saved, recipe.for_images(len(saved["classes"]), saved["normalization"])).eval()
     except ConfigError:
         raise
     except Exception as error:  # torch raises nearly anything for a damaged or foreign file

@@ -8,6 +8,7 @@ Without a GPU a step has one worker per process, unless --workers is given: eigh
 """
 
 import argparse
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -15,6 +16,9 @@ from statistics import median
 import numpy as np
 import torch
 from scipy import stats
+
+if not __package__:  # started as a file, not with -m
+    sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
 
 from . import ConfigError, exit_on_config_error
 from .compiling import CudaGraphs, Step, compiled
@@ -174,29 +178,29 @@ def read_to_measure(arguments: list[str]) -> tuple[Options, Recipe]:
     if "workers" in vars(recipe) and not count_gpus(options.device):
         options, recipe = parse(["--workers", str(processes), *arguments])  # the last one counts
     check_processes(recipe, processes, options.micro_batches)
-    check_images(recipe, TRAIN)
+    check_images(recipe, TRAIN, TEST, processes)
     return options, recipe
 
 
+@exit_on_config_error("bench")
 def main() -> None:
     parser = Parser(prog="python -m large_batch_cifar_10_fast.bench", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--against", choices=RECIPES, metavar="RECIPE", help="compare --recipe with another recipe")
     parser.add_argument("--repeats", type=int, default=7, help="repetitions (default 7)")
-    with exit_on_config_error("bench"):
-        asked, others = parser.parse_known_args()
-        if asked.repeats < 1:
-            raise ConfigError(f"--repeats {asked.repeats} must be at least 1")
-        if launched_world_size() > 1 and asked.against:
-            raise ConfigError("--against needs one process: start without torchrun")
-        options, recipe = read_to_measure(others)
-        with init_distributed(recipe.workers, options.device) as ctx:
-            hardware = f"{ctx.world_size} x {hardware_name(ctx.device)}"
-            head = f"# commit {commit()}, torch {torch.__version__}, {hardware}, {asked.repeats} repetitions"
-            both, repeats = [others, [*others, "--recipe", asked.against]], asked.repeats
-            lines = compare_recipes(both, repeats, ctx) if asked.against else measure_run(options, recipe, repeats, ctx)
-            if ctx.is_main:
-                print(head, *lines, sep="\n")
+    asked, others = parser.parse_known_args()
+    if asked.repeats < 1:
+        raise ConfigError(f"--repeats {asked.repeats} must be at least 1")
+    if launched_world_size() > 1 and asked.against:
+        raise ConfigError("--against needs one process: start without torchrun")
+    options, recipe = read_to_measure(others)
+    with init_distributed(recipe.workers, options.device) as ctx:
+        hardware = f"{ctx.world_size} x {hardware_name(ctx.device)}"
+        head = f"# commit {commit()}, torch {torch.__version__}, {hardware}, {asked.repeats} repetitions"
+        both, repeats = [others, [*others, "--recipe", asked.against]], asked.repeats
+        lines = compare_recipes(both, repeats, ctx) if asked.against else measure_run(options, recipe, repeats, ctx)
+        if ctx.is_main:
+            print(head, *lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from collections.abc import Mapping
 
 import pandas as pd
 
+if not __package__:  # started as a file, not with -m
+    sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
+
 from . import ConfigError, exit_on_config_error
 from .data.cifar10 import CIFAR_10
 from .read_logs import Log, read_log
@@ -117,6 +120,7 @@ def judge(mine: Log, reference: Log, name: str, unit: str, margin: float) -> tup
     return word, sentence + "."
 
 
+@exit_on_config_error("compare")
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.compare", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -126,8 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.margin > 0:
         parser.error(f"--margin {options.margin} must be greater than 0")
-    with exit_on_config_error("compare"):
-        mine, reference = read_both(options.mine, options.reference)
+    mine, reference = read_both(options.mine, options.reference)
     notes = differing_conditions(mine, reference) or ["nothing: code, options and machine are the same"]
     print("What differs (mine, not the reference's) or is unknown:", *notes, sep="\n  ", end="\n\n")
     place, times = differing_place(mine, reference), values(reference, "seconds")

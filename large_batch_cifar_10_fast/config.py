@@ -14,15 +14,14 @@ from typing import Any, NoReturn, cast, get_type_hints
 
 import torch
 
-from . import PACKAGE, ConfigError, __version__, first_line, program
-from .data.cifar10 import SYNTHETIC
+from . import ConfigError, __version__, first_line, program
+from .data.cifar10 import DATA, SYNTHETIC
 from .devices import gains_by_bf16, has_bf16
 from .distributed import DistContext
 from .recipe import Recipe, check_limits, images_of_an_epoch, option, run_flop
 from .recipes import DEFAULT, DEMO, RECIPES
 from .runs import commit
 
-DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "run_tests.sh").exists() else Path("data")  # or it is installed
 PRECISION = "default on a GPU: the recipe's; on a CPU: bf16 if it is faster here, else fp32"
 CORE = 70e9  # FLOP/s of a CPU core in float32, as measured: 30 images/s of the default recipe
 LONG = 600  # estimated seconds of a run from which on a CPU compiles
@@ -37,7 +36,7 @@ class Options:
     campaign: str = option("", "name of the campaign, of which missing runs are made (default: date and time)")
     resume: bool = option(False, "short for --campaign with the name of the last one in --out")
     share: str = option("0/1", "I/N: make only runs I, I+N, I+2N, ...; other launches make the other shares of N")
-    data: str = option(str(DATA), "folder with CIFAR-10 (downloaded if missing), FILE.npz, or synthetic")
+    data: str = option(str(DATA), "folder of CIFAR-10 (downloaded if missing), cifar100, FILE.npz, or synthetic")
     out: str = option(".", "folder for runs.tsv, epochs.tsv and timing_log.tsv")
     save: str = option("", "file for the weights and running statistics of the last run (of the share)")
     device: str = option("", "the GPUs if there are any, else the CPU", choices=("cuda", "cpu"))
@@ -170,8 +169,10 @@ def check_processes(recipe: Recipe, world_size: int, micro_batches: int) -> None
         raise ConfigError(f"--micro_batches {micro_batches} does not divide the {here} workers of a process")
 
 
-def check_images(recipe: Recipe, train_count: int) -> None:
-    """Raise ConfigError if a worker's shard, or the part of it that an epoch keeps, does not fill one batch."""
+def check_images(recipe: Recipe, train_count: int, test_count: int, processes: int) -> None:
+    """Raise ConfigError if a worker's shard, or an epoch's part of it, fills no batch, or a test image is lacking."""
+    if test_count < processes:
+        raise ConfigError(f"{processes} processes need as many test images, not {test_count}: use fewer processes")
     needed = recipe.workers * recipe.batch_size
     if needed > train_count:
         step = f"{recipe.workers} workers x --batch_size {recipe.batch_size} = {needed} images a step"

@@ -34,6 +34,8 @@ def main() -> None:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, interrupt)  # before torch is imported, which takes seconds: PID 1 has no default
     os.environ.pop("LOCAL_RANK", None)  # left over from a launcher around this one
+    if not re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", "")):  # OpenMP would take all cores, with a warning
+        os.environ.pop("OMP_NUM_THREADS", None)
     try:
         with exit_on_config_error(program()):
             sys.exit(launch(sys.argv[1:]))
@@ -54,8 +56,7 @@ def launch(arguments: Sequence[str]) -> int:
     if teams > 1 and not (gpus or options.precision or options.demo):  # measured once, for all teams
         arguments = [*arguments, "--precision", "bf16" if devices.gains_by_bf16() else "fp32"]
     campaign = runs.campaign_named(Path(out), options.campaign, options.resume)[0] or runs.new_campaign()
-    if not re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", "")):  # OpenMP would ignore it, and take all cores
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // (processes * teams)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (processes * teams))))
     try:
         how, status = run_processes([*arguments, "--campaign", campaign], options.planned, teams, processes)
     except Interrupted as end:

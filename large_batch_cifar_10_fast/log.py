@@ -21,12 +21,11 @@ from tqdm import tqdm
 
 from . import ConfigError, __version__, first_line, runs
 from .config import LONG, Options, as_pairs, estimate_seconds
-from .data.cifar10 import CLASSES, SYNTHETIC, Images
-from .data.shards import MEAN, STD
+from .data.cifar10 import SYNTHETIC, Images
 from .devices import driver_and_clocks, hardware_name, peak_memory, software
 from .distributed import DistContext, warn
 from .evaluate import Score
-from .recipe import Recipe, images_of_an_epoch
+from .recipe import CIFAR_10_NORMALIZATION, Recipe, images_of_an_epoch
 from .runs import COLUMNS, CONDITIONS, EPOCHS, PARTS, PLACE, Row, append
 
 T = TypeVar("T")
@@ -96,8 +95,8 @@ class RunLog:
         for rank, other in enumerate(others, 1):
             if text := runs.differences(other, first_process, (*CONDITIONS, *plan)):
                 raise ConfigError(f"process {rank} differs from process 0 in {text}: give all machines the same")
-        recipe_options = asdict(recipe)  # type: ignore[call-overload]
-        self.for_use = {"options": recipe_options, "classes": CLASSES, "mean": MEAN, "std": STD}  # saved with weights
+        self.for_use = {"classes": images.class_names, "normalization": recipe.normalization}  # saved with weights
+        self.for_use |= {"options": asdict(recipe)}  # type: ignore[call-overload]
         self.of_campaign: list[Row] = []  # all its rows, of other launches, too
         self.rows = self._finished_rows() if ctx.is_main else {}  # by run
         finished = json.loads(ctx.all_gather_strings("finished", json.dumps([*self.rows]))[0])
@@ -150,6 +149,9 @@ class RunLog:
         print_line(f"# {recipe.workers} workers on {processes}, {common['device']}")
         counts = f"{len(images.train_images)} training and {len(images.test_images)} test images"
         print_line(f"# data {images.name}: {counts}, SHA-256 {images.digest}")
+        if recipe.normalization != CIFAR_10_NORMALIZATION:
+            own = "normalized by the training images' own mean {} and std {}".format(*recipe.normalization)
+            print_line(f"# {recipe.classes} classes, {own}")
         print_line(f"# recipe {recipe.name} {common['options']}")
         print_line(f"# settings {as_pairs(self.options)}")
         finished = f"{len(self.rows)} of {len(self.options.planned)} runs finished before"

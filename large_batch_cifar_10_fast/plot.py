@@ -6,6 +6,7 @@ FILE is what `compare` reads. Lines are medians over runs, their shade is the ra
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from matplotlib import rcdefaults, rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
+
+if not __package__:  # started as a file, not with -m
+    sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
 
 from . import ConfigError, exit_on_config_error
 from .config import recipe_of
@@ -127,6 +131,7 @@ def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:
     return figure
 
 
+@exit_on_config_error("plot")
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.plot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -135,22 +140,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--published", action="store_true", help="add the published runs of apple2019, in grey")
     parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
     options = parser.parse_args(arguments)
-    with exit_on_config_error("plot"):
-        logs = [read_log(name) for name in options.files]
-        tables = [table_of(*each) for each in zip(logs, short_labels(logs), COLORS * len(logs), strict=False)]
-        if options.published:
-            tables.append(table_of(read_log("published"), "apple2019, published", "0.5"))
-        data = pd.concat(tables)
-        values = {panel: data.dropna(subset=PANELS[panel][:2])[PANELS[panel][0]] for panel in options.panels}
-        figure = draw_picture(data, [panel for panel in values if values[panel].nunique() > 1] or ["final"])
-        try:
-            if options.out.exists() and not options.out.is_file():
-                raise OSError("it exists and is not a file")
-            with write_atomically(options.out.resolve()) as unfinished:  # the target of a link, not the link
-                figure.savefig(unfinished, format=options.out.suffix[1:].lower())
-        except (OSError, ValueError) as error:  # of the disk, or a format that Matplotlib lacks
-            raise ConfigError(f"--out {options.out} cannot be written ({error}): choose another") from error
-        print(options.out)
+    logs = [read_log(name) for name in options.files]
+    tables = [table_of(*each) for each in zip(logs, short_labels(logs), COLORS * len(logs), strict=False)]
+    if options.published:
+        tables.append(table_of(read_log("published"), "apple2019, published", "0.5"))
+    data = pd.concat(tables)
+    values = {panel: data.dropna(subset=PANELS[panel][:2])[PANELS[panel][0]] for panel in options.panels}
+    figure = draw_picture(data, [panel for panel in values if values[panel].nunique() > 1] or ["final"])
+    try:
+        if options.out.exists() and not options.out.is_file():
+            raise OSError("it exists and is not a file")
+        with write_atomically(options.out.resolve()) as unfinished:  # the target of a link, not the link
+            figure.savefig(unfinished, format=options.out.suffix[1:].lower())
+    except (OSError, ValueError) as error:  # of the disk, or a format that Matplotlib lacks
+        raise ConfigError(f"--out {options.out} cannot be written ({error}): choose another") from error
+    print(options.out)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 A recipe is everything that decides the weights. Where and how it runs are Options (config.py).
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,9 @@ from .devices import Precision
 from .distributed import DistContext
 from .layers import norms_of, running_statistics
 
-Logits = Callable[[Tensor], Tensor]  # images [B, 3, H, W] to logits [B, 10]: a network, compiled or not
+Logits = Callable[[Tensor], Tensor]  # images [B, 3, H, W] to logits [B, classes]: a network, compiled or not
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std of red, green and blue, on the 0..255 scale
+CIFAR_10_NORMALIZATION: Normalization = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)  # as published
 
 # Test-time augmentation: views of an image and their weights. A view is a shift by so many pixels up and left (by fewer
 # than 0: down and right), and whether the image is mirrored then.
@@ -61,6 +64,14 @@ class Recipe(ABC):
     label_smoothing: float = 0.0  # part of a label that is spread over all classes
     tta: Views = ONE_VIEW  # after the last epoch, and for saved weights
     tta_early: Views = ONE_VIEW  # after the other epochs
+    classes: int = 10  # this and the next belong to the images
+    normalization: Normalization = CIFAR_10_NORMALIZATION
+
+    def for_images(self, classes: int, normalization: Normalization) -> Self:
+        """Return the recipe for images of so many classes, with this normalization."""
+        made = copy.copy(self)
+        vars(made).update(classes=classes, normalization=normalization)
+        return made
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -77,7 +88,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def network(self) -> nn.Module:
-        """Return an initialized network: images [B, 3, 32, 32] to logits [B, 10]. Its norms are GhostBatchNorm."""
+        """Return an initialized network: images [B, 3, 32, 32] to logits [B, classes]. Its norms are GhostBatchNorm."""
 
     def whiten(self, network: nn.Module, images: Tensor) -> None:  # noqa: B027 (optional)
         """Set the whitening filters, if any, from worker 0's images [n, 32, 32, 3], normalized and unpadded."""
@@ -90,7 +101,7 @@ class Recipe(ABC):
         """
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return losses [B], in float32 or float64, for logits [B, 10] and labels int64 [B]."""
+        """Return losses [B], in float32 or float64, for logits [B, classes] and labels int64 [B]."""
         logits = at_least_float32(logits)
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
 

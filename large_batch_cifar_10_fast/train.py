@@ -14,6 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+if not __package__:  # started as a file, not with -m
+    sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
+
 from . import RENDEZVOUS, ConfigError
 from .compiling import CudaGraphs, Step, compiled, graphed
 from .config import Options, check_images, check_processes, check_save, choose_computation, parse
@@ -41,7 +44,10 @@ def train_campaign(options: Options, recipe: Recipe) -> list[Row]:
     with init_distributed(recipe.workers, options.device, options.timeout) as ctx:
         check_processes(recipe, ctx.world_size, options.micro_batches)
         images = load_images(options.data)
-        check_images(recipe, len(images.train_images))
+        recipe = recipe.for_images(images.classes, images.normalization)
+        for doubt in images.doubts() if ctx.is_main else ():
+            ctx.warn(f"--data {options.data}: {doubt}")
+        check_images(recipe, len(images.train_images), len(images.test_images), ctx.world_size)
         options = choose_computation(options, recipe, ctx, len(images.train_images))
         log = RunLog(options, recipe, ctx, images)
         if log.missing:
@@ -107,8 +113,8 @@ def prepare(images: Images, model: Model, clock: Clock) -> Data:
         train = upload_shards(*images.train, recipe, ctx, model.micro_batches, compile=model.compiled and ctx.on_gpu)
         test_images, test_labels = upload_test(*images.test, ctx)
     with clock.timed("preprocessing"):
-        train = replace(train, images=normalize(train.images, model.precision))
-        test_images = normalize(test_images, model.precision)
+        train = replace(train, images=normalize(train.images, recipe.normalization, model.precision))
+        test_images = normalize(test_images, recipe.normalization, model.precision)
     with clock.timed("whitening"):
         if ctx.is_main:
             recipe.whiten(network, train.images[:: len(ctx.workers)])  # worker 0's
@@ -170,7 +176,7 @@ def warm_up(model: Model, train_images: int, test_images: int) -> None:
 
     The timed runs then find kernels chosen, memory allocated and processes connected.
     """
-    data = prepare(random_images(train_images, test_images), model, Clock(model.ctx.synchronize))
+    data = prepare(random_images(train_images, test_images, model.recipe.classes), model, Clock(model.ctx.synchronize))
     for sample in distinct_samples(model, data.train):
         train_step(model, data, sample)
     for views in (model.recipe.tta_early, model.recipe.tta):

@@ -15,12 +15,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from large_batch_cifar_10_fast.data.augment import MEAN, STD
 from torch.utils.data import DataLoader, default_collate
 
 from large_batch_cifar_10_fast.compiling import compiled
 from large_batch_cifar_10_fast.config import choose_computation, parse
 from large_batch_cifar_10_fast.data.cifar10 import random_images
-from large_batch_cifar_10_fast.data.shards import MEAN, STD, Batch, Shards
+from large_batch_cifar_10_fast.data.shards import Batch, Shards
 from large_batch_cifar_10_fast.devices import count_cores
 from large_batch_cifar_10_fast.distributed import init_distributed
 from large_batch_cifar_10_fast.log import Clock

@@ -99,7 +99,7 @@ def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: 
 
 def python(*arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
     """Start a Python program that can import the package, and wait for it."""
-    return run_program(sys.executable, *arguments, cwd=cwd, PYTHONPATH=REPO, **variables)
+    return run_program(sys.executable, *arguments, cwd=cwd, **{"PYTHONPATH": REPO} | variables)
 
 
 @pytest.fixture

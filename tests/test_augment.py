@@ -7,11 +7,12 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
-from large_batch_cifar_10_fast.data.shards import MEAN, STD, color_jitter, normalize, rotate_and_flip
+from large_batch_cifar_10_fast.data.shards import color_jitter, normalize, rotate_and_flip
 from large_batch_cifar_10_fast.devices import Precision
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
 
-AUGMENTATION = FastAI.augmentation
+MEAN, STD = NORMALIZATION = (100.5, 90.0, 140.0), (50.0, 40.0, 70.0)  # not CIFAR-10's
+AUGMENTATION = FastAI().for_images(12, NORMALIZATION).augmentation
 
 
 def _pixels(count: int) -> torch.Tensor:
@@ -42,7 +43,7 @@ def test_rotation_and_then_flip_are_torchvisions(degrees, flip):
 
 def test_an_augmented_batch_is_normalised_again_and_nothing_is_drawn_twice():
     bytes_ = (255 * _pixels(50)).round().to(torch.uint8).permute(0, 2, 3, 1)
-    images, rows = normalize(bytes_, Precision("fp64", torch.device("cpu"))), torch.arange(50)
+    images, rows = normalize(bytes_, NORMALIZATION, Precision("fp64", torch.device("cpu"))), torch.arange(50)
     choices = [column[0] for column in AUGMENTATION.sample(50, [torch.Generator().manual_seed(3)], [], 1)]
     batch = AUGMENTATION(images, rows, *choices)
     assert batch.is_contiguous(memory_format=torch.channels_last)
@@ -60,7 +61,7 @@ def test_an_augmented_batch_is_normalised_again_and_nothing_is_drawn_twice():
 def test_half_precision_images_are_augmented_in_float32():
     """As on GPUs, which store them so."""
     precision = Precision("fp16", torch.device("cpu"), half_weights=False)
-    images = normalize((255 * _pixels(20)).to(torch.uint8).permute(0, 2, 3, 1), precision).half()
+    images = normalize((255 * _pixels(20)).to(torch.uint8).permute(0, 2, 3, 1), NORMALIZATION, precision).half()
     choices = [column[0] for column in AUGMENTATION.sample(20, [torch.Generator().manual_seed(3)], [], 1)]
     assert Precision("fp16", torch.device("cuda"), half_weights=False).images == images.dtype
     expected = AUGMENTATION(images.float(), torch.arange(20), *choices).half()

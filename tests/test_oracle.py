@@ -15,12 +15,11 @@ from conftest import CPU, Recorder, prepared, train_prepared
 from torch import nn
 
 from large_batch_cifar_10_fast.data.cifar10 import Images
-from large_batch_cifar_10_fast.data.shards import MEAN, STD
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.devices import Precision
 from large_batch_cifar_10_fast.evaluate import evaluate
 from large_batch_cifar_10_fast.layers import norms_of, update_running_statistics, whitening_buffers, whitening_filters
-from large_batch_cifar_10_fast.recipe import TWO_VIEWS, make_network, place, reset
+from large_batch_cifar_10_fast.recipe import CIFAR_10_NORMALIZATION, TWO_VIEWS, make_network, place, reset
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 
 SEED = 11
@@ -128,7 +127,7 @@ def test_averaged_statistics_are_the_mean_of_those_of_all_groups():
 
 def test_whitening_filters_are_scaled_eigenvectors():
     images, _, *_ = draw_shapes(64, 1)
-    normalized = torch.from_numpy((images - np.array(MEAN)) / np.array(STD))
+    normalized = torch.from_numpy((images - np.array(CIFAR_10_NORMALIZATION[0])) / np.array(CIFAR_10_NORMALIZATION[1]))
     for size, epsilon in ((3, 0.01), (2, 5e-4)):
         check_whitening(whitening_filters(normalized, size, epsilon), images, epsilon)
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import train_here, write_npz
 
 from large_batch_cifar_10_fast.data.cifar10 import load_images
-from large_batch_cifar_10_fast.data.shards import MEAN, STD
+from large_batch_cifar_10_fast.recipe import CIFAR_10_NORMALIZATION
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("CIFAR10_NPZ" not in os.environ, reason="CIFAR10_NPZ is not set")]
 
@@ -20,8 +20,8 @@ def cifar10():
 
 def test_the_constants_are_the_images_own(cifar10):
     pixels = cifar10.train_images[::7].reshape(-1, 3).astype(np.float64)
-    np.testing.assert_allclose(pixels.mean(0), MEAN, rtol=0.01)
-    np.testing.assert_allclose(pixels.std(0), STD, rtol=0.01)
+    np.testing.assert_allclose(pixels.mean(0), CIFAR_10_NORMALIZATION[0], rtol=0.01)
+    np.testing.assert_allclose(pixels.std(0), CIFAR_10_NORMALIZATION[1], rtol=0.01)
     assert np.bincount(cifar10.train_labels).tolist() == [5000] * 10
     assert np.bincount(cifar10.test_labels).tolist() == [1000] * 10
 

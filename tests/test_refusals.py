@@ -3,16 +3,17 @@
 import itertools
 import os
 import subprocess
+import sys
 import time
 from dataclasses import fields
 
 import pytest
 import torch
 from attack import BAD_NUMBERS
-from conftest import ALONE, REPO, TINY, launch, python, train_here, write_npz
+from conftest import ALONE, REPO, TINY, launch, python, run_program, train_here, write_npz
 
-from large_batch_cifar_10_fast import ConfigError, config, devices, log, runs
-from large_batch_cifar_10_fast.config import Options, check_save, parse
+from large_batch_cifar_10_fast import PACKAGE, ConfigError, config, devices, log, runs
+from large_batch_cifar_10_fast.config import Options, check_images, check_save, parse
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.launch import launch as launch_here
 from large_batch_cifar_10_fast.launch import plan_processes
@@ -34,7 +35,7 @@ CASES = {  # the words of a command line and the error; no word is written to --
     "--demo --recipe muon": "--demo is apple2019, small, not muon",
     "--demo --compile --no_compile": "--compile and --no_compile were both given",
     "--demo --micro_batches 3": "--micro_batches 3 does not divide the 8 workers",
-    "--data http://host/x": "--data http://host/x is an address, not",
+    "--data http://host/x": "--data http:/host/x does not exist: name FILE.npz, cifar-10-python.tar.gz or",
     "--demo --save /tmp": "--save /tmp cannot be written (it would replace another file)",
     "--demo --save /dev/null/w.pt": "--save /dev/null/w.pt cannot be written (/dev/null is not a folder",
     f"--demo --out {'x' * 300}": "cannot be written (",
@@ -67,10 +68,30 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(word
 
 
 @pytest.mark.slow
-def test_train_alone_refuses_likewise(tmp_path):
-    result = python("-m", "large_batch_cifar_10_fast.train", "--demo", "--epochs", "-1", cwd=tmp_path)
+@pytest.mark.parametrize("how", [["-m", "large_batch_cifar_10_fast.train"], [PACKAGE / "train.py"]])
+def test_train_alone_refuses_likewise(how, tmp_path):
+    result = python(*how, "--demo", "--epochs", "-1", cwd=tmp_path, **({} if how[1:] else {"PYTHONPATH": ""}))
     line = "python -m large_batch_cifar_10_fast.train: --epochs -1 must lie in 1 to 100000\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["compare", "plot", "bench"])
+def test_a_program_of_the_package_starts_as_a_file_too(program, tmp_path):
+    assert python(PACKAGE / f"{program}.py", "--help", cwd=tmp_path, PYTHONPATH="").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_reader_that_ends_early_ends_a_program_without_a_word(tmp_path):
+    command = f"{sys.executable} -m large_batch_cifar_10_fast.compare published published"
+    result = run_program("bash", "-c", f"set -o pipefail; {command} | true", cwd=tmp_path, PYTHONPATH=REPO)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_each_process_needs_a_test_image():
+    check_images(Apple2019(batch_size=16), 643, 4, 4)
+    with pytest.raises(ConfigError, match="4 processes need as many test images, not 3"):
+        check_images(Apple2019(batch_size=16), 643, 3, 4)
 
 
 @pytest.mark.slow

@@ -11,12 +11,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ALONE, REPO, TINY, train_here
+from conftest import ALONE, REPO, TINY, train_here, write_npz
 from torchvision.io import write_png
 
 from large_batch_cifar_10_fast import ConfigError, api, train
 from large_batch_cifar_10_fast import log as run_log
 from large_batch_cifar_10_fast.config import recipe_named
+from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.devices import out_of_memory_hint
 from large_batch_cifar_10_fast.evaluate import Score, chunk_sizes, evaluate, predict
 from large_batch_cifar_10_fast.recipe import TWO_VIEWS
@@ -108,6 +109,22 @@ def test_other_files_than_saved_weights_are_refused_in_one_line(saved, tmp_path)
     torch.save(content, tmp_path / "mine.pt")
     with pytest.raises(ConfigError, match=r"is of the recipe mine: give its object, load\(FILE, recipe=...\)"):
         api.load(tmp_path / "mine.pt")
+
+
+def test_images_of_twelve_classes_train_a_network_of_twelve_and_name_their_normalization(tmp_path, capsys):
+    parts = draw_shapes(400, 20)
+    parts[1][:] = np.arange(400) % 12
+    data, weights = write_npz(tmp_path / "twelve.npz", *parts), tmp_path / "w.pt"
+    train_here(*MUON, "--data", data, "--out", tmp_path, "--save", weights, "--precision", "fp32")
+    assert re.search(r"# 12 classes, normalized by .* mean \(12\d\.", capsys.readouterr().out)
+    assert api.load(weights)(torch.zeros(2, 32, 32, 3, dtype=torch.uint8)).shape == (2, 12)
+    row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
+    assert api.evaluate(weights, data).loss == pytest.approx(row["validation_loss"], rel=1e-6)
+    others = write_npz(data, *(part if part.ndim > 1 else part + 3 for part in draw_shapes(400, 20)))
+    with pytest.raises(ConfigError, match=r"knows 12 classes, and .* has a label 12"):
+        api.evaluate(weights, others)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        api.evaluate(tmp_path / "absent.pt", "/absent")  # no image is looked for before
 
 
 def test_a_program_trains_twice_with_options_and_with_a_recipe_of_its_own(tiny_npz, tmp_path):

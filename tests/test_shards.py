@@ -8,7 +8,7 @@ from conftest import CPU
 from large_batch_cifar_10_fast.data.shards import assign_balanced, normalize, upload_shards
 from large_batch_cifar_10_fast.devices import Precision
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.recipe import images_of_an_epoch
+from large_batch_cifar_10_fast.recipe import CIFAR_10_NORMALIZATION, images_of_an_epoch
 from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
 from large_batch_cifar_10_fast.recipes.basenet import Basenet
 from large_batch_cifar_10_fast.recipes.fastai import FastAI
@@ -131,5 +131,5 @@ def test_images_are_normalized_in_the_precision_of_the_weights():
     )
     assert (half != single.astype(np.float16)).mean() > 0.2
     for precision, half_weights, expected in (("fp16", True, half), ("fp16", False, single), ("fp32", True, single)):
-        found = normalize(torch.from_numpy(pixels), Precision(precision, CPU, half_weights))
+        found = normalize(torch.from_numpy(pixels), CIFAR_10_NORMALIZATION, Precision(precision, CPU, half_weights))
         torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=0)

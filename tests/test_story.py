@@ -115,7 +115,7 @@ def test_the_digest_of_the_code_covers_what_decides_the_weights_of_this_recipe(t
         (tmp_path / name).write_text("changed")
         return [runs.code_digest(recipe) != old for recipe, old in zip(recipes, before, strict=True)]
 
-    for name in ("train.py", "layers.py", "data/augment.py"):
+    for name in ("train.py", "layers.py", "data/shards.py"):
         assert changes(name) == [True, True], name
     assert changes("page.py") == [True, False]
     assert changes("basenet.py") == [True, False], "from which page inherits"

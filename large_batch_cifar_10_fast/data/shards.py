@@ -11,14 +11,13 @@ from torch import Generator, Tensor
 
 from ..devices import Precision
 from ..distributed import DistContext
-from ..recipe import Recipe, Stage, images_of_an_epoch, stage_of
+from ..recipe import Normalization, Recipe, Stage, images_of_an_epoch, stage_of
 
 Batch = tuple[Tensor, Tensor]
 Generators = Sequence[Generator]  # one for each worker
 
 SIZE = 32  # pixels a side of an image
 MAX_OPTIONS = 200  # of a transform, in one epoch
-MEAN, STD = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)  # of CIFAR-10's channels, on the 0..255 scale
 LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in gray (ITU-R 601, like PIL)
 
 
@@ -156,6 +155,7 @@ class CropJitterRotateFlip(CropAndFlip):
 
     strength: float
     degrees: float
+    normalization: Normalization
 
     def sample(self, count: int, generators: Generators, run_generators: Generators, epoch: int) -> tuple[Tensor, ...]:
         """Return crops and flips like CropAndFlip, then float32 [W, count]: three factors, and angles in radians."""
@@ -166,11 +166,12 @@ class CropJitterRotateFlip(CropAndFlip):
     def __call__(self, images: Tensor, indices: Tensor, crops: Tensor, flips: Tensor, *changes: Tensor) -> Tensor:
         """Make a batch [B, 3, 32, 32], channels-last, of `images` [n, 32, 32, 3]; both are normalized."""
         *factors, angles = changes
+        mean, std = self.normalization
         crop = super().__call__(images, indices, crops, torch.zeros_like(flips))
         crop = crop.to(torch.promote_types(crop.dtype, torch.float32))
-        pixels = [crop[:, c] * (STD[c] / 255) + MEAN[c] / 255 for c in range(3)]  # 0 to 1
+        pixels = [crop[:, c] * (std[c] / 255) + mean[c] / 255 for c in range(3)]  # 0 to 1
         rotated = rotate_and_flip(color_jitter(torch.stack(pixels, 1), *factors), angles, flips)
-        normalized = [(rotated[:, c] - MEAN[c] / 255) * (255 / STD[c]) for c in range(3)]
+        normalized = [(rotated[:, c] - mean[c] / 255) * (255 / std[c]) for c in range(3)]
         return torch.stack(normalized, -1).permute(0, 3, 1, 2).to(images.dtype)
 
 
@@ -258,7 +259,7 @@ def _upload(images: np.ndarray, labels: np.ndarray, mine: slice | np.ndarray, de
     return first, second
 
 
-def normalize(images: Tensor, precision: Precision) -> Tensor:
+def normalize(images: Tensor, normalization: Normalization, precision: Precision) -> Tensor:
     """Convert uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel: in the type of the weights, then of images."""
-    mean, std = (torch.tensor(values, dtype=precision.weights, device=images.device) for values in (MEAN, STD))
+    mean, std = (torch.tensor(values, dtype=precision.weights, device=images.device) for values in normalization)
     return images.to(precision.weights).sub_(mean).div_(std).to(precision.images)

@@ -65,7 +65,8 @@ class Apple2019(Recipe):
 
     def network(self) -> "Network":
         groups = self.batch_size // self.ghost_batch if self.eval_stats == "average" else 1
-        return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.ghost_batch, affine=False, groups=groups))
+        norm = partial(GhostBatchNorm, ghost_batch=self.ghost_batch, affine=False, groups=groups)
+        return Network(self.width, self.classes, norm)
 
     def whiten(self, network: nn.Module, images: Tensor) -> None:
         network.get_buffer("whitening.weight").copy_(whitening_filters(images[:10_000], size=3, epsilon=0.01))
@@ -89,15 +90,15 @@ class Apple2019(Recipe):
 
 
 class Network(nn.Module):
-    """Images [B, 3, 32, 32] to logits [B, 10]; 6,570,880 trained parameters at width 64 (method, section 3)."""
+    """Images [B, 3, 32, 32] to logits [B, classes]; 6,570,880 trained parameters at width 64 (method, section 3)."""
 
-    def __init__(self, width: int, norm: Norm) -> None:
+    def __init__(self, width: int, classes: int, norm: Norm) -> None:
         super().__init__()
         self.prep = nn.Sequential(convolution(27, width, size=1), *norm_celu(width, norm))
         self.layer1 = nn.Sequential(conv_pool_norm(width, 2 * width, norm), Residual(2 * width, norm))
         self.layer2 = conv_pool_norm(2 * width, 4 * width, norm)
         self.layer3 = nn.Sequential(conv_pool_norm(4 * width, 8 * width, norm), Residual(8 * width, norm))
-        self.head = nn.Sequential(MaxPool(4), nn.Flatten(), nn.Linear(8 * width, 10, bias=False))
+        self.head = nn.Sequential(MaxPool(4), nn.Flatten(), nn.Linear(8 * width, classes, bias=False))
         self.whitening = WhiteningConvolution(3, 27, size=3, padding=1, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Basenet(Recipe):
     reduction = "mean"
 
     def network(self) -> "Network":
-        return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))
+        return Network(self.width, self.classes, partial(GhostBatchNorm, ghost_batch=self.batch_size))
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         group = {"params": list(network.parameters()), "schedules": {"lr": RATE}}
@@ -45,12 +45,12 @@ class Basenet(Recipe):
 
 
 class Network(nn.Module):
-    """Images [B, 3, 32, 32] to logits [B, 10]; 5,205,962 parameters and 0.460 G multiply-adds at width 64.
+    """Images [B, 3, 32, 32] to logits [B, classes]; 5,205,962 parameters and 0.460 G multiply-adds at width 64.
 
     Page's network has its shortcuts after the activation, and the maximum before the mean.
     """
 
-    def __init__(self, width: int, norm: Norm, first_norm: bool = True, pages: bool = False) -> None:
+    def __init__(self, width: int, classes: int, norm: Norm, first_norm: bool = True, pages: bool = False) -> None:
         super().__init__()
         self.prep = nn.Sequential(convolution(3, width, 3), *((norm(width), nn.ReLU()) if first_norm else ()))
         shapes = [(width, width, 1), (width, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1)]
@@ -62,7 +62,7 @@ class Network(nn.Module):
         ]
         self.blocks = nn.Sequential(*(PreactivationBlock(*shape, norm, pages) for shape in shapes))
         self.pages = pages
-        self.linear = nn.Linear(8 * width, 10)
+        self.linear = nn.Linear(8 * width, classes)
         for made in norms_of(self):
             nn.init.uniform_(made.get_parameter("weight"))  # as PyTorch's norms did before version 1.2
 

@@ -6,6 +6,7 @@ at the first three; decay 2e-4 on all parameters; mean cross-entropy; crop, colo
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -45,7 +46,6 @@ class FastAI(Recipe):
     width: int = option(16, "channels of the first convolution; the others scale with it", least=NARROWEST // 6 + 1)
 
     name = "fastai"
-    augmentation = CropJitterRotateFlip(padding=4, assign=assign_independent, strength=0.25, degrees=2.0)
     whole_epochs = True
     reduction = "mean"
     half_weights = False
@@ -64,8 +64,13 @@ class FastAI(Recipe):
     def workers(self) -> int:
         return ENTRIES[self.entry].workers
 
+    @property
+    def augmentation(self) -> CropJitterRotateFlip:  # type: ignore[override]
+        how: Any = {"padding": 4, "assign": assign_independent, "strength": 0.25, "degrees": 2.0}
+        return CropJitterRotateFlip(**how, normalization=self.normalization)
+
     def network(self) -> "Network":
-        return Network(self.width, partial(GhostBatchNorm, ghost_batch=self.batch_size))
+        return Network(self.width, self.classes, partial(GhostBatchNorm, ghost_batch=self.batch_size))
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         entry = ENTRIES[self.entry]
@@ -75,16 +80,16 @@ class FastAI(Recipe):
 
 
 class Network(nn.Module):
-    """Images [B, 3, 32, 32] to logits [B, 10]; 9,658,458 parameters and 1.385 G multiply-adds at width 16."""
+    """Images [B, 3, 32, 32] to logits [B, classes]; 9,658,458 parameters and 1.385 G multiply-adds at width 16."""
 
-    def __init__(self, width: int, norm: Norm) -> None:
+    def __init__(self, width: int, classes: int, norm: Norm) -> None:
         super().__init__()
         self.prep = convolution(3, width, 3)
         a, b, c = 6 * width, 12 * width, 24 * width
         shapes = [(width, a, 1), (a, a, 1), (a, a, 1), (a, b, 2), (b, b, 1), (b, b, 1), (b, c, 2), (c, c, 1), (c, c, 1)]
         self.blocks = nn.Sequential(*(PreactivationBlock(*shape, norm) for shape in shapes))
         self.tail = nn.Sequential(norm(c), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.linear = nn.Linear(c, 10)
+        self.linear = nn.Linear(c, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")  # N(0, sqrt(2 / (k k channels_out)))

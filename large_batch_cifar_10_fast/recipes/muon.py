@@ -100,7 +100,7 @@ class MuonRecipe(Recipe):
         norm = partial(
             GhostBatchNorm, ghost_batch=self.batch_size, affine=False, momentum=self.norm_momentum, eps=1e-12
         )
-        return Network(self.width, norm)
+        return Network(self.width, self.classes, norm)
 
     def whiten(self, network: nn.Module, images: Tensor) -> None:
         filters = whitening_filters(images[:5000], size=2, epsilon=5e-4)
@@ -139,16 +139,16 @@ class Muon2024(MuonRecipe):
 
 
 class Network(nn.Module):
-    """Images [B, 3, H, W] to logits [B, 10]; 1,971,352 trained parameters at width 64, 0.211 GFLOP forward."""
+    """Images [B, 3, H, W] to logits [B, classes]; 1,971,352 trained parameters at width 64, 0.211 GFLOP forward."""
 
-    def __init__(self, width: int, norm: Norm) -> None:
+    def __init__(self, width: int, classes: int, norm: Norm) -> None:
         super().__init__()
         self.whitening = WhiteningConvolution(3, 24, size=2)
         self.first = nn.GELU()
         channels = ((24, width), (width, 4 * width), (4 * width, 4 * width))
         self.groups = nn.Sequential(*(block(*both, norm) for both in channels))
         self.pool = nn.Sequential(MaxPool(), nn.Flatten())
-        self.linear = nn.Linear(4 * width, 10, bias=False)
+        self.linear = nn.Linear(4 * width, classes, bias=False)
         with torch.no_grad():
             self.linear.weight /= self.linear.weight.std()
 

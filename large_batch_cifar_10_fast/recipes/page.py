@@ -33,7 +33,7 @@ class Page(Basenet):
     def network(self) -> Network:
         """5,205,834 parameters at width 64; 5,205,962 with the surplus norm."""
         norm = partial(GhostBatchNorm, ghost_batch=self.batch_size)
-        return Network(self.width, norm, first_norm=self.starting_point, pages=True)
+        return Network(self.width, self.classes, norm, first_norm=self.starting_point, pages=True)
 
     def optimizers(self, network: nn.Module, ctx: DistContext) -> list[Optimizer]:
         rate = (RATE_WITH_KINK if self.starting_point else RATE) * (1 / self.batch_size)
