@@ -115,7 +115,7 @@ def judge(mine: Log, reference: Log, name: str, unit: str, margin: float) -> tup
     sentence += f", p = {found.p:.2g}" + (f" (not below {SIGNIFICANCE:g})" if none else "")
     sentence += ", in pairs of the same seed" if found.paired else ""
     if none:
-        sentence += f"; with {len(a)} and {len(b)} runs a difference of {found.detectable:.2g} {unit}"
+        sentence += f"; with {len(a)} and {len(b)} runs a difference of {found.detectable:.3g} {unit}"
         sentence += " would be found four times in five"
     return word, sentence + "."
 

@@ -1,5 +1,7 @@
 """Every form of a log is read, whole or damaged, into the numbers that were written."""
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -93,6 +95,14 @@ def test_the_last_campaign_or_the_named_one_of_a_table_is_read_as_a_spreadsheet_
     assert (found.conditions["compile"], found.conditions["kept"]) == ("True", "1,0.5")
     assert read_log(str(tmp_path / "log:a")).runs["accuracy"].tolist() == [0.93]
     assert len(read_log(f"{tmp_path}/log*:b").runs) == 3
+
+
+def test_campaigns_of_a_file_are_named_after_it_though_both_have_colons(tmp_path):
+    day, night = (write_runs(tmp_path / name, [9400], name, seed) for name, seed in (("day", 0), ("night:1", 5)))
+    rows = Path(night).read_text().partition("\n")[2]
+    (file := tmp_path / "9:30").write_text(Path(day).read_text() + rows)
+    named = {f"{file}": [5], f"{file}:day": [0], f"{file}:night:1": [5], f"{file}:day,{file}:night:1": [0, 5]}
+    assert {source: read_log(source).runs["seed"].tolist() for source in named} == named
 
 
 def test_lines_from_srun_or_of_several_launches_are_read(log):
