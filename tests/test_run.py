@@ -77,11 +77,13 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(saved, tmp_path):
 
 def test_images_of_twelve_classes_train_a_network_of_twelve_and_name_their_normalization(tmp_path, capsys):
     parts = draw_shapes(400, 20)
-    parts[1][:] = np.arange(400) % 12
+    parts[1][:], parts[2][:3] = np.arange(400) % 12, parts[0][:3]
     data = write_npz(tmp_path / "twelve.npz", *parts)
     options = options_of([*MUON, "--data", data, "--out", tmp_path, "--save", tmp_path / "w.pt", "--precision", "fp32"])
     (row,) = api.train(**options)
-    assert re.search(r"# 12 classes, normalized by .* mean \(12\d\.", capsys.readouterr().out)
+    output = capsys.readouterr()
+    assert re.search(r"# 12 classes, normalized by .* mean \(12\d\.", output.out)
+    assert output.err.count("Warning: ") == output.err.count("3 of 20 test images are also training images") == 1
     assert api.load(tmp_path / "w.pt", **options)(torch.zeros(2, 3, 32, 32)).shape == (2, 12)
     assert f"{api.evaluate(tmp_path / 'w.pt', **options).loss}" == row["validation_loss"]
     write_npz(data, *draw_shapes(400, 20))
