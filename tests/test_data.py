@@ -172,6 +172,7 @@ def test_npz_is_read_as_it_is(tmp_path):
         assert found.dtype == (np.uint8 if found.ndim == 4 else np.int64)
     content = b"".join(part.astype(np.uint8).tobytes() for part in (*TRAIN, *TEST))
     assert loaded.digest == hashlib.sha256(content).hexdigest()[:12]
+    assert Images("", TRAIN[0], TRAIN[1] + 256, *TEST).digest != loaded.digest
 
 
 def with_test(images, labels):
