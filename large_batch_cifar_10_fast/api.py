@@ -36,7 +36,7 @@ def load(weights: Path | str, recipe: str = "apple2019", **options: Any) -> nn.M
 
     Give the recipe and the options it was trained with. Raise ConfigError if the file does not fit.
     """
-    return _load(Path(weights), parse(_arguments(recipe, options))[1]).eval()
+    return _load(Path(weights), parse(_arguments(recipe, options))[1]).float().eval()
 
 
 def evaluate(weights: Path | str, recipe: str = "apple2019", **options: Any) -> Score:
@@ -76,7 +76,7 @@ def _load(path: Path, recipe: Recipe) -> nn.Module:
         for name, expected in network.state_dict().items():
             if name.endswith(("running_mean", "running_var")):
                 weights[name] = weights[name][: len(expected)]
-        network.load_state_dict(weights)
+        network.load_state_dict(weights, assign=True)  # in the file's precision
         return network
     except Exception as error:  # torch raises nearly anything for a damaged or foreign file
         reason = " ".join(str(error).split())[:300]

@@ -113,7 +113,7 @@ def test_without_a_whole_download_one_line_says_what_to_do_and_nothing_is_writte
 
 
 FOUND = {  # what --data names, after its files were made, and what the error says of it
-    "absent": "absent does not exist: name FILE.npz, cifar-10-python.tar.gz or cifar-100-python.tar.gz, or a folder",
+    "absent": "absent does not exist: name FILE.npz, cifar-10-python.tar.gz or cifar-100-python.tar.gz, or another",
     "absent/cifar-10-python.tar.gz": "does not exist",
     "http://host/x": "does not exist",
     "picture.png": "picture.png is another file",
