@@ -152,6 +152,8 @@ class RunLog:
         if recipe.normalization != CIFAR_10_NORMALIZATION:
             own = "normalized by the training images' own mean {} and std {}".format(*recipe.normalization)
             print_line(f"# {recipe.classes} classes, {own}")
+        for doubt in images.doubts():
+            warn(f"--data {self.options.data}: {doubt}")
         print_line(f"# recipe {recipe.name} {common['options']}")
         print_line(f"# settings {as_pairs(self.options)}")
         finished = f"{len(self.rows)} of {len(self.options.planned)} runs finished before"

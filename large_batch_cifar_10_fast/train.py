@@ -45,8 +45,6 @@ def train_campaign(options: Options, recipe: Recipe) -> list[Row]:
         check_processes(recipe, ctx.world_size, options.micro_batches)
         images = load_images(options.data)
         recipe = recipe.for_images(images.classes, images.normalization)
-        for doubt in images.doubts() if ctx.is_main else ():
-            ctx.warn(f"--data {options.data}: {doubt}")
         check_images(recipe, len(images.train_images), len(images.test_images), ctx.world_size)
         options = choose_computation(options, recipe, ctx, len(images.train_images))
         log = RunLog(options, recipe, ctx, images)

@@ -113,7 +113,7 @@ def test_without_a_whole_download_one_line_says_what_to_do_and_nothing_is_writte
 
 
 FOUND = {  # what --data names, after its files were made, and what the error says of it
-    "absent": "absent does not exist: name FILE.npz, cifar-10-python.tar.gz or cifar-100-python.tar.gz, or a folder",
+    "absent": "absent does not exist: name FILE.npz, cifar-10-python.tar.gz or cifar-100-python.tar.gz, or another",
     "absent/cifar-10-python.tar.gz": "does not exist",
     "http://host/x": "does not exist",
     "picture.png": "picture.png is another file",
@@ -172,6 +172,7 @@ def test_npz_is_read_as_it_is(tmp_path):
         assert found.dtype == (np.uint8 if found.ndim == 4 else np.int64)
     content = b"".join(part.astype(np.uint8).tobytes() for part in (*TRAIN, *TEST))
     assert loaded.digest == hashlib.sha256(content).hexdigest()[:12]
+    assert Images("", TRAIN[0], TRAIN[1] + 256, *TEST).digest != loaded.digest
 
 
 def with_test(images, labels):

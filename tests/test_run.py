@@ -113,10 +113,12 @@ def test_other_files_than_saved_weights_are_refused_in_one_line(saved, tmp_path)
 
 def test_images_of_twelve_classes_train_a_network_of_twelve_and_name_their_normalization(tmp_path, capsys):
     parts = draw_shapes(400, 20)
-    parts[1][:] = np.arange(400) % 12
+    parts[1][:], parts[2][:3] = np.arange(400) % 12, parts[0][:3]
     data, weights = write_npz(tmp_path / "twelve.npz", *parts), tmp_path / "w.pt"
     train_here(*MUON, "--data", data, "--out", tmp_path, "--save", weights, "--precision", "fp32")
-    assert re.search(r"# 12 classes, normalized by .* mean \(12\d\.", capsys.readouterr().out)
+    output = capsys.readouterr()
+    assert re.search(r"# 12 classes, normalized by .* mean \(12\d\.", output.out)
+    assert output.err.count("Warning: ") == output.err.count("3 of 20 test images are also training images") == 1
     assert api.load(weights)(torch.zeros(2, 32, 32, 3, dtype=torch.uint8)).shape == (2, 12)
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert api.evaluate(weights, data).loss == pytest.approx(row["validation_loss"], rel=1e-6)

@@ -145,7 +145,7 @@ def find_archive(path: Path) -> tuple[Path, Archive]:
         return path, ARCHIVES[0]
     found = f"has {', '.join(others[:3])}" if others else "is another file" if path.exists() else "does not exist"
     archives = " or ".join(archive.file for archive in ARCHIVES)
-    raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, or a folder with it or for its download")
+    raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, or another existing folder for a download")
 
 
 def random_images(train: int, test: int, classes: int = 10) -> Images:
