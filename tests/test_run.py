@@ -4,6 +4,7 @@ import math
 import re
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,7 +61,7 @@ def test_saved_weights_alone_make_a_model_with_the_result_of_their_run(saved, ti
     api.main()
     assert f"accuracy {score.accuracy:.4f} ({score.correct} of {score.images} images)" in capsys.readouterr().out
     model, images = api.load(weights), torch.from_numpy(np.load(tiny_npz)["test_images"])
-    assert (model.training, model.classes[3], model.about["recipe"]) == (False, "cat", row["recipe"])
+    assert (model.training, model.classes[3], model.about["recipe"]) == (False, "3", row["recipe"])
     probabilities = model.predict(images)
     assert torch.allclose(probabilities.sum(1), torch.ones(len(images)))
     right = (probabilities.argmax(1).numpy() == np.load(tiny_npz)["test_labels"]).sum()
@@ -217,16 +218,16 @@ def test_a_diverged_run_is_a_result_with_a_warning_and_never_reached_the_goal(ti
 
 @pytest.mark.parametrize("words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", ""])
 def test_running_out_of_memory_gives_a_hint_that_fits_what_was_done(words):
-    def predict(network, images):
+    def fail(images):
         raise RuntimeError(words) if words else torch.OutOfMemoryError
 
     training = "^training ran out of memory: raise --micro_batches"
     with pytest.raises(ConfigError, match=training), out_of_memory_hint("training"):
-        predict(None, None)
+        fail(None)
     recipe, test = Apple2019(width=4), (torch.zeros(2, 32, 32, 3), torch.zeros(2, dtype=torch.int64))
     hint = r"^evaluation ran out of memory: (?!.*--micro_batches).*--precision"
     with pytest.raises(ConfigError, match=hint), out_of_memory_hint("training"):
-        evaluate(train.make_model(recipe, ALONE, "fp32"), predict, test)
+        evaluate(replace(train.make_model(recipe, ALONE, "fp32"), evaluation=fail), TWO_VIEWS, test)
 
 
 def test_what_an_evaluation_takes_leaves_room_on_small_gpus(monkeypatch):
