@@ -97,9 +97,14 @@ class DistContext:
 
 
 def warn(text: str) -> None:
-    """Print a warning on STDERR, clear of the progress bar."""
-    with tqdm.external_write_mode():
-        print(f"Warning: {text}", file=sys.stderr, flush=True)
+    show(f"Warning: {text}")
+
+
+def show(text: str) -> None:
+    """Print a line on STDERR, clear of the progress bar."""
+    if sys.stderr:  # None if it was closed: then print would take STDOUT
+        with tqdm.external_write_mode():
+            print(text, file=sys.stderr, flush=True)
 
 
 def launched_world_size() -> int:

@@ -23,7 +23,7 @@ from . import ConfigError, __version__, first_line, runs
 from .config import LONG, Options, as_pairs, estimate_seconds
 from .data.cifar10 import SYNTHETIC, Images
 from .devices import driver_and_clocks, hardware_name, peak_memory, software
-from .distributed import DistContext, warn
+from .distributed import DistContext, show, warn
 from .evaluate import Score
 from .recipe import CIFAR_10_NORMALIZATION, Recipe, images_of_an_epoch
 from .runs import COLUMNS, CONDITIONS, EPOCHS, PARTS, PLACE, Row, append
@@ -277,11 +277,6 @@ def warned(name: str) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ConfigError) as error:  # torch.save raises RuntimeError
         runs.warn_once(f"{name} is not written ({first_line(error)})")
-
-
-def show(text: str) -> None:
-    """Print progress on STDERR, clear of the progress bar."""
-    tqdm.write(text, file=sys.stderr)
 
 
 def print_line(line: str) -> None:

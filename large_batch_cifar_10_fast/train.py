@@ -23,10 +23,10 @@ from .config import Options, check_images, check_processes, check_save, choose_c
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Sample, Shards, normalize, upload_shards, upload_test
 from .devices import Precision, allow_tf32, out_of_memory_hint
-from .distributed import DistContext, exit_process, init_distributed, on_one_machine
+from .distributed import DistContext, exit_process, init_distributed, on_one_machine, show
 from .evaluate import evaluate, read_score
 from .layers import norms_of, update_running_statistics, whitening_buffers
-from .log import Clock, RunLog, show
+from .log import Clock, RunLog
 from .optim import follow_schedules, prepare_for_gpu, restart, update_weights
 from .recipe import Model, Recipe, apply_stage, distinct_stages, make_network, place, reset, stage_of, training_pass
 from .runs import Row
