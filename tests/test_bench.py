@@ -47,15 +47,6 @@ def test_the_parts_of_a_run_and_of_a_step_are_printed(measure):
     assert seconds["speed of the last step"] == pytest.approx(500 / large, rel=1e-3)
 
 
-def test_a_run_is_scaled_from_fewer_workers(monkeypatch):
-    """By hand: 2,000 images of 8 workers are 7 steps of 32 images each in 3 epochs, 168 steps of one worker."""
-    monkeypatch.setattr(bench, "TRAIN", 2000)
-    options = ["--batch_size", "32", "--epochs", "3"]
-    (_, run), (_, measured) = parse(options), parse([*options, "--workers", "1"])
-    laps = {run.stages[0].signature: [2.0, 3.0], bench.SAMPLING: [0.5, 0.0]}
-    np.testing.assert_allclose(bench.seconds_of_run(run, measured, laps), [168 * 2 + 3 * 0.5, 168 * 3])
-
-
 def test_recipes_are_measured_in_turn_and_the_ratio_is_of_pairs(measure, monkeypatch):
     """With a clock of our own: a step of muon takes n seconds in round n, one of apple2019 always 6."""
     taken, now = [], [0]

@@ -12,9 +12,7 @@ from conftest import GPUS, REPO, environment, write_program
 from large_batch_cifar_10_fast import ConfigError, config, devices
 from large_batch_cifar_10_fast.devices import matrix_rate
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.recipes.fastai import FastAI
-from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
+from large_batch_cifar_10_fast.recipes import Apple2019, FastAI, MuonRecipe
 from large_batch_cifar_10_fast.train import make_model
 
 

@@ -15,11 +15,7 @@ from torch.utils._pytree import tree_leaves
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.recipes.basenet import Basenet
-from large_batch_cifar_10_fast.recipes.fastai import FastAI
-from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.recipes.page import Page
+from large_batch_cifar_10_fast.recipes import Apple2019, Basenet, FastAI, MuonRecipe, Page
 from large_batch_cifar_10_fast.train import make_step
 
 WAITING = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal"}  # a capture fails at what reads a value
@@ -113,27 +109,11 @@ def graphs(monkeypatch) -> list[RecordedGraph]:
     return captured
 
 
-class Log(Recorder):
-    """Record weights and scores of all runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.weights, self.scores = [], []
-
-    def epoch(self, clock, train, validation):
-        super().epoch(clock, train, validation)
-        self.scores.append((train, validation))
-
-    def run(self, run, clock, train, validation, network):
-        super().run(run, clock, train, validation, network)
-        self.weights.append({name: tensor.clone() for name, tensor in network.state_dict().items()})
-
-
-def train(recipe, *seeds, use_graphs=False, precision="fp32", micro_batches=1) -> Log:
+def train(recipe, *seeds, use_graphs=False, precision="fp32", micro_batches=1) -> Recorder:
     """Train in one process from these seeds, one after the other."""
     images = Images("shapes", *draw_shapes(recipe.workers * (3 * recipe.batch_size + 5), 20))
     model, data = prepared(recipe, images, precision, micro_batches)
-    step, log = make_step(model, data, use_graphs), Log()
+    step, log = make_step(model, data, use_graphs), Recorder()
     for seed in seeds:
         train_prepared(model, data, seed, log, step)
     return log

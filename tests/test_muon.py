@@ -16,7 +16,7 @@ from large_batch_cifar_10_fast.config import as_pairs
 from large_batch_cifar_10_fast.data.cifar10 import Images, random_images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.evaluate import Score
-from large_batch_cifar_10_fast.recipe import Stage, make_network, run_flop, stage_of
+from large_batch_cifar_10_fast.recipe import Stage, run_flop, stage_of
 from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe
 from large_batch_cifar_10_fast.train import make_model, make_step, warm_up
 
@@ -137,14 +137,6 @@ def test_stages_begin_where_the_resolution_changes_or_the_bias_is_frozen():
     assert MuonRecipe(epochs=3, pixels="32", whitening_epochs=0, kept="1").stages == (Stage(1, 32, frozen),)
     halved = MuonRecipe(epochs=3, pixels="24,32,32", whitening_epochs=0, kept="1,1,0.5").stages
     assert halved == (Stage(1, 24, frozen), Stage(2, 32, frozen), Stage(3, 32, frozen, 0.5))
-
-
-def test_filters_begin_as_the_identity_and_the_head_with_deviation_one():
-    network = make_network(Muon2024(), seed=0)
-    x = torch.randn(2, 24, 8, 8)
-    torch.testing.assert_close(network.groups[0][0](x)[:, :24], x)
-    assert network.groups[0][0](x).shape[1] == 64
-    assert network.linear.weight.std().item() == pytest.approx(1)
 
 
 def test_the_warm_up_takes_each_distinct_step_once(monkeypatch):

@@ -82,8 +82,8 @@ def test_a_program_trains_and_gets_the_rows_of_its_campaign(tiny_npz, tmp_path):
         api.train(**options, runs=0)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_one_process_trains_in_every_precision(tiny_npz, tmp_path, precision):
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_one_process_trains_in_half_precision(tiny_npz, tmp_path, precision):
     small = ["--demo", *TINY, "--epochs", 1, "--data", tiny_npz, "--precision", precision]
     train_here(*small, "--out", tmp_path, "--save", tmp_path / "w.pt")
     weights = torch.load(tmp_path / "w.pt", weights_only=True)

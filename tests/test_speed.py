@@ -1,22 +1,16 @@
 """An epoch never waits for a GPU, and convolutions need not transpose."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.data.cifar10 import random_images
-from large_batch_cifar_10_fast.devices import Precision
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.recipe import Model, make_network, training_pass
-from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.recipes.basenet import Basenet
-from large_batch_cifar_10_fast.recipes.fastai import FastAI
-from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
-from large_batch_cifar_10_fast.recipes.page import Page
+from large_batch_cifar_10_fast.recipes import Apple2019, Basenet, FastAI, MuonRecipe, Page
 from large_batch_cifar_10_fast.train import make_model, make_step, prepare
 
 pytestmark = pytest.mark.slow
@@ -72,20 +66,14 @@ def test_on_a_pretended_gpu_an_epoch_neither_waits_nor_mixes_devices(monkeypatch
     monkeypatch.setattr(torch, "randperm", lambda n, generator, device: torch.arange(n, device=device))
     monkeypatch.setattr(torch, "randint", lambda n, size, generator, device: torch.arange(*size, device=device) % n)
     monkeypatch.setattr(torch, "rand", lambda n, generator, device: torch.ones(n, device=device))
-    ctx = DistContext(0, 1, gpu, recipe.workers)
+    monkeypatch.setattr(train, "place", lambda network, precision: network)  # it is made on the GPU
+    monkeypatch.setattr(train, "prepare_for_gpu", lambda optimizers: None)  # fused SGD has no fake kernel
     with FakeTensorMode(allow_non_fake_inputs=False):
-        network = make_network(recipe, seed=0)
-        for module in network.modules():
-            for name, weight in module.named_parameters(recurse=False):
-                setattr(module, name, torch.nn.Parameter(weight.to(gpu), requires_grad=weight.requires_grad))
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(gpu))
-        weights = [*network.parameters()]
+        with gpu:
+            model = make_model(recipe, DistContext(0, 1, gpu, recipe.workers), "fp32", min(2, recipe.workers))
+        weights = [*model.network.parameters()]
         set_zero = lambda _: [setattr(weight, "grad", torch.zeros_like(weight)) for weight in weights]  # noqa: E731
         monkeypatch.setattr(torch.Tensor, "backward", set_zero)
-        precision, micro_batches = Precision("fp32", gpu), min(2, recipe.workers)
-        forward = partial(training_pass, network, recipe, precision, recipe.workers // micro_batches)
-        model = Model(recipe, ctx, precision, network, recipe.optimizers(network, ctx), forward, micro_batches)
         count = round(3 * recipe.workers * recipe.batch_size / recipe.stages[0].keep_fraction)
         data = prepare(random_images(count, 10), model, Clock(lambda: None))
         step, samples = make_step(model, data), data.train.epoch(seed=0, epoch=1, losses=data.losses)

@@ -15,9 +15,7 @@ from large_batch_cifar_10_fast.evaluate import Score
 from large_batch_cifar_10_fast.layers import GhostBatchNorm
 from large_batch_cifar_10_fast.optim import PiecewiseLinear
 from large_batch_cifar_10_fast.recipe import Recipe, option
-from large_batch_cifar_10_fast.recipes import RECIPES
-from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.recipes.page import Page
+from large_batch_cifar_10_fast.recipes import RECIPES, Apple2019, Page
 
 
 @pytest.mark.slow
