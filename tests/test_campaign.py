@@ -210,14 +210,6 @@ def test_only_missing_runs_are_trained_and_more_runs_can_be_added(small, whole, 
     pd.testing.assert_frame_equal(results(table), results(whole))
 
 
-def test_shares_of_one_campaign_in_one_folder_make_the_table_of_one_launch(small, whole, trained, tmp_path):
-    for share in ("1/2", "0/2", "0/2"):
-        train_here(*small, "--runs", 5, "--campaign", "whole", "--share", share, "--out", tmp_path)
-    assert trained == [1, 3, 0, 2, 4]
-    for name in ("runs.tsv", "epochs.tsv"):
-        pd.testing.assert_frame_equal(results(tmp_path / name), results(whole.with_name(name)))
-
-
 def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, tmp_path, monkeypatch):
     edits = {"code": "7", "torch": "7", "device": "abacus", "processes": "2", "environment": "MKL_CBWR=AVX2"}
     rows = pd.read_csv(whole, sep="\t", dtype=str, keep_default_na=False).assign(**edits)

@@ -12,7 +12,7 @@ from test_story import Stock
 from torch._inductor import config as inductor
 
 from large_batch_cifar_10_fast import evaluate as evaluation
-from large_batch_cifar_10_fast.compiling import check_all_close, compiled, compiled_evaluation, noise, results_of_pass
+from large_batch_cifar_10_fast.compiling import compiled, compiled_evaluation, noise, results_of_pass
 from large_batch_cifar_10_fast.data.cifar10 import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.evaluate import evaluate
@@ -162,21 +162,6 @@ def test_the_warm_up_evaluates_early_and_last_views_compiled():
     assert len(calls) == 1 + 6
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "message"),
-    [
-        ({"w": [3.0, math.nan]}, [3.0, 4.0], "the compiled w is nan% off"),
-        ({"w": [3.0, 4.0]}, [3.0, math.inf], "the w is not finite uncompiled either"),
-        ({}, [3.0, 4.0], "the compiled pass has no w"),
-    ],
-)
-def test_a_compiled_tensor_that_is_lost_or_wrong_is_an_error(found, expected, message):
-    tensors = {name: torch.tensor(values) for name, values in found.items()}
-    with pytest.raises(ArithmeticError, match=f"^{message}$"):
-        check_all_close(tensors, {"w": torch.tensor(expected)}, "fp16")
-    check_all_close({"w": torch.tensor([3.0, 3.95])}, {"w": torch.tensor([3.0, 4.0])}, "fp16")
-
-
 def lengthen_gradient(network, made):
     def once(gradient):
         hook.remove()
@@ -197,6 +182,11 @@ def change_statistics(network, made, change):
     [
         (lambda _, made: made, ""),
         (lambda _, made: made._replace(loss=0 * made.loss), "gradient of prep.0.weight is 100% off"),  # as torch 2.11's
+        (lambda _, made: made._replace(loss=math.nan * made.loss), "gradient of prep.0.weight is nan% off"),
+        (
+            lambda _, made: made._replace(loss=made.loss.detach().requires_grad_()),
+            "pass has no gradient of prep.0.weight",
+        ),
         (lengthen_gradient, "gradient of prep.0.weight is 50% off"),
         (lambda _, made: made._replace(loss=made.loss + 0.05 * made.loss.detach()), "loss is 5% off"),
         (lambda _, made: made._replace(losses=made.losses.roll(1)), "losses is [0-9.]+% off"),

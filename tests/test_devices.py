@@ -102,9 +102,7 @@ def test_float32_is_ieee_unless_tf32_is_chosen():
         ("2.10.0", "torch==2.10.0", "2", "absent-thing"),
     ],
 )
-def test_an_interpreter_needs_the_versions_in_pyproject_and_the_torch_of_its_torchvision(
-    torch, needed, scipy, lacking, tmp_path
-):
+def test_an_interpreter_needs_pyprojects_versions_and_torchvisions_torch(torch, needed, scipy, lacking, tmp_path):
     for name, number in (("torch", torch), ("torchvision", "0.25.0"), ("scipy", scipy)):
         (info := tmp_path / f"{name}-{number}.dist-info").mkdir()
         info.joinpath("METADATA").write_text(f"Name: {name}\nVersion: {number}\nRequires-Dist: {needed}\n")

@@ -55,9 +55,7 @@ def test_every_recipe_of_several_workers_is_tried():
 
 
 @pytest.mark.parametrize(("recipe", "processes", "micro_batches"), SPLITS)
-def test_parameters_statistics_and_counts_do_not_depend_on_processes(
-    few_npz, tmp_path, alone, recipe, processes, micro_batches
-):
+def test_results_do_not_depend_on_processes(few_npz, tmp_path, alone, recipe, processes, micro_batches):
     expected, expected_row = alone(recipe)
     weights, row = _train(recipe, few_npz, tmp_path, processes, micro_batches)
     _equal(weights, expected)

@@ -75,7 +75,7 @@ def test_an_error_of_any_process_is_named_with_its_traceback_also_under_torchrun
     assert "process 0 failed" not in result.stderr, "it only waited"
 
 
-@pytest.mark.parametrize("where", ["--nproc 2", "--nproc 1 --teams 2 --runs 2", "--nproc 2 --teams 2 --runs 2"])
+@pytest.mark.parametrize("where", ["--nproc 2", "--nproc 1 --teams 2 --runs 2"])
 def test_what_one_process_alone_finds_is_one_line_whatever_its_team(tmp_path, where):
     """The last process of all fails, as one that is out of memory does."""
     code = "import os\nif os.environ.get('LOCAL_RANK') == str(int(os.environ.get('LOCAL_WORLD_SIZE', 0)) - 1):\n"

@@ -95,9 +95,8 @@ def test_fast_paths_are_taken_only_where_a_network_is_compiled_for_a_cpu(device,
 
 def test_whitening_through_32_channels_gives_what_27_give():
     torch.manual_seed(0)
-    images, filters, weight = (
-        torch.randn(s, dtype=torch.float64) for s in ((2, 3, 8, 8), (27, 3, 3, 3), (5, 27, 1, 1))
-    )
+    sizes = (2, 3, 8, 8), (27, 3, 3, 3), (5, 27, 1, 1)
+    images, filters, weight = (torch.randn(size, dtype=torch.float64) for size in sizes)
     expected = F.conv2d(F.conv2d(images, filters, padding=1), weight.requires_grad_())
     padded = whiten_and_mix(images, filters, weight, channels=32)
     torch.testing.assert_close(padded, expected)
@@ -113,9 +112,7 @@ def test_the_processes_share_the_matrices_and_their_sum_is_that_of_one():
         return orthogonal_directions(gradients, momenta, 0.6, ctx)
 
     with torch.autocast("cpu", torch.bfloat16):
-        assert {each.dtype for each in directions(ALONE)} == {torch.float64}, (
-            "as the weights, whatever the products are in"
-        )
+        assert {each.dtype for each in directions(ALONE)} == {torch.float64}, "whatever products are in"
     shares = [directions(DistContext(rank, 3, CPU, 3)) for rank in range(3)]
     makers = [[bool(share[i].any()) for share in shares] for i in range(4)]
     assert [sum(made) for made in makers] == [1, 1, 1, 1], "each matrix by one process"

@@ -6,7 +6,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-from attack import BAD_NUMBERS
 from conftest import ALONE, REPO, python, train_here
 
 from large_batch_cifar_10_fast import ConfigError, config, devices, runs
@@ -70,10 +69,13 @@ def test_train_alone_refuses_likewise(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_campaign_survives_kills_and_invalid_options_end_in_one_line():
-    result = python("tests/attack.py", "--kills", 2, "--options", 2, "--seed", 1, cwd=REPO)
+def test_a_campaign_survives_kills():
+    result = python("tests/attack.py", "--kills", 2, "--seed", 1, cwd=REPO)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("2 kills in ")
+
+
+BAD_NUMBERS = ["", "-", "-1", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb", "%s", "1,,2"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -82,14 +82,13 @@ def test_a_program_trains_and_gets_the_rows_of_its_campaign(tiny_npz, tmp_path):
         api.train(**options, runs=0)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_one_process_trains_in_half_precision(tiny_npz, tmp_path, precision):
-    small = ["--demo", *TINY, "--epochs", 1, "--data", tiny_npz, "--precision", precision]
+def test_weights_are_trained_and_saved_in_half_precision(tiny_npz, tmp_path):
+    small = ["--demo", *TINY, "--epochs", 1, "--data", tiny_npz, "--precision", "fp16"]
     train_here(*small, "--out", tmp_path, "--save", tmp_path / "w.pt")
     weights = torch.load(tmp_path / "w.pt", weights_only=True)
-    assert weights["prep.0.weight"].dtype == (torch.float16 if precision == "fp16" else torch.float32)
+    assert weights["prep.0.weight"].dtype == torch.float16
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
-    assert (row["precision"], np.isfinite(row["train_loss"])) == (precision, True)
+    assert (row["precision"], np.isfinite(row["train_loss"])) == ("fp16", True)
 
 
 def test_views_of_half_precision_are_averaged_in_float32():
