@@ -78,10 +78,8 @@ def run_program(*command: object, cwd: Path, **variables: object) -> subprocess.
 
 
 def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:
-    """Start the launcher in `cwd` and wait for it. Lower-case keywords are options, others environment variables."""
-    options = [word for name in variables if name.islower() for word in (f"--{name}", variables[name])]
-    others = {name: value for name, value in variables.items() if not name.islower()}
-    return run_program("bash", script, *arguments, *options, cwd=cwd, **others)
+    """Start the launcher in `cwd` with some environment variables, and wait for it."""
+    return run_program("bash", script, *arguments, cwd=cwd, **variables)
 
 
 def python(*arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:

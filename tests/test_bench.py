@@ -6,14 +6,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import GPU, GPUS, REPO, python, run_program, write_program
-from test_compiling import ALONE, SMALL
+from conftest import GPU, GPUS, REPO, prepared, python, run_program, write_program
+from test_compiling import SMALL
 
 from large_batch_cifar_10_fast import bench
 from large_batch_cifar_10_fast.config import parse
 from large_batch_cifar_10_fast.data.cifar10 import random_images
-from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.train import distinct_samples, make_model, make_step, prepare
+from large_batch_cifar_10_fast.train import distinct_samples, make_step
 
 pytestmark = pytest.mark.slow
 
@@ -83,8 +82,7 @@ def test_the_faster_recipe_is_named_if_the_interval_of_the_sign_test_excludes_on
 def test_each_recipe_of_a_comparison_computes_in_the_float32_it_names():
     allowed, benches = [], []
     for precision in ("tf32", "fp32"):
-        model = make_model(SMALL, ALONE, precision)
-        data = prepare(random_images(100, 10), model, Clock(ALONE.synchronize))
+        model, data = prepared(SMALL, random_images(100, 10), precision)
         sample = next(distinct_samples(model, data.train))
         model.network.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cuda.matmul.allow_tf32))
         benches.append(bench.Bench(model, data, make_step(model, data), [sample], {}))

@@ -132,14 +132,6 @@ ENDS = [  # how to end a launch, its status, and the beginning of its closing li
 ]
 
 
-@pytest.fixture
-def trained(monkeypatch) -> list[int]:
-    """Return the runs that are trained in this process, as they are."""
-    runs, train_once = [], train.train_once
-    monkeypatch.setattr(train, "train_once", lambda run, *others: runs.append(run) or train_once(run, *others))
-    return runs
-
-
 def test_ended_in_every_way_and_continued_a_campaign_equals_an_uninterrupted_one(arguments, tmp_path, uninterrupted):
     table, made, kept = tmp_path / "runs.tsv", 0, ""
     for end, status, reason in ENDS:
@@ -199,7 +191,9 @@ def whole(small, tmp_path_factory) -> Path:
     return folder / "runs.tsv"
 
 
-def test_only_missing_runs_are_trained_and_more_runs_can_be_added(small, whole, trained, tmp_path):
+def test_only_missing_runs_are_trained_and_more_runs_can_be_added(small, whole, monkeypatch, tmp_path):
+    trained, train_once = [], train.train_once
+    monkeypatch.setattr(train, "train_once", lambda run, *others: trained.append(run) or train_once(run, *others))
     (table := tmp_path / "runs.tsv").write_text("".join(whole.read_text().splitlines(keepends=True)[:3]))
     train_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
     assert trained == [2], "of three, two were finished"

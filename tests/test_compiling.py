@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import TINY, python
-from test_story import Stock
+from test_run import Stock
 from torch._inductor import config as inductor
 
 from large_batch_cifar_10_fast import evaluate as evaluation

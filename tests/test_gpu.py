@@ -108,7 +108,7 @@ def test_an_epoch_neither_waits_for_the_gpu_nor_copies_from_it(tmp_path):
 
 def test_two_teams_share_a_gpu(tiny_npz, tmp_path):
     arguments = ["--demo", *TINY, "--no_compile", "--runs", 4, "--data", tiny_npz]
-    result = launch(*arguments, cwd=tmp_path, teams=2, **GPU)
+    result = launch(*arguments, "--teams", 2, cwd=tmp_path, **GPU)
     assert (result.returncode, result.stderr) == (0, "")
     rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
     assert sorted(rows["run"]) == [0, 1, 2, 3]
@@ -128,7 +128,7 @@ def test_fp32_is_ieee_float32_and_tf32_is_not(tmp_path):
 @pytest.mark.parametrize("recipe", ["basenet", "page", "fastai", "muon"])
 def test_every_recipe_learns_compiled_in_half_precision(recipe, tmp_path):
     options = ["--width", 8 if recipe == "fastai" else 16, "--epochs", 2, "--data", "synthetic"]
-    result = launch("--recipe", recipe, *options, cwd=tmp_path, nproc=1, **GPU)
+    result = launch("--recipe", recipe, *options, "--nproc", 1, cwd=tmp_path, **GPU)
     assert (result.returncode, result.stderr) == (0, ""), "not compiled?"
     assert re.search(" precision=(fp|bf)16 ", result.stdout)
     assert (ONE_GRAPH in result.stdout) == (recipe != "fastai"), "whose momentum changes"
@@ -138,7 +138,7 @@ def test_every_recipe_learns_compiled_in_half_precision(recipe, tmp_path):
 
 @pytest.mark.numbers
 def test_the_demo_passes_94_percent_compiled_in_half_precision(tmp_path):
-    result = launch("--demo", cwd=tmp_path, nproc=1, **GPU)
+    result = launch("--demo", "--nproc", 1, cwd=tmp_path, **GPU)
     assert (result.returncode, result.stderr) == (0, ""), "not compiled?"
     assert "precision=fp16" in result.stdout
     assert " compile=True " in result.stdout

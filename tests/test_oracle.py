@@ -32,17 +32,13 @@ from large_batch_cifar_10_fast.train import make_model
 SEED = 11
 
 
-def one_view(network, images, last):
-    return network(images)
-
-
-def check_run(recipe, reference, update, losses, reduce, images, steps, predict=one_view) -> nn.Module:
+def check_run(recipe, reference, update, losses, reduce, images, steps, predict=None) -> nn.Module:
     """Compare scores and weights of a run to nine digits; return our network.
 
     `reference` has its parameters in our order, the whitening's frozen filters anywhere. `update` returns a new weight;
     it takes the name, the weight, its mean gradient over the workers, a state, at first zero, and the time in epochs.
     `losses` returns those of images, `reduce` a worker's loss. `steps` are a worker's images and their pixels in each
-    step, by epoch.
+    step, by epoch. `predict` returns logits, also told whether the epoch is the last one; by default those of one view.
     """
     (model, data), reference, log = prepared(recipe, images), reference.double(), Recorder()
     reset(model.network, recipe, SEED)
@@ -76,7 +72,7 @@ def check_run(recipe, reference, update, losses, reduce, images, steps, predict=
                 weight.copy_(update(name, weight, gradient, state[name], now))
         reference.eval()
         with torch.no_grad():
-            logits = predict(reference, test, epoch == len(steps))
+            logits = predict(reference, test, epoch == len(steps)) if predict else reference(test)
         reference.train()
         score = log.scores[epoch - 1][1]
         assert (score.correct, score.images) == ((logits.argmax(1) == labels).sum(), len(labels))

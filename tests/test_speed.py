@@ -36,8 +36,7 @@ RECIPES = [
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_weights_and_activations_are_channels_last_in_memory(recipe):
     recipe = replace(recipe, batch_size=8)
-    ctx, found = DistContext(0, 1, torch.device("cpu"), recipe.workers), {}
-    model = make_model(recipe, ctx, "fp32")
+    (model, data), found = prepared(recipe, random_images(16 * recipe.workers, 1), "fp32"), {}
 
     def look(name: str, tensor: torch.Tensor) -> None:
         if tensor.ndim == 4:
@@ -47,7 +46,6 @@ def test_weights_and_activations_are_channels_last_in_memory(recipe):
         module.register_forward_hook(lambda module, inputs, output, name=name: look(f"output of {name}", output))
     for name, weight in model.network.named_parameters():
         look(name, weight)
-    data = prepare(random_images(16 * recipe.workers, 1), model, Clock(ctx.synchronize))
     [(images, labels)] = data.train.epoch(seed=0, epoch=1)[0].micro_batches()
     model.forward(images, labels)
     assert len(found) > 20
