@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from large_batch_cifar_10_fast.data.augment import MEAN, STD
+from large_batch_cifar_10_fast.recipe import CIFAR_10_NORMALIZATION
 from torch.utils.data import DataLoader, default_collate
 
 from large_batch_cifar_10_fast.compiling import compiled
@@ -30,6 +30,8 @@ from large_batch_cifar_10_fast.train import make_model, prepare, train_step, war
 PADDING, SIZE = 4, 32  # pixels
 CROPS = (2 * PADDING + 1, 2 * PADDING + 1, 2)  # offsets down and across, mirrored or not
 PAGE_2018 = ("323", "308", "301", "297", "-")  # seconds of Page's whole run on a V100 with each
+
+MEAN, STD = CIFAR_10_NORMALIZATION
 
 
 def load_batch(images: np.ndarray, labels: np.ndarray, crops: list | None, indices: list[int]) -> Batch:

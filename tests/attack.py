@@ -1,6 +1,6 @@
-"""Kill random processes of small campaigns, continue each until complete, and give the launcher invalid options.
+"""Kill random processes of small campaigns, and continue each until complete.
 
-    python tests/attack.py [--kills N] [--options N] [--seed S]
+    python tests/attack.py [--kills N] [--seed S]
 
 An AssertionError names the first promise that is broken. A kill takes about ten seconds.
 """
@@ -24,8 +24,6 @@ CAMPAIGN = "--demo --batch_size 16 --ghost_batch 8 --width 4 --epochs 2 --no_war
 CAMPAIGN += " --ema_ep 0.4 --data ../images.npz --campaign night"
 KINDS = ("--nproc 2 --teams 1", "--nproc 1 --teams 2")
 EQUAL = ("run", "seed", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "validation_count")
-NUMBERS = ("epochs", "batch_size", "lr_scaler", "runs", "seed", "micro_batches", "nproc", "teams", "timeout")
-BAD_NUMBERS = ["", "-", "-1", "x", "nan", "inf", "-inf", "1e308", "9" * 30, "9" * 5000, "²", "a\nb", "%s", "1,,2"]
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen:
@@ -75,7 +73,7 @@ def complete(folder: Path, kind: str, kills: int, dice: random.Random) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("kills", "options", "seed"):
+    for name in ("kills", "seed"):
         parser.add_argument(f"--{name}", type=int, default=50)
     given = parser.parse_args()
     dice, noise, tables, killed = random.Random(given.seed), np.random.default_rng(0), [], 0
@@ -88,11 +86,7 @@ def main() -> None:
             killed += complete(folder, KINDS[number], (given.kills - killed) * (len(tables) > 1), dice)
             tables.append(table_of(folder))
             assert tables[-1] == tables[number], "a campaign differs from an undisturbed one"
-        for _ in range(given.options):
-            option = f"--{dice.choice(NUMBERS)}={dice.choice(BAD_NUMBERS)}"
-            output, errors = (process := start(Path(name), "--data", "synthetic", option)).communicate(timeout=60)
-            assert (process.returncode, output, errors.count("\n")) == (2, "", 1), (option, errors)
-    print(f"{killed} kills in {len(tables) - 2} campaigns and {given.options} invalid options: all promises were kept")
+    print(f"{killed} kills in {len(tables) - 2} campaigns: all promises were kept")
 
 
 if __name__ == "__main__":

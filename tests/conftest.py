@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,18 +65,6 @@ def write_program(path: Path, script: str) -> Path:
     return path
 
 
-def edit_table(path: Path, **columns: object) -> None:
-    rows = pd.read_csv(path, sep="\t", dtype=str, keep_default_na=False).assign(**columns)
-    rows.to_csv(path, sep="\t", index=False)
-
-
-def random_pictures(count: int, labels=None):
-    """Return noise: images uint8 [count, 32, 32, 3] and labels, random unless given."""
-    random = np.random.default_rng(count)
-    labels = random.integers(0, 10, count) if labels is None else np.asarray(labels)
-    return random.integers(0, 256, (count, 32, 32, 3), np.uint8), labels
-
-
 def environment(**variables: object) -> dict[str, str]:
     """Return this environment with the given variables, but without the tests' own number of threads."""
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -91,10 +78,8 @@ def run_program(*command: object, cwd: Path, **variables: object) -> subprocess.
 
 
 def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:
-    """Start the launcher in `cwd` and wait for it. Lower-case keywords are options, others environment variables."""
-    options = [word for name in variables if name.islower() for word in (f"--{name}", variables[name])]
-    others = {name: value for name, value in variables.items() if not name.islower()}
-    return run_program("bash", script, *arguments, *options, cwd=cwd, **others)
+    """Start the launcher in `cwd` with some environment variables, and wait for it."""
+    return run_program("bash", script, *arguments, cwd=cwd, **variables)
 
 
 def python(*arguments: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
@@ -123,24 +108,21 @@ def train_here(*arguments: object) -> None:
 
 def train_together(processes: int, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
     """Train in processes that meet as those of our launcher do. Return a failing status, if any, and all output."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    rendezvous |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    places = [environment(**rendezvous, RANK=rank, LOCAL_RANK=rank) for rank in range(processes)]
-    return _train_forked([([*map(str, arguments)], place, cwd) for place in places])
+    return _train_forked(processes * [[*map(str, arguments)]], processes * [cwd], on_a_machine=processes)
 
 
 def train_on_machines(*commands: list[str], folders: list[Path]) -> subprocess.CompletedProcess:
     """Train in one process for each machine, with its own command and folder, which meet at a store like torchrun's."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    rendezvous |= {"WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
-    places = [environment(**rendezvous, RANK=rank) for rank in range(len(commands))]
-    return _train_forked([*zip(commands, places, folders, strict=True)])
+    return _train_forked(commands, folders, on_a_machine=1)
 
 
-def _train_forked(processes: list[tuple[list[str], dict[str, str], Path]]) -> subprocess.CompletedProcess:
+def _train_forked(commands, folders: list[Path], on_a_machine: int) -> subprocess.CompletedProcess:
     """Fork the processes, which saves the five seconds in which a new interpreter imports torch."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    meeting |= {"WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": on_a_machine}
+    places = [environment(**meeting, RANK=rank, LOCAL_RANK=rank % on_a_machine) for rank in range(len(commands))]
+    processes = zip(commands, places, folders, strict=True)
     deadline = time.monotonic() + 200
     with tempfile.TemporaryDirectory() as folder:
         ranks = [FORKS.Process(target=train_forked, args=(*place, Path(folder)), daemon=True) for place in processes]
@@ -156,7 +138,7 @@ def _train_forked(processes: list[tuple[list[str], dict[str, str], Path]]) -> su
         read = [[path.read_text() for path in sorted(Path(folder).glob(f"std{name}_*"))] for name in ("out", "err")]
     output, errors = map("".join, read)
     assert status or not running, f"a process hangs: {output}{errors}"
-    return subprocess.CompletedProcess([command for command, *_ in processes], status, output, errors)
+    return subprocess.CompletedProcess(commands, status, output, errors)
 
 
 def prepared(recipe, images, precision="fp64", micro_batches=1) -> tuple[train.Model, train.Data]:
@@ -170,17 +152,17 @@ def train_prepared(model, data, seed, log, step=None) -> None:
 
 
 class Recorder:
-    """Record the scores of a run, in place of its log."""
+    """Record each epoch's scores, of training and of evaluation, and each run's weights, in place of a run's log."""
 
-    def __init__(self):
-        self.validations, self.train = [], None
+    def __init__(self) -> None:
+        self.scores, self.weights = [], []
 
     def progress(self, steps, run, epoch):
         return steps
 
     def epoch(self, clock, train, validation):
-        self.validations.append(validation)
+        self.scores.append((train, validation))
 
     def run(self, run, clock, train, validation, network):
-        self.train = train
-        assert validation is self.validations[-1]
+        assert (train, validation) == self.scores[-1]
+        self.weights.append({name: tensor.clone() for name, tensor in network.state_dict().items()})

@@ -6,14 +6,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import GPU, GPUS, REPO, python, run_program, write_program
-from test_compiling import ALONE, SMALL
+from conftest import GPU, GPUS, REPO, prepared, python, run_program, write_program
+from test_compiling import SMALL
 
 from large_batch_cifar_10_fast import bench
 from large_batch_cifar_10_fast.config import parse
 from large_batch_cifar_10_fast.data.cifar10 import random_images
-from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.train import distinct_samples, make_model, make_step, prepare
+from large_batch_cifar_10_fast.train import distinct_samples, make_step
 
 pytestmark = pytest.mark.slow
 
@@ -45,15 +44,6 @@ def test_the_parts_of_a_run_and_of_a_step_are_printed(measure):
     sampling = 4 * seconds["sampling of an epoch"]
     assert seconds["training of a run"] == pytest.approx((4 + 2) * small + (4 + 2) * large + sampling, rel=1e-3)
     assert seconds["speed of the last step"] == pytest.approx(500 / large, rel=1e-3)
-
-
-def test_a_run_is_scaled_from_fewer_workers(monkeypatch):
-    """By hand: 2,000 images of 8 workers are 7 steps of 32 images each in 3 epochs, 168 steps of one worker."""
-    monkeypatch.setattr(bench, "TRAIN", 2000)
-    options = ["--batch_size", "32", "--epochs", "3"]
-    (_, run), (_, measured) = parse(options), parse([*options, "--workers", "1"])
-    laps = {run.stages[0].signature: [2.0, 3.0], bench.SAMPLING: [0.5, 0.0]}
-    np.testing.assert_allclose(bench.seconds_of_run(run, measured, laps), [168 * 2 + 3 * 0.5, 168 * 3])
 
 
 def test_recipes_are_measured_in_turn_and_the_ratio_is_of_pairs(measure, monkeypatch):
@@ -92,8 +82,7 @@ def test_the_faster_recipe_is_named_if_the_interval_of_the_sign_test_excludes_on
 def test_each_recipe_of_a_comparison_computes_in_the_float32_it_names():
     allowed, benches = [], []
     for precision in ("tf32", "fp32"):
-        model = make_model(SMALL, ALONE, precision)
-        data = prepare(random_images(100, 10), model, Clock(ALONE.synchronize))
+        model, data = prepared(SMALL, random_images(100, 10), precision)
         sample = next(distinct_samples(model, data.train))
         model.network.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cuda.matmul.allow_tf32))
         benches.append(bench.Bench(model, data, make_step(model, data), [sample], {}))

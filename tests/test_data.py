@@ -16,17 +16,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPO, python, random_pictures, write_npz
+from conftest import REPO, python, write_npz
 from numpy._core._multiarray_umath import __cpu_dispatch__
 from PIL import Image
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.data import cifar10
 from large_batch_cifar_10_fast.data.cifar10 import ARCHIVES, Images, load_images
+from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.recipe import CIFAR_10_NORMALIZATION
 
 ARCHIVE = ARCHIVES[0].file
-TRAIN, TEST = random_pictures(20), random_pictures(6)
+ARRAYS = draw_shapes(20, 6)
+TRAIN, TEST = ARRAYS[:2], ARRAYS[2:]
 DIGEST = Images("", *TRAIN, *TEST).digest
 
 
@@ -251,3 +253,13 @@ def test_every_machine_draws_the_same_synthetic_images(tmp_path):
     assert load_images("synthetic").digest == "7fa1af4342af"
     others = " ".join(__cpu_dispatch__)  # without them NumPy takes the kernels of an older processor
     assert python("-c", DRAW, cwd=tmp_path, NPY_DISABLE_CPU_FEATURES=others).stdout == "7fa1af4342af\n"
+
+
+@pytest.mark.skipif("CIFAR10_NPZ" not in os.environ, reason="CIFAR10_NPZ does not name CIFAR-10, or it compressed")
+def test_the_constants_are_those_of_cifar_10():
+    images = load_images(os.environ["CIFAR10_NPZ"])
+    pixels = images.train_images[::7].reshape(-1, 3).astype(np.float64)
+    np.testing.assert_allclose(pixels.mean(0), CIFAR_10_NORMALIZATION[0], rtol=0.01)
+    np.testing.assert_allclose(pixels.std(0), CIFAR_10_NORMALIZATION[1], rtol=0.01)
+    for labels, count in ((images.train_labels, 5000), (images.test_labels, 1000)):
+        assert np.bincount(labels).tolist() == 10 * [count]

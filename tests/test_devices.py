@@ -12,9 +12,7 @@ from conftest import GPUS, REPO, environment, write_program
 from large_batch_cifar_10_fast import ConfigError, config, devices
 from large_batch_cifar_10_fast.devices import matrix_rate
 from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
-from large_batch_cifar_10_fast.recipes.fastai import FastAI
-from large_batch_cifar_10_fast.recipes.muon import MuonRecipe
+from large_batch_cifar_10_fast.recipes import Apple2019, FastAI, MuonRecipe
 from large_batch_cifar_10_fast.train import make_model
 
 
@@ -104,9 +102,7 @@ def test_float32_is_ieee_unless_tf32_is_chosen():
         ("2.10.0", "torch==2.10.0", "2", "absent-thing"),
     ],
 )
-def test_an_interpreter_needs_the_versions_in_pyproject_and_the_torch_of_its_torchvision(
-    torch, needed, scipy, lacking, tmp_path
-):
+def test_an_interpreter_needs_pyprojects_versions_and_torchvisions_torch(torch, needed, scipy, lacking, tmp_path):
     for name, number in (("torch", torch), ("torchvision", "0.25.0"), ("scipy", scipy)):
         (info := tmp_path / f"{name}-{number}.dist-info").mkdir()
         info.joinpath("METADATA").write_text(f"Name: {name}\nVersion: {number}\nRequires-Dist: {needed}\n")

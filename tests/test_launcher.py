@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def test_an_error_of_any_process_is_named_with_its_traceback_also_under_torchrun
     assert "process 0 failed" not in result.stderr, "it only waited"
 
 
-@pytest.mark.parametrize("where", ["--nproc 2", "--nproc 1 --teams 2 --runs 2", "--nproc 2 --teams 2 --runs 2"])
+@pytest.mark.parametrize("where", ["--nproc 2", "--nproc 1 --teams 2 --runs 2"])
 def test_what_one_process_alone_finds_is_one_line_whatever_its_team(tmp_path, where):
     """The last process of all fails, as one that is out of memory does."""
     code = "import os\nif os.environ.get('LOCAL_RANK') == str(int(os.environ.get('LOCAL_WORLD_SIZE', 0)) - 1):\n"
@@ -136,32 +135,17 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
     assert message() == "Making"
 
 
-STAND_INS = {
-    "srun": 'exec "$@"',
-    "train_cifar_parallel.sh": 'echo "$*"',
-}
-
-
-@pytest.fixture
-def submit(tmp_path):
-    """Return a function that runs a job's script as Slurm does, with stand-ins for srun, scontrol and the launcher."""
-    for name, text in STAND_INS.items():
-        write_program(tmp_path / name, text)
-
-    def run(script: str, *arguments: str, **variables: object) -> subprocess.CompletedProcess:
-        job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": tmp_path, **variables}
-        return run_program("bash", REPO / "docs" / script, *arguments, cwd=tmp_path, **job)
-
-    return run
-
-
-def test_each_task_of_an_array_makes_its_share_of_one_campaign(submit):
-    array = {"SLURM_JOB_NUM_NODES": 1, "SLURM_ARRAY_TASK_COUNT": 2, "SLURM_ARRAY_TASK_MIN": 0, "SLURM_ARRAY_JOB_ID": 9}
-    for task in (0, 1):
-        words = submit("slurm_shares.sbatch", "--runs", "5", **array, SLURM_ARRAY_TASK_ID=task).stdout.split()
-        options, _ = parse(words)
-        assert (options.runs, options.share, options.campaign) == (5, f"{task}/2", "9")
-        assert options.out == f"campaign_9/{task}"
+def test_each_task_of_an_array_makes_its_share_of_one_campaign(tmp_path):
+    """As Slurm runs it, with stand-ins for srun and the launcher."""
+    write_program(tmp_path / "srun", 'exec "$@"')
+    write_program(tmp_path / "train_cifar_parallel.sh", 'echo "$*"')
+    job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": tmp_path, "SLURM_ARRAY_JOB_ID": 9}
+    for task in ({"SLURM_ARRAY_TASK_COUNT": 2, "SLURM_ARRAY_TASK_ID": number} for number in (0, 1)):
+        script = REPO / "docs" / "slurm_shares.sbatch"
+        options, _ = parse(run_program("bash", script, "--runs", "5", cwd=tmp_path, **job, **task).stdout.split())
+        number = task["SLURM_ARRAY_TASK_ID"]
+        assert (options.runs, options.share, options.campaign) == (5, f"{number}/2", "9")
+        assert options.out == f"campaign_9/{number}"
 
 
 def test_every_relative_link_leads_to_a_file():

@@ -1,42 +1,44 @@
-"""A recipe against an independent one of PyTorch's stock layers, in float64; what minimal/apple2019.py does not cover.
+"""Recipes against independent ones of PyTorch's stock layers, in float64; schedules; the table of all recipes.
 
 Whole runs through `train_once` and `evaluate`, with an evaluation after each epoch. The reference takes the workers one
 after the other, each with its own images, its own statistics and its own loss. Shared with our code are only initial
-weights and the augmented batches, which test_shards.py is about.
+weights and the augmented batches, which test_shards.py is about. Of apple2019, minimal/apple2019.py is the reference.
 """
 
 import copy
+import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, Recorder, prepared, train_prepared
+from conftest import ALONE, CPU, REPO, Recorder, prepared, train_prepared
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from large_batch_cifar_10_fast.compiling import noise, results_of_pass
+from large_batch_cifar_10_fast.config import parse
 from large_batch_cifar_10_fast.data.cifar10 import Images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.devices import Precision
+from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.evaluate import evaluate
-from large_batch_cifar_10_fast.layers import norms_of, update_running_statistics, whitening_buffers, whitening_filters
-from large_batch_cifar_10_fast.recipe import CIFAR_10_NORMALIZATION, TWO_VIEWS, make_network, place, reset
-from large_batch_cifar_10_fast.recipes.apple2019 import Apple2019
+from large_batch_cifar_10_fast.layers import norms_of, whitening_buffers
+from large_batch_cifar_10_fast.optim import NesterovSGD
+from large_batch_cifar_10_fast.recipe import TWO_VIEWS, make_network, reset, run_flop
+from large_batch_cifar_10_fast.recipes import RECIPES, Apple2019, Basenet, FastAI, Muon2024, MuonRecipe, Page
+from large_batch_cifar_10_fast.train import make_model
 
 SEED = 11
-SMALL = Apple2019(width=4, batch_size=16, ghost_batch=8)
 
 
-def one_view(network, images, last):
-    return network(images)
-
-
-def check_run(recipe, reference, update, losses, reduce, images, steps, predict=one_view) -> nn.Module:
+def check_run(recipe, reference, update, losses, reduce, images, steps, predict=None) -> nn.Module:
     """Compare scores and weights of a run to nine digits; return our network.
 
     `reference` has its parameters in our order, the whitening's frozen filters anywhere. `update` returns a new weight;
     it takes the name, the weight, its mean gradient over the workers, a state, at first zero, and the time in epochs.
     `losses` returns those of images, `reduce` a worker's loss. `steps` are a worker's images and their pixels in each
-    step, by epoch.
+    step, by epoch. `predict` returns logits, also told whether the epoch is the last one; by default those of one view.
     """
     (model, data), reference, log = prepared(recipe, images), reference.double(), Recorder()
     reset(model.network, recipe, SEED)
@@ -54,6 +56,7 @@ def check_run(recipe, reference, update, losses, reduce, images, steps, predict=
         for sample, (size, pixels) in zip(data.train.epoch(SEED, epoch), sizes, strict=True):
             [(x, y)], now = sample.micro_batches(), now + 1 / len(sizes)
             assert x.shape == (size * recipe.workers, 3, pixels, pixels)
+            assert x.is_contiguous(memory_format=torch.channels_last)
             gradients = dict.fromkeys(state, 0)
             for mine in torch.arange(len(y)).split(size):
                 replica = reference if mine[0] == 0 else copy.deepcopy(reference)  # whose statistics are thrown away
@@ -70,13 +73,14 @@ def check_run(recipe, reference, update, losses, reduce, images, steps, predict=
                 weight.copy_(update(name, weight, gradient, state[name], now))
         reference.eval()
         with torch.no_grad():
-            logits = predict(reference, test, epoch == len(steps))
+            logits = predict(reference, test, epoch == len(steps)) if predict else reference(test)
         reference.train()
-        score = log.validations[epoch - 1]
+        score = log.scores[epoch - 1][1]
         assert (score.correct, score.images) == ((logits.argmax(1) == labels).sum(), len(labels))
         assert score.loss == pytest.approx(losses(logits, labels).mean().item(), rel=1e-9)
-    assert (log.train.correct, log.train.images) == (right, sum(size for size, _ in sizes) * recipe.workers)
-    assert log.train.loss == pytest.approx(total / log.train.images, rel=1e-9)
+    score = log.scores[-1][0]
+    assert (score.correct, score.images) == (right, sum(size for size, _ in sizes) * recipe.workers)
+    assert score.loss == pytest.approx(total / score.images, rel=1e-9)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
     return model.network
@@ -110,7 +114,7 @@ def test_averaged_statistics_are_the_mean_of_those_of_all_groups():
     for name in ("first", "average"):
         model, data = prepared(Apple2019(eval_stats=name, epochs=2, ema_ep=0.3, **sizes), images)
         train_prepared(model, data, SEED, log := Recorder())
-        networks[name], scores[name] = model.network, log.validations[-1]
+        networks[name], scores[name] = model.network, log.scores[-1][1]
     first, average = (norms_of(networks[name]) for name in ("first", "average"))
     for one, every in zip(first, average, strict=True):
         assert torch.equal(one.bias, every.bias)
@@ -125,13 +129,6 @@ def test_averaged_statistics_are_the_mean_of_those_of_all_groups():
     assert score.loss != scores["first"].loss
 
 
-def test_whitening_filters_are_scaled_eigenvectors():
-    images, _, *_ = draw_shapes(64, 1)
-    normalized = torch.from_numpy((images - np.array(CIFAR_10_NORMALIZATION[0])) / np.array(CIFAR_10_NORMALIZATION[1]))
-    for size, epsilon in ((3, 0.01), (2, 5e-4)):
-        check_whitening(whitening_filters(normalized, size, epsilon), images, epsilon)
-
-
 @pytest.mark.parametrize(("batch_size", "ghost_batch"), [(256, 16), (512, 32), (64, 4)])
 def test_a_batch_is_sixteen_ghost_groups_unless_told_otherwise(batch_size, ghost_batch):
     assert Apple2019(batch_size=batch_size).ghost_batch == ghost_batch
@@ -139,37 +136,180 @@ def test_a_batch_is_sixteen_ghost_groups_unless_told_otherwise(batch_size, ghost
     assert Apple2019(batch_size=batch_size, ghost_batch=8).ghost_batch == 8
 
 
-def test_half_precision_keeps_norms_and_losses_in_float32():
-    network = place(SMALL.network(), Precision("fp16", CPU))
-    kinds = {name: p.dtype for name, p in network.named_parameters()}
-    assert {kind for name, kind in kinds.items() if name.endswith("bias")} == {torch.float32}
-    assert {kind for name, kind in kinds.items() if name.endswith("weight")} == {torch.float16}
-    assert norms_of(network)[0].running_var.dtype == torch.float32
-    assert network.prep(torch.randn(8, 27, 4, 4).half()).dtype == torch.float16
-    assert SMALL.loss(torch.zeros(1, 10).half(), torch.tensor([0])).dtype == torch.float32
+def test_building_a_network_leaves_the_global_random_stream_alone():
+    before = torch.get_rng_state()
+    make_network(Apple2019(width=4), seed=0)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_seed_alone_decides_the_weights():
-    def weights(seed):
-        torch.manual_seed(seed * 7)  # the global stream must not matter
-        return torch.cat([weight.detach().flatten() for weight in make_network(SMALL, seed).parameters()])
-
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    make_network(SMALL, 0)
-    assert torch.equal(torch.rand(1), expected), "building a network must leave the global stream alone"
-    assert torch.equal(weights(1), weights(1))
-    assert not torch.equal(weights(1), weights(2))
+BATCH, SHARD = 4, 10
+MEAN, MAX = nn.AdaptiveAvgPool2d(1), nn.AdaptiveMaxPool2d(1)
 
 
-def test_a_reset_network_is_a_fresh_one_but_for_its_whitening():
-    used = place(make_network(SMALL, seed=3), Precision("fp64", CPU))
-    SMALL.whiten(used, torch.randn(9, 32, 32, 3, dtype=torch.float64))
-    whitening = used.whitening.weight.clone()
-    used(torch.randn(16, 3, 32, 32, dtype=torch.float64)).sum().backward()
-    update_running_statistics(used)
-    reset(used, SMALL, seed=4)
-    fresh = place(make_network(SMALL, seed=4), Precision("fp64", CPU)).state_dict() | {"whitening.weight": whitening}
-    for name, tensor in fresh.items():
-        assert torch.equal(used.state_dict()[name], tensor), name
+class Block(nn.Module):
+    """As the issue of each system says it, `identity` being `raw` or `activated`."""
+
+    def __init__(self, c_in, c_out, stride, identity):
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(c_in), nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)
+        self.norm2, self.conv2 = nn.BatchNorm2d(c_out), nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False)
+        same = stride == 1 and c_in == c_out
+        self.shortcut = nn.Identity() if same else nn.Conv2d(c_in, c_out, 1, stride, bias=False)
+        self.from_activated = not same or identity == "activated"
+
+    def forward(self, x):
+        a = self.norm1(x).relu()
+        y = self.conv2(self.norm2(self.conv1(a)).relu())
+        return y + self.shortcut(a if self.from_activated else x)
+
+
+class Pools(nn.ModuleList):
+    def forward(self, x):
+        return torch.cat([pool(x).flatten(1) for pool in self], 1)
+
+
+def stock_resnet18(w, identity, surplus_norm, pools):
+    shapes = [(w, w, 1), (w, w, 1), (w, 2 * w, 2), (2 * w, 2 * w, 1)]
+    shapes += [(2 * w, 4 * w, 2), (4 * w, 4 * w, 1), (4 * w, 4 * w, 2), (4 * w, 4 * w, 1)]
+    blocks = [nn.BatchNorm2d(w), nn.ReLU()] * surplus_norm + [Block(*shape, identity) for shape in shapes]
+    return nn.Sequential(nn.Conv2d(3, w, 3, padding=1, bias=False), *blocks, Pools(pools), nn.Linear(8 * w, 10))
+
+
+def stock_wide_resnet(w):
+    a, b, c = 6 * w, 12 * w, 24 * w
+    shapes = [(w, a, 1), (a, a, 1), (a, a, 1), (a, b, 2), (b, b, 1), (b, b, 1), (b, c, 2), (c, c, 1), (c, c, 1)]
+    blocks = [*(Block(*shape, "raw") for shape in shapes), nn.BatchNorm2d(c), nn.ReLU()]
+    return nn.Sequential(nn.Conv2d(3, w, 3, padding=1, bias=False), *blocks, Pools([MEAN]), nn.Linear(c, 10))
+
+
+def torch_nesterov(name, w, g, v, epoch):
+    g = g + 5e-4 * w
+    v[:] = 0.9 * v + g
+    return w - 0.1 * epoch / 15 * (g + 0.9 * v)
+
+
+def page_nesterov(name, w, g, v, epoch):
+    d = -(0.1 * epoch / 15 / BATCH) * (g + 5e-4 * BATCH * w)
+    v[:] = 0.9 * v + d
+    return w + d + 0.9 * v
+
+
+def one_cycle(rate, slope, decay, up):
+    def update(name, w, g, v, epoch):
+        v[:] = (0.95 - 0.1 * epoch / up) * v + g + decay * w
+        return w - (rate + slope * epoch) * v
+
+    return update
+
+
+PAGES_START = stock_resnet18(16, "activated", True, [MAX, MEAN])
+ONE_GPU = one_cycle(0.075, 1.425 / 12, 1e-4, 12)
+SYSTEMS = {
+    "basenet": (Basenet, {"width": 16}, torch.mean, stock_resnet18(16, "raw", True, [MEAN, MAX]), torch_nesterov),
+    "page": (Page, {"width": 16}, torch.sum, stock_resnet18(16, "activated", False, [MAX, MEAN]), page_nesterov),
+    "page's start": (Page, {"width": 16, "starting_point": True}, torch.sum, PAGES_START, page_nesterov),
+    "fastai": (FastAI, {"width": 3}, torch.mean, stock_wide_resnet(3), one_cycle(0.04, 1.96 / 17.5, 2e-4, 17.5)),
+    "fastai, one GPU": (FastAI, {"width": 3, "entry": "one_gpu"}, torch.mean, stock_wide_resnet(3), ONE_GPU),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_training_and_evaluation_equal_stock_layers_to_nine_digits(system):
+    """Two epochs of two full batches and a short one."""
+    kind, options, reduce, reference, update = SYSTEMS[system]
+    recipe = kind(epochs=2, batch_size=BATCH, **options)
+    images = Images("shapes", *draw_shapes(SHARD * recipe.workers + recipe.workers // 2, 40))
+    losses, steps = partial(F.cross_entropy, reduction="none"), 2 * [[(4, 32), (4, 32), (2, 32)]]
+    check_run(recipe, reference, update, losses, reduce, images, steps)
+
+
+SCHEDULES = {  # of the first group of parameters: known values by epoch
+    "apple2019": (Apple2019(), "lr", {1 / 24: 1 / 57.6, 1.8: 0.75, 3.6: 1.5, 9.8: 0.825, 16: 0.15, 18: 0.15}),
+    "basenet": (Basenet(), "lr", {7.5: 0.05, 14.7: 0.098, 15: 0.105, 20: 0.215 / 3, 30: 0.005, 32.5: 0.0025, 36: 5e-4}),
+    "page": (Page(), "lr", {0: 0, 7.5: 0.05, 15: 0.1, 22.5: 0.0525, 30: 0.005, 35: 0}),
+    "page's start": (Page(starting_point=True), "lr", {7.5: 0.05, 15: 0.105, 22.5: 0.055, 32.5: 0.0025}),
+    "fastai": (FastAI(), "lr", {0: 0.04, 8.75: 1.02, 17.5: 2.0, 26.25: 1.02, 35: 0.04, 37.5: 0.0202, 40: 0.0004}),
+    "fastai's momentum": (FastAI(), "momentum", {0: 0.95, 8.75: 0.9, 17.5: 0.85, 26.25: 0.9, 35: 0.95, 40: 0.95}),
+    "fastai, one GPU": (FastAI(entry="one_gpu"), "lr", {0: 0.075, 6: 0.7875, 12: 1.5, 24: 0.075, 30: 0.00075}),
+    "muon2024": (Muon2024(), "lr", {1 / 25: 0.24, 26 / 25: 0.21, 101 / 25: 0.12, 201 / 25: 0}),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_have_their_known_answers(name):
+    recipe, option, known = SCHEDULES[name]
+    optimizer = recipe.optimizers(recipe.network(), ALONE)[0]
+    divisor = recipe.batch_size if isinstance(optimizer, NesterovSGD) else 1  # for the summed loss
+    schedule = optimizer.param_groups[0]["schedules"][option]
+    assert {epoch: divisor * schedule(epoch) for epoch in known} == pytest.approx(known, rel=1e-9, abs=1e-12)
+
+
+def test_scales_start_uniform_and_wide_ones_at_one():
+    torch.manual_seed(0)
+    for recipe in (Basenet(), Page()):
+        scales = torch.cat([norm.weight.detach() for norm in norms_of(recipe.network())])
+        assert 0 < scales.min() < 0.01
+        assert 0.99 < scales.max() < 1
+        assert scales.mean().item() == pytest.approx(0.5, abs=0.02)
+    network = FastAI().network()
+    assert all((norm.weight == 1).all() for norm in norms_of(network))
+    assert network.linear.bias.eq(0).all()
+    for convolution in (m for m in network.modules() if isinstance(m, nn.Conv2d)):
+        out, _, k, _ = convolution.weight.shape
+        assert convolution.weight.std().item() == pytest.approx((2 / (k * k * out)) ** 0.5, rel=0.1)
+
+
+def test_in_fp16_norms_losses_and_fast_ais_weights_are_float32():
+    kinds = [(Apple2019(width=4), torch.float16), (Page(width=16), torch.float16), (FastAI(width=3), torch.float32)]
+    for recipe, dtype in kinds:
+        network = make_model(recipe, ALONE, "fp16").network
+        of_norms = {*nn.ModuleList(norms_of(network)).parameters()}
+        assert {weight.dtype for weight in network.parameters() if weight not in of_norms} == {dtype}
+        assert {tensor.dtype for tensor in (*of_norms, norms_of(network)[0].running_var)} == {torch.float32}
+        assert recipe.loss(torch.zeros(1, 10).half(), torch.tensor([0])).dtype == torch.float32
+    assert (FastAI().loss_scale, Page().loss_scale, Basenet().loss_scale) == (512, 1, 1)
+
+
+MUON = MuonRecipe(width=8, batch_size=20)
+HALVES = [
+    *((Basenet(width=16, batch_size=8), "bf16", 0.4), (Page(width=16, batch_size=8), "bf16", 0.4)),
+    *((FastAI(width=3, batch_size=8), "bf16", 0.4), (MUON, "bf16", 0.8), (MUON, "fp16", 0.8)),
+]
+
+
+@pytest.mark.parametrize(("recipe", "precision", "least"), HALVES, ids=lambda value: getattr(value, "name", None))
+def test_in_half_precision_gradients_point_where_those_of_float64_do(recipe, precision, least):
+    """Float32 weights; on few images, at once through up to 22 layers. In fp16 nothing is too small for Muon."""
+    found = {}
+    for name in (precision, "fp64"):
+        model = make_model(recipe, ALONE, name)
+        images = noise(recipe.batch_size, recipe.stages[0].resolution, model)
+        labels = torch.zeros(len(images), dtype=torch.int64)  # all equal, so that gradients add up
+        found[name] = results_of_pass(model.network, model.forward, images, labels)
+    for name, expected in found["fp64"].items():
+        if not name.startswith("gradient"):
+            continue
+        assert found[precision][name].dtype == torch.float32
+        cosine = F.cosine_similarity(found[precision][name].double().flatten(), expected.flatten(), dim=0)
+        assert least < cosine < 1 - 1e-9, name
+
+
+def test_the_table_in_the_documents_is_counted_on_the_recipes():
+    cells = [line.strip("| ").split(" | ") for line in (REPO / "docs" / "recipes.md").read_text().splitlines()]
+    rows = {row[0].strip("`"): row for row in cells if len(row) == 11 and row[0].startswith("`")}
+    assert {name.split()[0] for name in rows} == RECIPES.keys()
+    for name, (_, _, parameters, multiply_adds, batches, epochs, rate, pflop, *_) in rows.items():
+        _, recipe = parse(["--recipe", *name.split()])
+        network = recipe.network()
+        assert f"{sum(w.numel() for w in network.parameters() if w.requires_grad):,}" == parameters
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+            recipe.network().eval()(torch.empty(1, 3, 32, 32))
+        assert f"{counter.get_total_flops() / 2e9:.3f}" == multiply_adds
+        assert (f"{recipe.workers} x {recipe.batch_size}", str(recipe.epochs)) == (batches, epochs)
+        assert f"{run_flop(recipe, 50_000) / 1e15:.2f}" == pflop
+        optimizer = recipe.optimizers(network, DistContext(0, 1, CPU, recipe.workers))[0]
+        schedule = optimizer.param_groups[0]["schedules"]["lr"]
+        for_the_mean = recipe.batch_size if isinstance(optimizer, NesterovSGD) else 1  # it takes the loss's sum
+        values = [float(text) for text in re.findall(r"(?<![(\d.])[\d.]+(?![\d.)])", rate)]
+        assert values == pytest.approx([value * for_the_mean for value in schedule.values])
