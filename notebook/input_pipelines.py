@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from large_batch_cifar_10_fast.recipe import CIFAR_10_NORMALIZATION
 from torch.utils.data import DataLoader, default_collate
 
 from large_batch_cifar_10_fast.compiling import compiled
@@ -25,6 +24,7 @@ from large_batch_cifar_10_fast.data.shards import Batch, Shards
 from large_batch_cifar_10_fast.devices import count_cores
 from large_batch_cifar_10_fast.distributed import init_distributed
 from large_batch_cifar_10_fast.log import Clock
+from large_batch_cifar_10_fast.recipe import CIFAR_10_NORMALIZATION
 from large_batch_cifar_10_fast.train import make_model, prepare, train_step, warm_up
 
 PADDING, SIZE = 4, 32  # pixels
