@@ -38,7 +38,7 @@ def train(recipe: str | Recipe = "apple2019", **options: Any) -> pd.DataFrame:
         words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
         rows = training.main(["--recipe", recipe, *words])
     table = pd.DataFrame(rows)
-    numbers = [*NUMBERS, "goal_epoch", "goal_seconds"]
+    numbers = ["run", "seed", *NUMBERS, "goal_epoch", "goal_seconds"]
     table[numbers] = table[numbers].apply(pd.to_numeric)
     return table
 

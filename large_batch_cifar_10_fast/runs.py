@@ -31,18 +31,12 @@ CONDITIONS = (
     *("precision", "compile", "no_graph", "micro_batches", "environment"),
 )
 PLACE = ("device", "processes")  # alike within a table; between tables they only rule out a comparison of times
-COLUMNS = (
-    *("campaign", "run", "seed", "recipe", "options", "workers", "processes"),
-    *("precision", "micro_batches", "compile", "no_graph", "environment"),
-    *("device", "driver", "clocks", "data", "images", "digest", "version", "commit", "code", "torch"),
-    *("train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images"),
-    *("validation_loss", *PARTS, "seconds", "cpu_seconds", "last_validation", "goal_epoch", "goal_seconds"),
-    "peak_memory",
-)
 NUMBERS = (
-    *("train_accuracy", "train_loss", "validation_accuracy", "validation_loss", *PARTS, "seconds"),
-    *("cpu_seconds", "last_validation", "peak_memory", "run", "seed", "validation_count", "validation_images"),
+    *("train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images"),
+    *("validation_loss", *PARTS, "seconds", "cpu_seconds", "last_validation", "peak_memory"),
 )
+COLUMNS = ("campaign", "run", "seed", *CONDITIONS, *PLACE, "driver", "clocks", "data", "images", "version", "commit")
+COLUMNS += (*NUMBERS, "goal_epoch", "goal_seconds")
 EPOCHS = (
     *("campaign", "run", "epoch", "seconds"),
     *("train_loss", "train_accuracy", "validation_loss", "validation_accuracy"),
@@ -137,10 +131,7 @@ def commit() -> str:
 
 def store_source(folder: Path, recipe: object, digest: str) -> None:
     """Store the package and the recipe's file once, as source-DIGEST.zip, if no commit holds them. Raise OSError."""
-    path, own = (
-        folder / f"source-{digest}.zip",
-        Path(str(getattr(sys.modules[type(recipe).__module__], "__file__", ""))),
-    )
+    path, own = folder / f"source-{digest}.zip", file_of(type(recipe).__module__)
     outside = own.is_file() and PACKAGE not in own.parents
     if path.exists() or not (outside or git("status", "--porcelain", "--", str(PACKAGE))):
         return
@@ -171,7 +162,7 @@ def read(path: Path) -> list[Row]:
     for number, line in enumerate(lines, 2):
         try:
             row = dict(zip(COLUMNS, line.split("\t"), strict=True))
-            for name in NUMBERS:
+            for name in ("run", "seed", *NUMBERS):
                 float(row[name])
             if (key := (row["campaign"], row["run"])) in rows:
                 raise ValueError(f"run {row['run']} of campaign {row['campaign']} occurs a second time")
