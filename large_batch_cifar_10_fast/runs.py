@@ -35,8 +35,10 @@ NUMBERS = (
     *("train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images"),
     *("validation_loss", *PARTS, "seconds", "cpu_seconds", "last_validation", "peak_memory"),
 )
-COLUMNS = ("campaign", "run", "seed", *CONDITIONS, *PLACE, "driver", "clocks", "data", "images", "version", "commit")
-COLUMNS += (*NUMBERS, "goal_epoch", "goal_seconds")
+COLUMNS = (
+    *("campaign", "run", "seed", *CONDITIONS, *PLACE, "driver", "clocks", "data", "images", "version", "commit"),
+    *(*NUMBERS, "goal_epoch", "goal_seconds"),
+)
 EPOCHS = (
     *("campaign", "run", "epoch", "seconds"),
     *("train_loss", "train_accuracy", "validation_loss", "validation_accuracy"),
