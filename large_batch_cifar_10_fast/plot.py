@@ -89,15 +89,18 @@ def draw_final(axes: Axes, runs: pd.Series, row: int, label: str, color: str) ->
 def label_ends(axes: Axes, data: pd.DataFrame, x: str, y: str) -> None:
     """Write the label of each log above the end of its line or range, moved up where labels would overlap."""
     ends = data.sort_values([x, y]).groupby(["label", "color"])[[x, y]].last().sort_values(y)
-    low, high = axes.get_ylim()
-    step = 0.08 * (high - low)  # more than the height of a label
-    below = step * np.arange(len(ends))
-    heights = np.maximum.accumulate(ends[y] - below) + below + step
-    for (label, color), end, height in zip(ends.index, ends[x], heights, strict=True):
-        how = {"ha": "right" if end > 0.4 * axes.get_xlim()[1] else "left", "va": "center", "color": color}
-        axes.text(end, height, label, bbox={"color": "white", "pad": 0}, zorder=1.8, **how)  # below lines
+    (low, high), right = axes.get_ylim(), axes.get_xlim()[1]
+    step, width = 0.08 * (high - low), 0.42 * right  # more than the height and width of a label
+    placed: list[tuple[float, float]] = []  # left ends and heights of labels
+    for (label, color), end, height in zip(ends.index, ends[x], ends[y] + step, strict=True):
+        align = "right" if end > 0.4 * right else "left"
+        left = end - width if align == "right" else end
+        height = max([height, *(below + step for other, below in placed if abs(left - other) < width)])
+        placed.append((left, height))
+        how = {"ha": align, "va": "center", "color": color, "bbox": {"color": "white", "pad": 0}}
+        axes.text(end, height, label, zorder=1.8, **how)  # below lines
     axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])
-    axes.set_ylim(low, max(high, heights.max() + step))
+    axes.set_ylim(low, max(high, *(height + step for _, height in placed)))
 
 
 def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:
