@@ -95,8 +95,8 @@ class RunLog:
         for rank, other in enumerate(others, 1):
             if text := runs.differences(other, first_process, (*CONDITIONS, *plan)):
                 raise ConfigError(f"process {rank} differs from process 0 in {text}: give all machines the same")
-        self.for_use = {"classes": images.class_names, "normalization": recipe.normalization}  # saved with weights
-        self.for_use |= {"options": asdict(recipe)}  # type: ignore[call-overload]
+        self.for_use = {"classes": images.class_names, "normalization": recipe.normalization, "size": (32, 32, 3)}
+        self.for_use |= {"options": asdict(recipe)}  # type: ignore[call-overload]  # all are saved with weights
         self.of_campaign: list[Row] = []  # all its rows, of other launches, too
         self.rows = self._finished_rows() if ctx.is_main else {}  # by run
         finished = json.loads(ctx.all_gather_strings("finished", json.dumps([*self.rows]))[0])

@@ -62,7 +62,7 @@ def test_recipes_are_measured_in_turn_and_the_ratio_is_of_pairs(measure, monkeyp
     text = measure("--recipe", "muon", "--against", "apple2019", *options)
     # One worker without a GPU. Muon's whitening bias is frozen from its second stage on.
     assert taken == 8 * [("muon", 24, 32, True), ("muon", 32, 32, False), ("apple2019", 32, 32, True)]
-    ours, theirs = 2000 // 32 + 2 * (1360 // 32), 3 * 8 * (250 // 32)
+    ours, theirs = 2 * (2000 // 32) + 1360 // 32, 3 * 8 * (250 // 32)
     low, high = (6 * theirs / (n * ours) for n in (8, 2))
     assert f"training of a run {5 * ours} ({2 * ours} to {8 * ours}) s" in text
     assert f"n = 7, 95% confidence interval of the median [{low:.4g}, {high:.4g}]" in text

@@ -221,7 +221,7 @@ def test_where_torch_compiles_nothing_the_model_is_not_called_compiled(monkeypat
 def test_an_uncompiled_run_needs_no_folder_for_compiled_code(tiny_npz, tmp_path):
     command = ["-m", "large_batch_cifar_10_fast.train", "--demo", *TINY, "--epochs", 1, "--data", tiny_npz]
     result = python(*command, cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR="/dev/null/folder")
-    assert (result.returncode, result.stderr) == (0, "")
+    assert (result.returncode, "Warning" in result.stderr) == (0, False), result.stderr
 
 
 def test_if_the_compiler_fails_training_goes_on_with_one_warning_that_says_why(tiny_npz, tmp_path):
@@ -232,7 +232,8 @@ def test_if_the_compiler_fails_training_goes_on_with_one_warning_that_says_why(t
     command = ["-m", "large_batch_cifar_10_fast.train", "--demo", *TINY, "--epochs", 1, "--compile", "--data", tiny_npz]
     result = python(*command, cwd=tmp_path, **variables)
     assert result.returncode == 0, result.stderr
-    assert re.fullmatch(r"Warning: not compiled \(.*: a.h:1: fatal error: no Python.h\): .*\n", result.stderr)
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("Warning")]
+    assert re.fullmatch(r"\['Warning: not compiled \(.*: a.h:1: fatal error: no Python.h\): .*'\]", str(warnings))
     assert "out of 1" in result.stdout
     shown = [line.split(" compile=")[1].split()[0] for line in result.stdout.splitlines() if " compile=" in line]
     assert shown == ["True", "False"], "what was asked for, and what was done"
