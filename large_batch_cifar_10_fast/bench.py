@@ -8,7 +8,6 @@ Without a GPU a step has one worker per process, unless --workers is given: eigh
 """
 
 import argparse
-import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -16,9 +15,6 @@ from statistics import median
 import numpy as np
 import torch
 from scipy import stats
-
-if not __package__:  # started as a file, not with -m
-    sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
 
 from . import ConfigError, exit_on_config_error
 from .compiling import CudaGraphs, Step, compiled

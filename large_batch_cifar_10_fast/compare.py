@@ -14,9 +14,6 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-if not __package__:  # started as a file, not with -m
-    sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
-
 from . import ConfigError, exit_on_config_error
 from .data.cifar10 import CIFAR_10
 from .read_logs import Log, read_log

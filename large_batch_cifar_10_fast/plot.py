@@ -6,7 +6,6 @@ FILE is what `compare` reads. Lines are medians over runs, their shade is the ra
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ from matplotlib import rcdefaults, rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
-
-if not __package__:  # started as a file, not with -m
-    sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
 
 from . import ConfigError, exit_on_config_error
 from .config import recipe_of
