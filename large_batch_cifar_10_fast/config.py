@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast, get_type_hints
 
 import torch
 
-from . import ConfigError, __version__, first_line, program
+from . import RENDEZVOUS, ConfigError, __version__, first_line, program
 from .data.cifar10 import DATA, SYNTHETIC
 from .devices import gains_by_bf16, has_bf16
 from .distributed import DistContext
@@ -135,7 +135,7 @@ def make_parser(kind: type[Recipe]) -> Parser:
         prog=program(),
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description=f"recipe {kind.name}: {(kind.__doc__ or '').splitlines()[0]}",
+        description=f"recipe {kind.name}: " + (kind.__doc__ or "").partition("\n")[0],
         epilog="Environment variables: PYTHON (interpreter), CIFAR10_URL (a mirror of your own).",
     )
     text = f"{', '.join(RECIPES)}, or FILE.py:CLASS with a recipe of your own (default {DEFAULT})"
@@ -157,6 +157,15 @@ def make_parser(kind: type[Recipe]) -> Parser:
 
 
 # Checks and choices
+
+
+def check_request(options: Options, recipe: Recipe) -> None:
+    """Raise ConfigError for what shows before the rendezvous and the images."""
+    check_save(options.save)
+    if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
+        raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
+    if RECIPES.get(recipe.name, type(recipe)) is not type(recipe):  # saved weights and tables name it
+        raise ConfigError(f"{type(recipe).__name__} is not {recipe.name}: give your recipe a name of its own")
 
 
 def check_processes(recipe: Recipe, world_size: int, micro_batches: int) -> None:

@@ -5,7 +5,6 @@ Start it with train_cifar_parallel.sh (all devices), with torchrun, or as `pytho
 """
 
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +16,8 @@ from torch import Tensor
 if not __package__:  # started as a file, not with -m
     sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
 
-from . import RENDEZVOUS, ConfigError
 from .compiling import CudaGraphs, Step, compiled, graphed
-from .config import Options, check_images, check_processes, check_save, choose_computation, parse
+from .config import Options, check_images, check_processes, check_request, choose_computation, parse
 from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Sample, Shards, normalize, upload_shards, upload_test
 from .devices import Precision, allow_tf32, out_of_memory_hint
@@ -38,9 +36,7 @@ def main(arguments: Sequence[str]) -> list[Row]:
 
 def train_campaign(options: Options, recipe: Recipe) -> list[Row]:
     """Make the missing runs of a campaign. Return the rows of all runs of this launch, on rank 0."""
-    check_save(options.save)
-    if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
-        raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
+    check_request(options, recipe)
     with init_distributed(recipe.workers, options.device, options.timeout) as ctx:
         check_processes(recipe, ctx.world_size, options.micro_batches)
         images = load_images(options.data)

@@ -119,7 +119,8 @@ def test_times_of_a_busy_machine_are_not_compared(tmp_path, compared):
     """Runs take 5 s to 24 s; 1.9 CPU seconds a second are two threads' share of an idle machine."""
     seconds, counts = 5 + np.arange(20), 10 * [9400, 9410]
     idle, alike, busy = (
-        write_runs(tmp_path / f"{share}", counts, table={"cpu_seconds": share * seconds}) for share in (1.9, 1.86, 1.6)
+        write_runs(tmp_path / f"{share}", counts, table={"cpu_seconds": share * seconds}, device="CPU, 1 x 2 threads")
+        for share in (1.9, 1.86, 1.6)
     )
     assert compared(alike, idle)[1]["Time"].startswith("Time: equivalent")
     for mine, reference, shares in ((busy, idle, "1.60 (mine) and 1.90"), (idle, busy, "1.90 (mine) and 1.60")):

@@ -270,6 +270,9 @@ class Mine(Apple2019):
 
 class Undecorated(Apple2019):
     batch_size = 32
+
+class Nameless(Apple2019):
+    pass
 """
 
 
@@ -296,6 +299,8 @@ def test_a_recipe_in_a_file_of_its_own_is_trained_from_the_command_line(tiny_npz
     for name, reason in invalid.items():
         with pytest.raises(ConfigError, match=rf"^--recipe {name} cannot be used \([^\n]*{reason}"):
             train_here("--recipe", name)
+    with pytest.raises(ConfigError, match=r"^Nameless is not apple2019: give your recipe a name of its own"):
+        train_here("--recipe", "own.py:Nameless")
 
 
 @pytest.mark.slow
