@@ -1,4 +1,4 @@
-"""The interface of a recipe, and what is derived from it: stages, fresh weights, a training pass, FLOP of a run.
+"""The interface of a recipe, and what is derived from it: stages, fresh weights, a model, FLOP of a run.
 
 A recipe is everything that decides the weights. Where and how it runs are Options (config.py).
 """
@@ -177,19 +177,12 @@ def reset(network: nn.Module, recipe: Recipe, seed: int) -> None:
         tensor.copy_(value)
 
 
-# A training pass
+# A model
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
     """Half-precision logits would often tie when they are added up or compared."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-@torch.no_grad()
-def sums_of(logits: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
-    """Return the number of correct images, the number of images, and the sum of their losses, [3]."""
-    correct = (logits.argmax(1) == labels).sum()
-    return torch.stack([correct, torch.full_like(correct, len(labels)), losses.sum()])
 
 
 class TrainingPass(NamedTuple):
@@ -201,17 +194,6 @@ class TrainingPass(NamedTuple):
 
 
 Forward = Callable[[Tensor, Tensor], TrainingPass]  # of images and labels
-
-
-def training_pass(
-    network: nn.Module, recipe: Recipe, precision: Precision, workers: int, images: Tensor, labels: Tensor
-) -> TrainingPass:
-    """Compute loss and metrics of images [B, 3, H, W], the batches of so many workers one after the other."""
-    with precision.autocast():
-        logits = network(images)
-    losses = recipe.loss(logits, labels)
-    loss = losses.sum() if recipe.reduction == "sum" else losses.sum() / (len(losses) // workers)
-    return TrainingPass(loss * recipe.loss_scale, losses.detach().float(), sums_of(logits, labels, losses))
 
 
 @dataclass(frozen=True)

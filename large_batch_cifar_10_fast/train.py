@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if not __package__:  # started as a file, not with -m
     sys.path[0], __package__ = __file__.rsplit("/", 2)[0], "large_batch_cifar_10_fast"
@@ -22,11 +22,11 @@ from .data.cifar10 import Images, load_images, random_images
 from .data.shards import Batch, Sample, Shards, normalize, upload_shards, upload_test
 from .devices import Precision, allow_tf32, out_of_memory_hint
 from .distributed import DistContext, exit_process, init_distributed, on_one_machine, show
-from .evaluate import evaluate, read_score
+from .evaluate import evaluate, read_score, sums_of
 from .layers import norms_of, update_running_statistics, whitening_buffers
 from .log import Clock, RunLog
 from .optim import follow_schedules, prepare_for_gpu, restart, update_weights
-from .recipe import Model, Recipe, apply_stage, distinct_stages, make_network, place, reset, stage_of, training_pass
+from .recipe import Model, Recipe, TrainingPass, apply_stage, distinct_stages, make_network, place, reset, stage_of
 from .runs import Row
 
 
@@ -163,6 +163,17 @@ def train_step(model: Model, data: Data, sample: Sample) -> None:
     with model.precision.autocast():  # for the matrix products of Muon
         update_weights(model.optimizers)
     data.train.losses[sample.indices] = torch.cat(losses)
+
+
+def training_pass(
+    network: nn.Module, recipe: Recipe, precision: Precision, workers: int, images: Tensor, labels: Tensor
+) -> TrainingPass:
+    """Compute loss and metrics of images [B, 3, H, W], the batches of so many workers one after the other."""
+    with precision.autocast():
+        logits = network(images)
+    losses = recipe.loss(logits, labels)
+    loss = losses.sum() if recipe.reduction == "sum" else losses.sum() / (len(losses) // workers)
+    return TrainingPass(loss * recipe.loss_scale, losses.detach().float(), sums_of(logits, labels, losses))
 
 
 def warm_up(model: Model, train_images: int, test_images: int) -> None:
