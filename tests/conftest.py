@@ -1,6 +1,7 @@
 """Small data sets, and ways to train: as a user starts it, in forked processes, or in the test's own process."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,7 +75,13 @@ def environment(**variables: object) -> dict[str, str]:
 def run_program(*command: object, cwd: Path, **variables: object) -> subprocess.CompletedProcess:
     """Start a program with some environment variables, and wait for it."""
     how = {"capture_output": True, "text": True, "timeout": 280, "cwd": cwd, "env": environment(**variables)}
-    return subprocess.run([*map(str, command)], **how)
+    result = subprocess.run([*map(str, command)], **how)
+    return subprocess.CompletedProcess(command, result.returncode, result.stdout, without_progress(result.stderr))
+
+
+def without_progress(errors: str) -> str:
+    """Drop lines on compiling and on long epochs, of which a busy machine has some."""
+    return re.sub(r"(?m)^(compiling, |run \d+, epoch ).*\n", "", errors)
 
 
 def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:
@@ -136,7 +143,7 @@ def _train_forked(commands, folders: list[Path], on_a_machine: int) -> subproces
         for rank in ranks:
             rank.kill()
         read = [[path.read_text() for path in sorted(Path(folder).glob(f"std{name}_*"))] for name in ("out", "err")]
-    output, errors = map("".join, read)
+    output, errors = "".join(read[0]), without_progress("".join(read[1]))
     assert status or not running, f"a process hangs: {output}{errors}"
     return subprocess.CompletedProcess(commands, status, output, errors)
 
