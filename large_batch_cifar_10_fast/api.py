@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from . import ConfigError, exit_on_config_error, first_line
 from . import train as training
-from .config import Options
+from .config import Options, as_words
 from .data.cifar10 import DATA, load_images
-from .devices import take_device
-from .evaluate import Score, predict
+from .data.shards import normalize
+from .devices import Precision, take_device
+from .distributed import DistContext
+from .evaluate import Score, predict, read_score, sums_of
 from .recipe import Recipe, make_network
 from .recipes import RECIPES
 from .runs import NUMBERS
@@ -34,9 +36,7 @@ def train(recipe: str | Recipe = "apple2019", **options: Any) -> pd.DataFrame:
     if isinstance(recipe, Recipe):
         rows = training.train_campaign(Options(**options), recipe)
     else:
-        given = {name: value for name, value in options.items() if value is not False}
-        words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
-        rows = training.main(["--recipe", recipe, *words])
+        rows = training.main(["--recipe", recipe, *as_words(options)])
     table = pd.DataFrame(rows)
     numbers = ["run", "seed", *NUMBERS, "goal_epoch", "goal_seconds"]
     table[numbers] = table[numbers].apply(pd.to_numeric)
@@ -49,25 +49,20 @@ class Classifier(nn.Module):
     `classes` are the names of the C classes; `about` says how it was made, as a row of runs.tsv.
     """
 
-    channel_mean: Tensor
-    channel_std: Tensor
-
     def __init__(self, saved: dict[str, Any], recipe: Recipe) -> None:
         super().__init__()
         self.recipe, self.classes, self.about = recipe, saved["classes"], saved["about"]
         self.network = make_network(recipe, seed=0)
         self.network.load_state_dict(saved["weights"])
         self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        mean, std = map(torch.tensor, recipe.normalization)
-        self.register_buffer("channel_mean", mean)
-        self.register_buffer("channel_std", std)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(self.normalized(images).permute(0, 3, 1, 2))
 
     def normalized(self, images: Tensor) -> Tensor:
-        """Return images with mean 0 and standard deviation 1 per channel, over the training images."""
-        return (images - self.channel_mean) / self.channel_std
+        """Normalize images as for training."""
+        own = images.clone()  # which is changed in place if it is float32
+        return normalize(own, self.recipe.normalization, Precision("fp32", images.device))
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
@@ -108,8 +103,8 @@ def evaluate(weights: Path | str, data: str = str(DATA), device: str = "", recip
         raise ConfigError(f"{weights} knows {len(model.classes)} classes, and {data} has a label {labels.max()}")
     place = take_device(device)
     labels, logits = labels.to(place), model.to(place).logits(images.to(place))
-    correct = (logits.argmax(1) == labels).sum()
-    return Score(int(correct), len(labels), model.recipe.loss(logits, labels).mean().item())
+    sums = sums_of(logits, labels, model.recipe.loss(logits, labels))
+    return read_score(sums, DistContext(0, 1, place, total_workers=1))
 
 
 def main() -> None:

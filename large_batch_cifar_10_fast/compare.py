@@ -63,7 +63,7 @@ def differing_place(mine: Log, reference: Log) -> str:
 
 
 def busy_machine(mine: Log, reference: Log) -> str:
-    """Return that one side had a smaller share of the CPU, or "". On a GPU that says little about times."""
+    """Return how one side had less of the CPU than the other, or "". On a GPU this says little about times."""
     if not mine.conditions.get("device", "").startswith("CPU"):
         return ""
     a, b = ((log.runs["cpu_seconds"] / log.runs["seconds"]).mean() for log in (mine, reference))

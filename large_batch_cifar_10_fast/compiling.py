@@ -48,7 +48,7 @@ def replace_cache_folder() -> str:
     return ""
 
 
-CACHE_WARNING = replace_cache_folder()  # here, because torch makes its folder in uncompiled runs, too, or ends them
+CACHE_WARNING = replace_cache_folder()  # on import: without its folder torch ends uncompiled runs, too
 
 
 def compiled(model: Model, train_images: int = 0, test_images: int = 0) -> Model:

@@ -160,7 +160,7 @@ def make_parser(kind: type[Recipe]) -> Parser:
 
 
 def check_request(options: Options, recipe: Recipe) -> None:
-    """Raise ConfigError for what shows before the rendezvous and the images."""
+    """Raise ConfigError for options that are invalid whatever the images and the number of processes."""
     check_save(options.save)
     if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
         raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
@@ -179,7 +179,7 @@ def check_processes(recipe: Recipe, world_size: int, micro_batches: int) -> None
 
 
 def check_images(recipe: Recipe, train_count: int, test_count: int, processes: int) -> None:
-    """Raise ConfigError if a worker's shard, or an epoch's part of it, fills no batch, or a test image is lacking."""
+    """Raise ConfigError if an epoch's part of a shard fills no batch, or if a process would have no test image."""
     if test_count < processes:
         raise ConfigError(f"{processes} processes need as many test images, not {test_count}: use fewer processes")
     needed = recipe.workers * recipe.batch_size
@@ -241,6 +241,12 @@ def as_pairs(options: Any) -> str:
     return " ".join(f"{field.name}={getattr(options, field.name)}" for field in fields(options))
 
 
+def as_words(options: Mapping[str, object]) -> list[str]:
+    """Return options as words of a command line."""
+    texts = {name: str(value) for name, value in options.items()}
+    return [f"--{name}" if text == "True" else f"--{name}={text}" for name, text in texts.items() if text != "False"]
+
+
 def recipe_of(conditions: Mapping[str, str]) -> Recipe | None:
     """Return the recipe that made a log, by its name and options; None if it is not ours. Raise ConfigError."""
     name = conditions.get("recipe", "")
@@ -248,5 +254,4 @@ def recipe_of(conditions: Mapping[str, str]) -> Recipe | None:
     if kind is None:
         return None
     given = {field.name: conditions[field.name] for field in fields(kind) if field.name in conditions}
-    words = [f"--{n}" if text == "True" else f"--{n}={text}" for n, text in given.items() if text != "False"]
-    return parse(["--recipe", name, *words])[1]
+    return parse(["--recipe", name, *as_words(given)])[1]

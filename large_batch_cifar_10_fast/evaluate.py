@@ -60,7 +60,7 @@ def view(images: Tensor, shift: int, mirrored: bool) -> Tensor:
 
 
 def predict(network: Logits, images: Tensor, views: Views) -> Tensor:
-    """Return logits [n, 10] for images [n, 32, 32, 3], averaged over their weighted views."""
+    """Return logits [n, classes] for images [n, 32, 32, 3], averaged over their weighted views."""
     chunks = (chunk.permute(0, 3, 1, 2) for chunk in images.split(chunk_sizes(len(images), images.device)))
     return torch.cat(
         [reduce(add, (w * at_least_float32(network(view(x, *v))) for v, w in views.items())) for x in chunks]

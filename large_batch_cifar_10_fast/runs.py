@@ -44,8 +44,8 @@ EPOCHS = (
     *("train_loss", "train_accuracy", "validation_loss", "validation_accuracy"),
 )
 CURVE = ("epoch", "hours", "top1Accuracy")  # DAWNBench's
-# Environment variables that decide arithmetic: how their names begin; and what is in the names of others, which choose
-# a folder, a log or how to compile.
+# Environment variables whose names begin with ARITHMETIC decide arithmetic. Those with HARMLESS in their names do not:
+# they choose folders, logs or processes of the compiler.
 ARITHMETIC = r"(ATEN|CUBLAS|CUBLASLT|DNNL|ONEDNN|TORCH_?(COMPILE|DYNAMO|INDUCTOR)|TORCH_(BLAS|CUDNN|LINEAR|MKLDNN))_"
 ARITHMETIC += r"|DISABLE_ADDMM|MKL_(CBWR|ENABLE_INST)|NCCL_(ALGO|COLLNET_ENABLE|NVLS_ENABLE|PROTO)|NVIDIA_TF32"
 ARITHMETIC += r"|PYTORCH_TUNABLEOP|TORCH_ALLOW_TF32|TRITON_(DEFAULT_FP|F32)"

@@ -63,7 +63,8 @@ def make_runs(options: Options, recipe: Recipe, images: Images, ctx: DistContext
         model = compiled(model, train_images, test_images)
     if not options.no_warmup:
         few = 2 * recipe.workers * recipe.batch_size, ctx.world_size
-        warm_up(model, *((train_images, test_images) if ctx.on_gpu else few))  # a GPU chooses kernels by sizes
+        counts = (train_images, test_images) if ctx.on_gpu else few  # a GPU chooses kernels by sizes
+        warm_up(model, *counts)
 
     clock = Clock(ctx.synchronize)
     data = prepare(images, model, clock)

@@ -114,21 +114,21 @@ def train_here(*arguments: object) -> None:
 
 
 def train_together(processes: int, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    """Train in processes that meet as those of our launcher do. Return a failing status, if any, and all output."""
+    """Train in several processes, as our launcher starts them. Return a failing status, if any, and all output."""
     return _train_forked(processes * [[*map(str, arguments)]], processes * [cwd], on_a_machine=processes)
 
 
 def train_on_machines(*commands: list[str], folders: list[Path]) -> subprocess.CompletedProcess:
-    """Train in one process for each machine, with its own command and folder, which meet at a store like torchrun's."""
+    """Train in one process for each machine, with its own command and folder, by a store like torchrun's."""
     return _train_forked(commands, folders, on_a_machine=1)
 
 
 def _train_forked(commands, folders: list[Path], on_a_machine: int) -> subprocess.CompletedProcess:
     """Fork the processes, which saves the five seconds in which a new interpreter imports torch."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    meeting |= {"WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": on_a_machine}
-    places = [environment(**meeting, RANK=rank, LOCAL_RANK=rank % on_a_machine) for rank in range(len(commands))]
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    rendezvous |= {"WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": on_a_machine}
+    places = [environment(**rendezvous, RANK=rank, LOCAL_RANK=rank % on_a_machine) for rank in range(len(commands))]
     processes = zip(commands, places, folders, strict=True)
     deadline = time.monotonic() + 200
     with tempfile.TemporaryDirectory() as folder:

@@ -245,7 +245,7 @@ def test_images_of_twelve_classes_train_a_network_of_twelve_and_name_their_norma
 def test_a_program_trains_twice_with_options_and_with_a_recipe_of_its_own(tiny_npz, tmp_path):
     options = {"data": tiny_npz, "out": tmp_path, "precision": "fp32", "no_warmup": True}
     small = DEMO | {"width": 4, "epochs": 1, "ema_ep": 0.5}
-    rows = api.train(runs=2, campaign="one", no_compile=True, **options, **small)
+    rows = api.train(runs=2, campaign="one", no_compile=True, resume=False, **options, **small)
     assert rows[["run", "recipe"]].to_numpy().tolist() == [[0, "apple2019"], [1, "apple2019"]]
 
     class Wide(Apple2019):

@@ -93,7 +93,7 @@ class Images:
         return tuple(mean.round(2).tolist()), tuple(std.tolist())
 
     def doubts(self) -> list[str]:
-        """Return what these images have that images worth training on do not have."""
+        """Return warnings of images that cannot be right."""
         sets, random = (self.train_images, self.test_images), np.random.default_rng(0).integers(2**62, size=384)
         train_hash, test_hash = (images.reshape(len(images), -1).view(np.int64) @ random for images in sets)
         copies = np.isin(test_hash, train_hash).sum()
