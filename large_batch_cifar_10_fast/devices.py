@@ -188,11 +188,11 @@ def hardware_name(device: torch.device) -> str:
     return found[1] if found else platform.machine()
 
 
-def software() -> dict[str, Any]:
+def software() -> str:
     """Return the versions of Python, of torch, and of the libraries torch was built for."""
-    cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
     nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if torch.cuda.is_initialized() else ""
-    return {"python": platform.python_version(), "torch": torch.__version__, "cuda": cuda, "cudnn": cudnn, "nccl": nccl}
+    libraries = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}{nccl}"
+    return f"Python {platform.python_version()}, torch {torch.__version__}, {libraries}"
 
 
 def driver_and_clocks(device: torch.device) -> dict[str, str]:

@@ -55,7 +55,7 @@ def launch(arguments: Sequence[str]) -> int:
     processes = plan_processes(options.nproc, teams, recipe.workers, gpus, cores)
     if teams > 1 and not (gpus or options.precision or options.demo):  # measured once, for all teams
         arguments = [*arguments, "--precision", "bf16" if devices.gains_by_bf16() else "fp32"]
-    campaign = runs.campaign_named(Path(out), options.campaign, options.resume)[0] or runs.new_campaign()
+    campaign = runs.campaign_named(Path(out), options.campaign, options.resume)[0]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (processes * teams))))
     try:
         how, status = run_processes([*arguments, "--campaign", campaign], options.planned, teams, processes)

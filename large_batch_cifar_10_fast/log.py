@@ -30,7 +30,6 @@ from .runs import COLUMNS, CONDITIONS, EPOCHS, PARTS, PLACE, Row, append
 
 T = TypeVar("T")
 
-
 LONG_EPOCH = 10  # seconds from which on an epoch is a line on STDERR
 
 
@@ -127,10 +126,9 @@ class RunLog:
     def _finished_rows(self) -> dict[int, Row]:
         """Return the planned runs that the campaign's table has; choose the campaign's name if it has none."""
         campaign, rows = runs.campaign_named(self.out, self.options.campaign, self.options.resume)
-        self.of_campaign = rows
+        self.common["campaign"], self.of_campaign = campaign, rows
         known = [name for name in (*CONDITIONS, *PLACE, "seed") if name not in ("compile", "no_graph")]
         runs.check_conditions(rows, self.common | {"seed": str(self.options.seed)}, known)
-        self.common["campaign"] = campaign or runs.new_campaign()
         try:
             append(self.out / "runs.tsv", COLUMNS, 2, [])  # fails before training if it cannot be written
         except OSError as error:
@@ -145,7 +143,7 @@ class RunLog:
         time_now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         code = f"commit {common['commit']}, code {common['code']}, {time_now}"
         print_line(f"# large_batch_cifar_10_fast {__version__}, {code}")
-        print_line("# Python {python}, torch {torch}, CUDA {cuda}, cuDNN {cudnn}{nccl}".format(**software()))
+        print_line(f"# {software()}")
         print_line(f"# {recipe.workers} workers on {processes}, {common['device']}")
         counts = f"{len(images.train_images)} training and {len(images.test_images)} test images"
         print_line(f"# data {images.name}: {counts}, SHA-256 {images.digest}")

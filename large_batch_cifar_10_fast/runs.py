@@ -185,18 +185,17 @@ def check_columns(path: Path, head: str, columns: Sequence[str]) -> None:
 
 
 def campaign_named(out: Path, name: str, resume: bool) -> tuple[str, list[Row]]:
-    """Return the name of a campaign and its rows; with `resume` those of the last one. Raise ConfigError."""
-    rows = read(out / "runs.tsv") if name or resume else []
-    if resume and not name:
-        if not rows:
-            raise ConfigError(f"--resume: there is no campaign in {out}: start one without --resume")
-        name = rows[-1]["campaign"]
+    """Return the name of a campaign and its rows: of the one named, with `resume` the last one, else a new one.
+
+    A new one is named by date, time and process. Raise ConfigError.
+    """
+    if not (name or resume):
+        return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}", []
+    rows = read(out / "runs.tsv")
+    if not (name or rows):
+        raise ConfigError(f"--resume: there is no campaign in {out}: start one without --resume")
+    name = name or rows[-1]["campaign"]
     return name, [row for row in rows if row["campaign"] == name]
-
-
-def new_campaign() -> str:
-    """Return a name for a campaign that was given none: date, time and process."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
 
 
 def check_conditions(rows: Iterable[Row], now: Mapping[str, str], names: Sequence[str]) -> None:

@@ -53,13 +53,8 @@ class Network(nn.Module):
     def __init__(self, width: int, classes: int, norm: Norm, first_norm: bool = True, pages: bool = False) -> None:
         super().__init__()
         self.prep = nn.Sequential(convolution(3, width, 3), *((norm(width), nn.ReLU()) if first_norm else ()))
-        shapes = [(width, width, 1), (width, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1)]
-        shapes += [
-            (2 * width, 4 * width, 2),
-            (4 * width, 4 * width, 1),
-            (4 * width, 4 * width, 2),
-            (4 * width, 4 * width, 1),
-        ]
+        a, b, c = width, 2 * width, 4 * width
+        shapes = [(a, a, 1), (a, a, 1), (a, b, 2), (b, b, 1), (b, c, 2), (c, c, 1), (c, c, 2), (c, c, 1)]
         self.blocks = nn.Sequential(*(PreactivationBlock(*shape, norm, pages) for shape in shapes))
         self.pages = pages
         self.linear = nn.Linear(8 * width, classes)
