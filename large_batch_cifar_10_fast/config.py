@@ -24,7 +24,7 @@ from .runs import commit
 
 PRECISION = "default on a GPU: the recipe's; on a CPU: bf16 if it is faster here, else fp32"
 CORE = 70e9  # FLOP/s of a CPU core in float32, as measured: 30 images/s of the default recipe
-BF16 = 5  # times as fast, compiled, as measured: 4.8 to 6.0 on AMD EPYC and on Intel Xeon with AMX
+BF16 = 4  # times as fast, compiled: 2.6 to 6.0 as measured on two AMD EPYC and an Intel Xeon with AMX
 LONG = 600  # estimated seconds of a run from which on a CPU compiles
 
 
