@@ -185,9 +185,9 @@ def check_columns(path: Path, head: str, columns: Sequence[str]) -> None:
 
 
 def campaign_named(out: Path, name: str, resume: bool) -> tuple[str, list[Row]]:
-    """Return the name of a campaign and its rows: of the one named, with `resume` the last one, else a new one.
+    """Return name and rows of the campaign with this name, of the last one with `resume`, or of a new one.
 
-    A new one is named by date, time and process. Raise ConfigError.
+    A new one is named by date, time and process, and has no rows. Raise ConfigError.
     """
     if not (name or resume):
         return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}", []

@@ -175,17 +175,20 @@ def test_bf16_is_taken_where_it_is_faster_and_the_compiler_for_long_runs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "slow"), [(3e6, False), (600.1, True)])
+@pytest.mark.parametrize(
+    ("seconds", "precision", "slow"), [(3e6, "fp32", False), (600.1, "fp32", True), (3e6, "bf16", False)]
+)
 def test_a_long_campaign_on_a_cpu_says_how_long_it_takes_and_whether_the_machine_is_slow(
-    seconds, slow, tiny_npz, tmp_path, capsys, monkeypatch
+    seconds, precision, slow, tiny_npz, tmp_path, capsys, monkeypatch
 ):
-    cores, words = torch.get_num_threads(), [*TINY, "--no_compile", "--precision", "fp32", "--data", tiny_npz]
+    cores, words = torch.get_num_threads(), [*TINY, "--no_compile", "--precision", precision, "--data", tiny_npz]
     monkeypatch.setattr(config, "run_flop", lambda recipe, images: cores * seconds * config.CORE)
     monkeypatch.setattr(log, "LONG_EPOCH", 0)
     monkeypatch.setattr(time, "perf_counter", itertools.count(step=1600).__next__)
     train_here(*words, "--runs", 2, "--out", tmp_path)
     errors = capsys.readouterr().err
-    hours = f"takes about {2 * seconds / 3600:.1f} hours; --recipe muon takes minutes, --demo shows"
+    each = seconds / {"fp32": 1, "bf16": 4}[precision]
+    hours = f"takes about {2 * each / 3600:.1f} hours; --recipe muon takes minutes, --demo shows"
     assert (hours in errors, errors.count("steps take over five times as long")) == (True, slow)
 
 
