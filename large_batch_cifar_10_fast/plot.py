@@ -86,17 +86,18 @@ def label_ends(axes: Axes, data: pd.DataFrame, x: str, y: str) -> None:
     """Write the label of each log above the end of its line or range, moved up where labels would overlap."""
     ends = data.sort_values([x, y]).groupby(["label", "color"])[[x, y]].last().sort_values(y)
     (low, high), right = axes.get_ylim(), axes.get_xlim()[1]
-    step, width = 0.08 * (high - low), 0.42 * right  # more than the height and width of a label
-    placed: list[tuple[float, float]] = []  # left ends and heights of labels
+    step = 0.08 * (high - low)  # more than the height of a label
+    placed: list[tuple[float, float, float]] = []  # left and right ends and heights of labels
     for (label, color), end, height in zip(ends.index, ends[x], ends[y] + step, strict=True):
         align = "right" if end > 0.4 * right else "left"
+        width = 0.024 * right * len(label)  # more than that of a label
         left = end - width if align == "right" else end
-        height = max([height, *(below + step for other, below in placed if abs(left - other) < width)])
-        placed.append((left, height))
+        height = max([height, *(below + step for a, b, below in placed if a < left + width and left < b)])
+        placed.append((left, left + width, height))
         how = {"ha": align, "va": "center", "color": color, "bbox": {"color": "white", "pad": 0}}
         axes.text(end, height, label, zorder=1.8, **how)  # below lines
     axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])
-    axes.set_ylim(low, max(high, *(height + step for _, height in placed)))
+    axes.set_ylim(low, max(high, *(height + step for *_, height in placed)))
 
 
 def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:

@@ -1,6 +1,7 @@
 """Verdicts and statuses of comparisons, their statistics, and the picture."""
 
 import errno
+import itertools
 import math
 import os
 
@@ -262,6 +263,16 @@ def test_labels_at_ends_lie_above_them_and_apart_and_the_name_of_a_file_is_no_fo
     heights = np.sort([text.get_position()[1] for text in curves.texts])
     assert np.diff([94.1, *heights]).min() > 0.07 * (94.1 - 38.54)
     assert "$b$, n = 1" in {text.get_text() for text in curves.texts}
+
+
+def test_a_label_is_moved_up_only_where_it_would_overlap_another(tmp_path, panels):
+    lengths = {"muon": 6, "muon2024": 12, "page": 36}
+    files = [write_epochs(tmp_path / name, [[0.3, 0.9] * (n // 2)], recipe=name) for name, n in lengths.items()]
+    labels = panels(*files)["Accuracy by epoch"].texts
+    boxes = [label.get_window_extent() for label in labels]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    heights = dict(label.get_position() for label in labels)
+    assert heights[36] == min(heights.values()) < max(heights[6], heights[12])
 
 
 def test_a_picture_that_cannot_be_written_ends_with_one_line_and_the_one_before_stays(
