@@ -138,7 +138,7 @@ def test_every_recipe_learns_compiled_in_half_precision(recipe, tmp_path):
 
 @pytest.mark.numbers
 def test_the_demo_passes_94_percent_compiled_in_half_precision(tmp_path):
-    result = launch("--demo", "--nproc", 1, cwd=tmp_path, **GPU)
+    result = launch("--demo", "--precision", "fp16", "--compile", "--nproc", 1, cwd=tmp_path, **GPU)
     assert (result.returncode, result.stderr) == (0, ""), "not compiled?"
     assert "precision=fp16" in result.stdout
     assert " compile=True " in result.stdout
