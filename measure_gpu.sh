@@ -16,7 +16,7 @@ while [ $# -gt 0 ]; do
         *) options+=("$1"); shift ;;
     esac
 done
-choose_python pytest
+choose_python pytest pytest-xdist
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 export PYTHON="$python" PYTHONUNBUFFERED=1 PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 visible=${CUDA_VISIBLE_DEVICES:-0}
@@ -36,12 +36,14 @@ part() { # NAME SECONDS COMMAND...: run within the limit; keep the log, and a ro
 query=name,driver_version,clocks.sm,clocks.max.sm,power.limit,memory.total
 versions='import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())'
 part machine 30 bash -c "nvidia-smi --query-gpu=$query --format=csv,noheader; exec \"\$@\"" - "$python" -c "$versions"
-part tests 180 bash "$top/run_tests.sh" tests/test_gpu.py
+part tests 180 bash "$top/run_tests.sh" tests/test_gpu.py -n logical --maxprocesses 16 --dist load # a core for each
+train() { # RECIPE SECONDS: with compiling, which takes a minute
+    part $1 $2 bash "$top/train_cifar_parallel.sh" --recipe $1 --runs 20 --out "$out/$1" "${options[@]}"
+}
+train apple2019 190
+train muon 110
 for recipe in apple2019 muon; do
-    part $recipe 120 bash "$top/train_cifar_parallel.sh" --recipe $recipe --runs 20 --out "$out/$recipe" "${options[@]}"
-done
-for recipe in apple2019 muon; do
-    part "bench_$recipe" 60 "$python" -m $package.bench --recipe $recipe "${options[@]}"
+    part "bench_$recipe" 45 "$python" -m $package.bench --recipe $recipe "${options[@]}"
 done
 # Status 1 is an answer, too: worse than the published runs.
 part compare 30 bash -c '"$@"; [ $? -le 1 ]' - "$python" -m $package.compare "$out/apple2019/runs.tsv" published
