@@ -6,7 +6,7 @@
 A run takes 0.174 PFLOP; the method of 2019 (apple2019.py) takes 2.01. On JPEG-compressed images, which cost about three
 points, it reaches 90.83% (the package's runs on CPUs: 95% confidence interval [90.74, 90.91], n = 12, bf16). On the
 original images the recipe that it started from (airbench94, 2024) reaches 94.01% in 2.59 s on an A100 (n = 200); this
-one has not been measured on them, or on a GPU. STDOUT has the published log's lines, timing_log.tsv the first run.
+one has not been measured on them. STDOUT has the published log's lines, timing_log.tsv the first run.
 
 References are to docs/recipes.md and docs/method.md. A line that ends with `# without X: ...` says how to train without
 trick X: delete the line, or put the code after the colon in its place.

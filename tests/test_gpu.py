@@ -128,13 +128,15 @@ def test_fp32_is_ieee_float32_and_tf32_is_not(tmp_path):
 @pytest.mark.numbers
 @pytest.mark.parametrize("recipe", ["basenet", "page", "fastai", "muon"])
 def test_every_recipe_learns_compiled_in_half_precision(recipe, tmp_path):
-    options = ["--width", 8 if recipe == "fastai" else 16, "--epochs", 2, "--data", "synthetic"]
+    options = ["--width", 16, "--epochs", 2, "--data", "synthetic"]
+    if recipe == "fastai":  # whose rate is low at first
+        options = ["--entry", "one_gpu", "--width", 8, "--epochs", 4, "--data", "synthetic"]
     result = launch("--recipe", recipe, *options, "--nproc", 1, cwd=tmp_path, **GPU)
     assert (result.returncode, result.stderr) == (0, ""), "not compiled?"
     assert re.search(" precision=(fp|bf)16 ", result.stdout)
     assert (ONE_GRAPH in result.stdout) == (recipe != "fastai"), "whose momentum changes"
-    first, last = pd.read_csv(tmp_path / "epochs.tsv", sep="\t")["train_loss"]
-    assert last < 0.995 * first  # the rate of fastai is still rising
+    first, *_, last = pd.read_csv(tmp_path / "epochs.tsv", sep="\t")["train_loss"]
+    assert last < 0.98 * first
 
 
 @pytest.mark.numbers
