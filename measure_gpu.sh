@@ -40,8 +40,8 @@ query=name,driver_version,clocks.sm,clocks.max.sm,power.limit,memory.total
 versions='import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())'
 part machine 20 bash -c "nvidia-smi --query-gpu=$query --format=csv,noheader; exec \"\$@\"" - "$python" -c "$versions"
 at_once=() # a test for each core, with pytest-xdist: one by one they take too long
-"$python" -c "import xdist" 2>/dev/null && at_once=(-n logical --maxprocesses 16 --dist load)
-part tests 180 bash "$top/run_tests.sh" tests/test_gpu.py "${at_once[@]}"
+"$python" -c "import xdist" 2>/dev/null && at_once=(-n logical --maxprocesses 16)
+part tests 180 "$python" -m pytest "$top/tests/test_gpu.py" "${at_once[@]}"
 for recipe in apple2019 muon; do
     part $recipe 240 bash "$top/train_cifar_parallel.sh" --recipe $recipe --runs 20 --out "$out/$recipe" "${options[@]}"
 done
