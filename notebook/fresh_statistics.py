@@ -32,11 +32,9 @@ def evaluate_twice(model: Model, views, test) -> Score:
             for images, _ in sample.micro_batches():
                 network(images)
                 batches.append([each.clone() for norm in norms_of(network) for each in norm.batch_statistics])
-    for buffer, values in zip(buffers, zip(*batches, strict=True), strict=True):
-        buffer.copy_(torch.stack(values).mean(0))
+    torch._foreach_copy_(buffers, [torch.stack(values).mean(0) for values in zip(*batches, strict=True)])
     anew = evaluate(model, views, test)
-    for buffer, value in zip(buffers, kept, strict=True):
-        buffer.copy_(value)
+    torch._foreach_copy_(buffers, kept)
     print(f"running {score.accuracy:.4f} {score.loss:.3f}, anew {anew.accuracy:.4f} {anew.loss:.3f}", file=sys.stderr)
     return score
 
