@@ -1,0 +1,1 @@
+"""What the programs share. Nothing here knows a recipe, and nothing here imports a program."""

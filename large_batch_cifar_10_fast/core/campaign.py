@@ -1,0 +1,146 @@
+"""The rows of a campaign: which of its runs are finished, which are missing, and under which conditions."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ConfigError, __version__
+from ..data.cifar10 import SYNTHETIC
+from ..devices import hardware_name
+from . import source
+from .data import Images
+from .options import Options, as_pairs
+from .table import (
+    COLUMNS,
+    CONDITIONS,
+    EPOCHS,
+    PLACE,
+    Row,
+    append,
+    campaign_named,
+    check_conditions,
+    differences,
+    environment,
+    write_atomically,
+    write_timing_log,
+)
+from .team import Team, warn
+
+
+def teams_on_this_machine(team: Team) -> int:
+    """Return how many teams the launcher started here."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // team.world_size)
+
+
+def conditions(options: Options, name: str, hyp: Any, program: Path, images: Images, team: Team) -> dict[str, str]:
+    """Return what all rows of a launch have in common, as texts: recipe, images, code, device, versions."""
+    names = " and ".join(sorted(set(team.gather("device", hardware_name(team.device)))))
+    teams = teams_on_this_machine(team)
+    prefix = f"{teams} teams of " if teams > 1 else ""
+    device = f"{prefix}{team.world_size} x {names}"
+    if not team.on_gpu:
+        device = f"CPU {names}, {prefix}{team.world_size} x {torch.get_num_threads()} threads"
+    common: dict[str, Any] = {
+        "recipe": name,
+        "options": as_pairs(hyp),
+        "workers": team.total_workers,
+        "data": options.data if options.data == SYNTHETIC else os.path.abspath(options.data),
+        "images": images.name,
+        "digest": images.digest,
+        "precision": options.precision,
+        "micro_batches": options.micro_batches,
+        "compile": options.compile,
+        "no_graph": options.no_graph,
+        "environment": environment(),
+        "device": device,
+        "processes": team.world_size,
+        "version": __version__,
+        "commit": source.commit(),
+        "code": source.digest(program),
+        "torch": version("torch"),
+    }
+    return {name: str(value) for name, value in common.items()}
+
+
+class Campaign:
+    """The runs of a campaign that a launch makes, and its tables, which rank 0 reads and writes."""
+
+    def __init__(self, options: Options, common: dict[str, str], team: Team) -> None:
+        """Find the missing runs.
+
+        Raise ConfigError if the processes or the campaign's rows have other conditions, or a table cannot be written.
+        """
+        self.common = common
+        self.out = Path(options.out)
+        self.teams = teams_on_this_machine(team)
+        shares = options.planned.step // self.teams  # a team's share is one of the launch's share
+        self.of_launch = range(options.planned.start % shares, options.runs, shares)  # of all teams
+        check_processes_agree(options, common, team)
+        self.others: list[Row] = []  # all rows of the campaign that other launches made
+        self.rows: dict[int, Row] = {}  # by run, of this launch and of those before
+        if team.is_main:
+            self.read_rows(options)
+        finished = json.loads(team.gather("finished", json.dumps([*self.rows]))[0])
+        self.missing = [run for run in options.planned if run not in finished]
+
+    def read_rows(self, options: Options) -> None:
+        """Read the planned runs that the table has; choose the campaign's name if it has none."""
+        name, rows = campaign_named(self.out, options.campaign, options.resume)
+        self.common["campaign"] = name
+        self.others = rows
+        known = [name for name in (*CONDITIONS, *PLACE, "seed") if name not in ("compile", "no_graph")]
+        check_conditions(rows, self.common | {"seed": str(options.seed)}, known)
+        try:
+            append(self.out / "runs.tsv", COLUMNS, 2, [])  # fails before training if it cannot be written
+        except OSError as error:
+            raise ConfigError(f"{self.out.absolute()} cannot be written ({error}): choose another --out") from error
+        last = self.of_launch[-1]
+        if options.save and not os.path.exists(options.save) and str(last) in {row["run"] for row in rows}:
+            warn(f"--save {options.save}: run {last} is finished, and its weights are not made again")
+        self.rows = {int(row["run"]): row for row in rows if int(row["run"]) in options.planned}
+
+    def computed_with(self, compile: bool, no_graph: bool) -> None:
+        """Note how steps are really computed. Raise ConfigError if the runs finished before were computed otherwise."""
+        self.common |= {"compile": str(compile), "no_graph": str(no_graph)}
+        check_conditions(self.others, self.common, ["compile", "no_graph"])
+
+    def add_epoch(self, run: int, epoch: Mapping[str, object]) -> None:
+        # All columns are keys: a run that is made again after a kill has new rows.
+        row = {"campaign": self.common["campaign"], "run": run, **epoch}
+        append(self.out / "epochs.tsv", EPOCHS, len(EPOCHS), [row])
+
+    def add_run(self, run: int, row: Mapping[str, object]) -> None:
+        self.rows[run] = {name: str(value) for name, value in {**self.common, **row}.items()}
+        self.write_rows()
+
+    def write_rows(self) -> None:
+        """Append the rows that the table lacks: also those that a full disk did not take before."""
+        append(self.out / "runs.tsv", COLUMNS, 2, self.rows.values())
+
+    def write_curve(self, epochs: Iterable[Mapping[str, float]]) -> None:
+        curve = [(epoch["seconds"], epoch["validation_accuracy"]) for epoch in epochs]
+        write_timing_log(self.out / "timing_log.tsv", curve)
+
+
+def check_processes_agree(options: Options, common: Mapping[str, str], team: Team) -> None:
+    """Raise ConfigError if a process was started with other conditions than the first."""
+    plan = {name: str(getattr(options, name)) for name in ("seed", "runs", "share", "no_warmup")}
+    first, *others = map(json.loads, team.gather("conditions", json.dumps({**common, **plan})))
+    for rank, other in enumerate(others, 1):
+        text = differences(other, first, (*CONDITIONS, *plan))
+        if text:
+            raise ConfigError(f"process {rank} differs from process 0 in {text}: give all machines the same")
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor], about: Row, for_use: Mapping[str, object]) -> None:
+    """Write weights, the row of their run, and what it takes to use them."""
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
+    with write_atomically(path) as unfinished:
+        torch.save({"weights": on_cpu, "about": about, **for_use}, unfinished)

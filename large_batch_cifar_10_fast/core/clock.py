@@ -1,0 +1,45 @@
+"""What a run's time is: seconds by part, read when all devices have finished (method, section 6)."""
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from .table import PARTS
+
+
+class Clock:
+    """Add up seconds by part. Every reading waits until the devices of all processes have finished."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
+        self.laps: dict[str, list[float]] = defaultdict(list)  # the durations of each part
+        self.cpu_seconds = 0.0  # of all threads of this process, over the training time
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the seconds of the body to a part."""
+        self._synchronize()
+        start = time.perf_counter()
+        cpu_start = time.process_time()
+        yield
+        self._synchronize()
+        self.laps[part].append(time.perf_counter() - start)
+        if part in PARTS:
+            self.cpu_seconds += time.process_time() - cpu_start
+
+    def fork(self) -> "Clock":
+        """Return a clock that continues from here: each run counts what was done once for all of them."""
+        clock = Clock(self._synchronize)
+        clock.laps |= {part: [*laps] for part, laps in self.laps.items()}
+        clock.cpu_seconds = self.cpu_seconds
+        return clock
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {part: sum(laps) for part, laps in self.laps.items()}
+
+    @property
+    def total(self) -> float:
+        """The training time."""
+        return sum(sum(laps) for part, laps in self.laps.items() if part in PARTS)

@@ -1,0 +1,403 @@
+"""How a step is made fast: precision, compiled code that is checked, CUDA graphs; and fresh weights in the same memory.
+
+All of it works on tensors and functions. On a CPU, or if a user says so, a function stays as it is.
+"""
+
+import getpass
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from .. import ConfigError, first_line
+from ..devices import allow_tf32, gains_by_bf16, has_bf16, out_of_memory_hint
+from .layers import GhostBatchNorm
+from .team import Team, on_one_machine
+
+Function = TypeVar("Function", bound=Callable)
+
+# ---- Precision
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+DTYPES |= {"fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a network computes on a device: what --precision means there.
+
+    With `half_weights` fp16 has fp16 weights; else operations cast float32 weights, as they do for bf16.
+    """
+
+    name: str
+    device: torch.device
+    half_weights: bool
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The type in which convolutions and matrix products are computed."""
+        return DTYPES[self.name]
+
+    @property
+    def weights(self) -> torch.dtype:
+        mixed = self.name == "bf16" or (self.name == "fp16" and not self.half_weights)
+        return torch.float32 if mixed else self.compute
+
+    @property
+    def images(self) -> torch.dtype:
+        """On a GPU the type that the network computes in; on a CPU that of the weights."""
+        return self.compute if self.device.type == "cuda" else self.weights
+
+    def autocast(self) -> torch.autocast:
+        """Return a context in which operations compute in this precision, whatever the type of the weights."""
+        return torch.autocast(self.device.type, self.compute, enabled=self.compute != self.weights)
+
+
+def choose_precision(asked: str, half: str, team: Team) -> str:
+    """Return the precision that was asked for, or the fastest, alike on all processes. All must call this.
+
+    By default a GPU computes in `half` (fp16 if it has no bf16), a CPU in bf16 where that is faster. Raise ConfigError
+    for a precision that the device does not have.
+    """
+    if asked == "tf32" and not team.on_gpu:
+        raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
+    if not team.on_gpu and asked:
+        return asked
+    here = has_bf16(team.device) if team.on_gpu else gains_by_bf16()
+    all_have_bf16 = set(team.gather("bf16", str(here))) == {"True"}
+    if not team.on_gpu:
+        return "bf16" if all_have_bf16 else "fp32"
+    if asked in ("bf16", "tf32") and not all_have_bf16:  # torch would emulate it slowly
+        instead = "fp16" if asked == "bf16" else "fp32"
+        raise ConfigError(f"--precision {asked} needs GPUs of compute capability 8.0 or later: use {instead}")
+    return asked or (half if all_have_bf16 else "fp16")
+
+
+def place(network: nn.Module, precision: Precision) -> None:
+    """Move a network to the device, channels-last, in the type of weights; norms stay in float32 at least."""
+    allow_tf32(precision.name == "tf32")
+    network.to(precision.device, precision.weights, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if precision.weights == torch.float16:
+        for module in network.modules():
+            if isinstance(module, GhostBatchNorm | nn.BatchNorm2d):
+                module.float()
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Half-precision logits would often tie when they are added up or compared."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+# ---- Fresh weights
+
+
+@torch.no_grad()
+def restart(
+    network: nn.Module,
+    optimizers: Sequence[Optimizer],
+    fresh: Callable[[], tuple[nn.Module, Sequence[Optimizer]]],
+    seed: int,
+    rank: int = 0,
+    keep: Sequence[str] = (),
+) -> None:
+    """Let a run begin as if it were the only one: its seed alone decides its weights and all that it draws.
+
+    `fresh()` makes network and optimizers anew. Their values are copied to the same memory, so that compiled code and
+    CUDA graphs stay valid: all parameters and buffers (but those named in `keep`), all that the optimizers keep. What
+    an optimizer makes in its first step is removed; on a GPU, where a graph may use it, it becomes zero. Then torch's
+    generators start from seed and rank, for what a network draws itself.
+    """
+    torch.manual_seed(seed)
+    new_network, new_optimizers = fresh()
+    network.zero_grad()
+    values = new_network.state_dict()
+    for name, tensor in network.state_dict().items():
+        if name not in keep:
+            tensor.copy_(values[name])
+    for optimizer, new in zip(optimizers, new_optimizers, strict=True):
+        for group, new_group in zip(optimizer.param_groups, new.param_groups, strict=True):
+            restore(group, {name: value for name, value in new_group.items() if isinstance(value, float | Tensor)})
+            for weight, new_weight in zip(group["params"], new_group["params"], strict=True):
+                forget(optimizer.state[weight], new.state[new_weight])
+                restore(optimizer.state[weight], new.state[new_weight])
+    torch.manual_seed(int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0] >> 1))
+
+
+def restore(entries: dict, first: dict) -> None:
+    """Set the entries to their first values; tensors keep their memory."""
+    for name, value in first.items():
+        if isinstance(entries.get(name), Tensor):
+            entries[name].copy_(torch.as_tensor(value))
+        else:
+            entries[name] = value
+
+
+def forget(state: dict, first: dict) -> None:
+    """Remove what an optimizer keeps of a weight and did not have at first; on a GPU set it to zero."""
+    later = [name for name in state if name not in first]
+    on_gpu = any(isinstance(state[name], Tensor) and state[name].is_cuda for name in later)
+    for name in later:
+        if on_gpu and isinstance(state[name], Tensor):
+            state[name].zero_()
+        else:
+            del state[name]
+
+
+def keep_rates_on_gpu(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Keep learning rates on a GPU, where a graph or compiled code reads them, and fuse torch's SGD."""
+    if device.type == "cpu":
+        return
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros((), device=device)
+            if isinstance(optimizer, SGD):
+                group["fused"] = True
+
+
+# ---- torch.compile
+
+# How far off compiled gradients may be, as a share of their length. Rounding in another order reached 0.44 in bf16,
+# 0.22 in fp16 and 0.003 in fp32; a gradient that is lost, doubled or of the wrong sign is off by 1 or more.
+GRADIENTS = {"fp64": 1e-5, "fp32": 0.02, "tf32": 0.2, "fp16": 0.5, "bf16": 0.7}
+# Likewise losses, metrics, norm statistics and logits: rounding reached 0.002 in bf16, 4e-6 in fp32.
+VALUES = {"fp64": 1e-6, "fp32": 0.002, "tf32": 0.02, "fp16": 0.02, "bf16": 0.02}
+
+
+def replace_cache_folder() -> str:
+    """Choose another folder for compiled code if torch's cannot be made. Return why, or ""."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    try:
+        if folder is None:
+            getpass.getuser()  # torch names its folder so
+        else:
+            os.makedirs(folder, exist_ok=True)
+    except (OSError, KeyError) as error:  # KeyError: the user has no name
+        other = os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        return f"TORCHINDUCTOR_CACHE_DIR cannot be made ({error}): compiled code is kept in {other}"
+    return ""
+
+
+CACHE_WARNING = replace_cache_folder()  # on import: without its folder torch ends uncompiled runs, too
+
+
+def compile_training(
+    forward: Function, network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], precision: Precision, team: Team
+) -> Function:
+    """Return `forward` compiled for batches of the shapes of these; with a warning as it is, if that fails.
+
+    `forward(images, labels)` returns a NamedTuple of tensors, and lists of tensors, with the `loss` to differentiate.
+    All that each graph computes is compared with the uncompiled results, because a compiler can be wrong without an
+    error (docs/performance.md, "A trap"): these, and the gradients of the network.
+    """
+
+    def check(compiled: Callable) -> None:
+        for batch in batches:
+            expected = results_of_pass(network, forward, batch)
+            check_all_close(results_of_pass(network, compiled, batch), expected, precision.name)
+
+    found = try_to_compile("training", forward, check, team)
+    network.zero_grad()
+    return found
+
+
+def results_of_pass(network: nn.Module, forward: Callable, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return all that a forward pass returns, and the gradients of its loss, by name."""
+    network.zero_grad()
+    made = forward(*batch)
+    made.loss.backward()
+    results = {f"gradient of {name}": w.grad for name, w in network.named_parameters() if w.grad is not None}
+    for name, value in made._asdict().items():
+        if isinstance(value, Tensor):
+            results[name] = value.detach()
+        else:
+            results |= {f"{name} {place}": tensor for place, tensor in enumerate(value)}
+    return results
+
+
+@out_of_memory_hint("evaluation")
+def compile_evaluation(
+    network: nn.Module, test_images: int, precision: Precision, team: Team
+) -> Callable[[Tensor], Tensor]:
+    """Return `predict` of a network, compiled for chunks of its share of so many test images.
+
+    With a warning it is the uncompiled one, if that fails.
+    """
+    share = len(range(team.rank, test_images, team.world_size))
+    eager = partial(predict, network)  # float32 comes from the network's last kernel
+
+    @torch.no_grad()
+    def check(compiled: Callable) -> None:
+        for count in set(evaluation_chunks(share, team.device)):
+            images = noise(count, 32, precision)
+            with precision.autocast():
+                found = compiled(images)
+                expected = eager(images)
+            check_all_close({"evaluation": found}, {"evaluation": expected}, precision.name)
+
+    network.eval()
+    function = try_to_compile("evaluation", eager, check, team)
+    network.train()
+    # Shifted views are slices, whose strides would need graphs of their own.
+    return lambda images: function(images.contiguous(memory_format=torch.channels_last))
+
+
+def compile_updates(optimizers: Iterable[Optimizer]) -> None:
+    """Compile the updates of optimizers that can be, which are ours: each becomes few launches."""
+    for optimizer in optimizers:
+        if hasattr(optimizer, "compile"):
+            optimizer.compile()
+
+
+def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], team: Team) -> Any:
+    """Return `eager` compiled, after `check` has called it. If that fails on any process, warn and return `eager`."""
+    if CACHE_WARNING:
+        team.warn(CACHE_WARNING)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on a missing GPU
+    if "TORCH_LOGS" not in os.environ:  # with which a user asks for more than our one line
+        logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
+    torch._dynamo.config.recompile_limit = 64  # four graphs a stage; beyond the default 8 it would not compile
+    marks: set[bool] = set()
+
+    def compiled(*inputs: Tensor) -> Any:
+        results, mark = marked(*inputs)
+        marks.add(mark)
+        return results
+
+    failure = ""
+    try:
+        marked = torch.compile(lambda *inputs: (eager(*inputs), torch.compiler.is_compiling()), dynamic=False)
+        with torch._dynamo.config.patch(suppress_errors=False):  # or torch would continue uncompiled, and not say so
+            check(compiled)
+        if marks != {True}:
+            failure = "torch compiled nothing: is TORCH_COMPILE_DISABLE set?"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler raises nearly anything
+        causes = re.findall(".*(?:error:|cannot find|undefined reference).*", str(error))  # in a compiler's output
+        failure = ": ".join(dict.fromkeys([first_line(error), *causes[:1]]))
+        if failure.endswith("file too short"):
+            failure += " (an earlier compilation was interrupted: delete this file)"
+    failure = team.first_failure(f"compiled {what}", failure)
+    if failure:
+        team.warn(f"not compiled ({failure}): {what} continues uncompiled; --no_compile skips the attempt")
+        return eager
+    return compiled
+
+
+def noise(count: int, resolution: int, precision: Precision) -> Tensor:
+    """Return images [count, 3, H, W], in memory as in training."""
+    images = torch.randn(count, resolution, resolution, 3, generator=torch.Generator().manual_seed(0))
+    return images.to(precision.device, precision.images).permute(0, 3, 1, 2)
+
+
+@torch.no_grad()
+def noise_with_labels(network: nn.Module, count: int, resolution: int, precision: Precision) -> tuple[Tensor, Tensor]:
+    """Return a batch on which to check gradients.
+
+    All labels are equal, so that gradients add up, and of the most predicted class, so that some are correct.
+    """
+    images = noise(count, resolution, precision)
+    with precision.autocast():
+        predicted = network(images).argmax(1)
+    return images, predicted.mode().values.expand_as(predicted).contiguous()
+
+
+def check_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], precision: str) -> None:
+    """Raise ArithmeticError for a tensor that is missing, or differs from the expected one by too large a share."""
+    for name, value in expected.items():
+        if name not in found:
+            raise ArithmeticError(f"the compiled pass has no {name}")
+        if not value.isfinite().all():
+            raise ArithmeticError(f"the {name} is not finite uncompiled either")
+        off = torch.dist(found[name].double(), value.double()) / value.double().norm()
+        if not off <= (GRADIENTS if name.startswith("gradient") else VALUES)[precision]:
+            raise ArithmeticError(f"the compiled {name} is {100 * off:.3g}% off")
+
+
+# ---- CUDA graphs
+
+
+class CudaGraphs:
+    """Take a step by replaying the graph of its kind: the host launches a step once, not each of its kernels.
+
+    A graph reads and writes the memory it was captured with: images, weights, momenta, learning rates and sums stay
+    where they are. A batch is copied into the one the graph was captured with.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()  # of all graphs: none reads what another left
+
+    def warm_up(self, step: Callable, batch: Tensor, *kind: Any) -> None:
+        """Take a step a few times on the stream of the capture, as torch asks for."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                step(batch, *kind)
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def capture(self, step: Callable, batch: Tensor, *kind: Any) -> None:
+        static = batch.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, self.pool, self.stream):
+            step(static, *kind)
+        self.graphs[batch.shape, *kind] = graph, static
+
+    def __call__(self, batch: Tensor, *kind: Any) -> None:
+        graph, static = self.graphs[batch.shape, *kind]
+        static.copy_(batch)
+        graph.replay()
+
+
+def graph(step: Function, batches: Iterable[tuple], team: Team, enabled: bool = True) -> Function | CudaGraphs:
+    """Return CUDA graphs of `step(batch, *kind)` for each (batch, *kind); on a CPU or if not `enabled`, `step`.
+
+    Warn and return `step` if any process cannot capture one. The memory that a run needs is counted from here on.
+    """
+    if not team.on_gpu:
+        return step
+    torch.cuda.reset_peak_memory_stats(team.device)  # before the capture: a replay allocates nothing
+    # NCCL has no timeout inside a graph: on several machines a lost process would leave the others waiting for ever.
+    if not (enabled and on_one_machine()):
+        return step
+    graphs = CudaGraphs()
+    for number, arguments in enumerate(batches):
+        graphs.warm_up(step, *arguments)  # raises the errors that training would raise
+        error = ""
+        try:
+            graphs.capture(step, *arguments)
+        except RuntimeError as reason:
+            torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
+            error = first_line(reason)
+        error = team.first_failure(f"graph {number}", error)
+        if error:
+            team.warn(f"no CUDA graphs ({error}): training continues without; --no_graph skips the attempt")
+            return step
+    return graphs
+
+
+# ---- Evaluation
+
+AT_ONCE = 1000  # images evaluated at once on a CPU; on a GPU as many for each 4 GiB. Each takes up to 1.6 MiB in fp32
+
+
+def evaluation_chunks(count: int, device: torch.device) -> list[int]:
+    """Return how many images a device evaluates at once, by chunk. Most of its memory is left to training."""
+    gib = torch.cuda.get_device_properties(device).total_memory >> 30 if device.type == "cuda" else 4
+    most = AT_ONCE * max(1, gib) // 4
+    return [min(most, count - start) for start in range(0, count, most)]
+
+
+def predict(network: nn.Module, images: Tensor) -> Tensor:
+    """Return logits of at least float32."""
+    return at_least_float32(network(images))

@@ -1,0 +1,192 @@
+"""Options: the fields of a program's `Hyp`, and those that all programs have, from one command line.
+
+A field is `name: type = default  # help`, and is the option `--name`. Its type is int, float, str, bool, a Literal of
+choices, or a tuple of numbers (`--pixels 24,24,32`).
+"""
+
+import argparse
+import difflib
+import inspect
+import os
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from .. import ConfigError, __version__, program
+from ..data.cifar10 import DATA
+from .source import commit
+
+MOST = 100_000  # the largest number that an option takes, unless it has another limit
+
+
+def check_range(options: Any, least: float, most: float, *names: str) -> None:
+    """Raise ConfigError if one of these options lies outside the limits."""
+    for name in names:
+        value = getattr(options, name)
+        if not least <= value <= most:
+            raise ConfigError(f"--{name} {value} must lie in {least} to {most}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where and how a program runs, alike for all programs."""
+
+    runs: int = 1  # runs, each with fresh weights; run i uses seed + i
+    seed: int = 0  # seed of run 0
+    campaign: str = ""  # name of the campaign, of which missing runs are made (default: date and time)
+    resume: bool = False  # short for --campaign with the name of the last one in --out
+    share: str = "0/1"  # I/N: make only runs I, I+N, I+2N, ...; other launches make the other shares of N
+    data: str = str(DATA)  # folder of CIFAR-10 (downloaded if missing), cifar100, FILE.npz, or synthetic
+    out: str = "."  # folder for runs.tsv, epochs.tsv and timing_log.tsv
+    save: str = ""  # file for the weights and running statistics of the last run (of the share)
+    device: Literal["", "cuda", "cpu"] = ""  # the GPUs if there are any, else the CPU
+    precision: Literal["", "fp16", "bf16", "tf32", "fp32", "fp64"] = ""  # default: the fastest that the program knows
+    micro_batches: int = 1  # forward and backward passes per step; more need less memory
+    compile: bool = False  # compile the network (default on GPUs, and on a CPU for runs over ten minutes)
+    no_compile: bool = False  # do not compile
+    no_graph: bool = False  # launch each kernel; by default the GPUs of one machine replay a CUDA graph
+    no_warmup: bool = False  # skip the untimed warm-up; the first run is then slower
+    demo: bool = False  # the default recipe, small, on synthetic images, in fp32 and not compiled
+    nproc: int = 0  # processes on this machine (of a team); 0: as many as fit its GPUs or cores
+    teams: int = 1  # groups of processes that share the runs, each with its own GPUs or cores
+    timeout: int = 3600  # seconds that processes wait for each other
+
+    def __post_init__(self) -> None:
+        check_range(self, 1, MOST, "runs", "micro_batches", "teams", "timeout")
+        check_range(self, 0, MOST, "nproc")
+        check_range(self, 0, 2**62 - 1, "seed")
+        for name in ("data", "out", "save"):
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))  # a shell leaves `--out=~/x` alone
+            if not os.path.abspath(getattr(self, name)).isprintable():
+                raise ConfigError(f"--{name} {getattr(self, name)!a} cannot stand in a table: use printable characters")
+        if not re.fullmatch(r"[\w.:+-]{0,100}", self.campaign):
+            raise ConfigError(f"--campaign {self.campaign!a}: use letters, digits and . : + - _, at most 100")
+        if self.compile and self.no_compile:
+            raise ConfigError("--compile and --no_compile were both given: choose one")
+        shares = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", self.share)
+        if not shares or int(shares[1]) >= min(int(shares[2]), self.runs):
+            form = "give I/N, I from 0, less than N and the number of runs"
+            raise ConfigError(f"--share {self.share} has none of {self.runs} runs: {form}")
+
+    @property
+    def planned(self) -> range:
+        """The runs of this launch, those of its share: `start` and `step` are I and N."""
+        first, shares = map(int, self.share.split("/"))
+        return range(first, self.runs, shares)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists the options")
+
+
+def parse_options(arguments: Sequence[str], name: str, hyp: type, demo: dict[str, Any]) -> tuple[Options, Any]:
+    """Return the options and the hyper-parameters that a command line asks for. Raise ConfigError.
+
+    `demo` has the hyper-parameters of --demo; it is empty for a program that has none.
+    """
+    parser = Parser(
+        prog=program(),
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,  # options that are not given are absent from the result
+        description=f"recipe {name}: " + (hyp.__doc__ or "").partition("\n")[0],
+        epilog="Environment variables: PYTHON (interpreter), CIFAR10_URL (a mirror of your own).",
+    )
+    parser.add_argument("--recipe", help="a recipe's name, or FILE.py: a program of your own", default=name)
+    add_options(parser.add_argument_group(f"the recipe {name}"), hyp)
+    add_options(parser.add_argument_group("settings"), Options)
+    text = f"large_batch_cifar_10_fast {__version__}, commit {commit()} (Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=text)
+    found, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        known = [f"--{field.name}" for owner in (hyp, Options) for field in fields(owner)]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists the options"
+        raise ConfigError(f"recipe {name} has no option {unknown[0]}; {hint}")
+    given = vars(found)
+    if [] in given.values():  # what argparse makes of `--runs=--`
+        raise ConfigError("-- is no value of an option")
+    if "demo" in given:
+        if not demo:
+            raise ConfigError(f"--demo is apple2019, small, not {name}: leave out one of them")
+        given = demo | given
+    return make(Options, given), make(hyp, given)
+
+
+def make(owner: Any, given: dict[str, Any]) -> Any:
+    return owner(**{field.name: given[field.name] for field in fields(owner) if field.name in given})
+
+
+def add_options(group: Any, owner: Any) -> None:
+    """Add an option for each field of a dataclass."""
+    kinds = get_type_hints(owner)
+    texts = comments(owner)
+    for field in fields(owner):
+        kind = kinds[field.name]
+        text = texts.get(field.name, "").replace("%", "%%")
+        if kind is bool:
+            group.add_argument(f"--{field.name}", action="store_true", help=text)
+            continue
+        if field.default != "":
+            text += f" (default {text_of(field.default)})"
+        if get_origin(kind) is Literal:
+            group.add_argument(f"--{field.name}", choices=[word for word in get_args(kind) if word], help=text)
+        else:
+            reader = reader_of(field.name, kind)
+            group.add_argument(f"--{field.name}", type=reader, help=text, metavar=reader.__name__.upper())
+
+
+def comments(owner: type) -> dict[str, str]:
+    """Return the comment behind each field of a class and of those it inherits from, by name."""
+    found: dict[str, str] = {}
+    for kind in reversed(owner.__mro__):
+        if kind is not object:
+            found |= dict(re.findall(r"(?m)^    (\w+): [^#]*#\s*(.*)$", inspect.getsource(kind)))
+    return found
+
+
+def reader_of(name: str, kind: Any) -> Any:
+    """Return a function that reads a value of this type from a text."""
+    if get_origin(kind) is not tuple:
+        return kind
+    number = get_args(kind)[0]
+
+    def numbers(text: str) -> tuple:
+        try:
+            return tuple(number(part) for part in text.split(","))
+        except ValueError:
+            what = "whole numbers, like 24,24,28,32" if number is int else "numbers, like 1,1,0.7"
+            raise ConfigError(f"--{name} {text} is no list of {what}") from None
+
+    return numbers
+
+
+def text_of(value: object) -> str:
+    """Return a value as tables, logs and command lines have it."""
+    if isinstance(value, tuple):
+        return ",".join(str(part).removesuffix(".0") for part in value)
+    return str(value)
+
+
+def as_pairs(options: Any) -> str:
+    """Return the fields of options as tables and logs have them: `name=value name=value`."""
+    return " ".join(f"{field.name}={text_of(getattr(options, field.name))}" for field in fields(options))
+
+
+def check_save(save: str) -> None:
+    """Raise ConfigError if the weights cannot be written, or would replace a file that has no weights."""
+    path = Path(save)
+    try:
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if save and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise OSError(f"{folder} is not a folder that you may write")
+        # torch.save writes this name first.
+        if save and path.exists() and not (path.is_file() and b"/data.pkl" in path.open("rb").read(300)):
+            raise OSError("it would replace another file")
+    except OSError as error:
+        raise ConfigError(f"--save {save} cannot be written ({error}): choose another name") from error

@@ -1,0 +1,177 @@
+"""From a command line to the missing runs of a campaign: what the last line of each program calls.
+
+A program is a Python file with `Hyp` (a dataclass of hyper-parameters, each an option), `Network` and `train`.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from .. import PACKAGE, RENDEZVOUS, ConfigError, first_line
+from ..devices import out_of_memory_hint
+from . import source
+from .campaign import Campaign, conditions
+from .data import Images, load_images
+from .fast import choose_precision
+from .log import LONG, Log, warned
+from .options import Options, check_save, parse_options
+from .table import Row
+from .team import Team, exit_process, join_team
+
+PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}  # recipes, and the programs that have them
+CORE = 70e9  # FLOP/s of a CPU core in float32, as measured: 30 images/s of the default recipe
+BF16 = 4  # times as fast, compiled: 2.6 to 6.0 as measured on two AMD EPYC and an Intel Xeon with AMX
+
+
+def main(train: Callable) -> None:
+    """Run the program that is this process's main file."""
+    with exit_process():
+        run_program(sys.modules[train.__module__], sys.argv[1:])
+
+
+def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
+    """Make the missing runs of a campaign. Return the rows of all runs of this launch, on rank 0."""
+    name, options, hyp = read_command(program, arguments)
+    check_save(options.save)
+    if (options.nproc or options.teams > 1) and not launched():
+        raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
+    with join_team(workers_of(hyp), options.device, options.timeout) as team:
+        here = len(team.workers)
+        if here % options.micro_batches:
+            raise ConfigError(
+                f"--micro_batches {options.micro_batches} does not divide the {here} workers of a process"
+            )
+        images = load_images(options.data)
+        check_images(images, team, hyp.batch_size)
+        flop = estimate_flop(program, hyp, images)
+        options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team)
+        file = file_of(program)
+        campaign = Campaign(options, conditions(options, name, hyp, file, images, team), team)
+        for_use = {"classes": images.class_names, "normalization": images.normalization, "size": (32, 32, 3)}
+        expected = 0.0 if team.on_gpu else estimate_seconds(flop, team.world_size, options.precision)
+        log = Log(options, team, campaign, expected, for_use | {"options": asdict(hyp)})
+        if team.is_main and campaign.missing:
+            with warned("the program's source"):
+                source.store(file, campaign.out)
+        if log.prints_head:
+            log.print_head(images, hyp)
+        if campaign.missing:
+            with out_of_memory_hint("training"):
+                program.train(hyp, options, images, team, log)
+        log.summary()
+    return list(campaign.rows.values())
+
+
+# ---- The command line
+
+
+def load_program(recipe: str) -> ModuleType:
+    """Return the program of a recipe's name, or of FILE.py. Raise ConfigError."""
+    if recipe in PROGRAMS:
+        return importlib.import_module(f"{PACKAGE.name}.{PROGRAMS[recipe]}")
+    try:
+        if not recipe.endswith(".py"):
+            raise LookupError(f"neither one of {', '.join(PROGRAMS)} nor FILE.py")
+        name = Path(recipe).stem
+        sys.path.insert(0, str(Path(recipe).resolve().parent))  # as Python does for a program: it may import others
+        spec: Any = importlib.util.spec_from_file_location(name, recipe)
+        program = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(program)
+        for part in ("Hyp", "Network", "train"):
+            getattr(program, part)
+    except Exception as error:  # of whatever the file does
+        raise ConfigError(f"--recipe {recipe} cannot be used ({type(error).__name__}: {first_line(error)})") from error
+    return program
+
+
+def recipe_of(arguments: Sequence[str], default: str) -> str:
+    """Return the value of --recipe on a command line."""
+    recipe = default
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if word == "--recipe":
+            recipe = following
+        elif word.startswith("--recipe="):
+            recipe = word.partition("=")[2]
+    return recipe
+
+
+def read_command(program: ModuleType, arguments: Sequence[str]) -> tuple[str, Options, Any]:
+    """Return the recipe's name, the options and the hyper-parameters that a command line asks of a program.
+
+    A recipe is named as its program's file, or is one of the program's further `SETS` of hyper-parameters.
+    """
+    own = file_of(program).stem
+    sets = {own: program.Hyp, **getattr(program, "SETS", {})}
+    recipe = recipe_of(arguments, own)
+    name = Path(recipe).stem if recipe.endswith(".py") else recipe
+    if name not in sets:
+        raise ConfigError(f"--recipe {recipe} is not of {file_of(program).name}, which has {', '.join(sets)}")
+    demo = getattr(program, "DEMO", {}) if name == own else {}
+    options, hyp = parse_options(arguments, name, sets[name], demo)
+    return name, options, hyp
+
+
+def file_of(program: ModuleType) -> Path:
+    return Path(str(inspect.getsourcefile(program.train)))
+
+
+def launched() -> bool:
+    """Return whether our launcher started this process."""
+    return RENDEZVOUS in os.environ
+
+
+# ---- Checks and choices
+
+
+def workers_of(hyp: Any) -> int:
+    return getattr(hyp, "workers", 1)
+
+
+def check_images(images: Images, team: Team, batch_size: int) -> None:
+    """Raise ConfigError if a step needs more images than there are, or if a process would have no test image."""
+    tests = len(images.test_images)
+    if tests < team.world_size:
+        raise ConfigError(f"{team.world_size} processes need as many test images, not {tests}: use fewer processes")
+    needed = team.total_workers * batch_size
+    count = len(images.train_images)
+    if needed > count:
+        step = f"{team.total_workers} workers x --batch_size {batch_size} = {needed} images a step"
+        raise ConfigError(
+            f"{step}, more than the training set's {count}: use a smaller batch, fewer workers or more images"
+        )
+
+
+def estimate_flop(program: ModuleType, hyp: Any, images: Images) -> float:
+    """Return about the floating-point operations of a run: its network's forward pass at 32 pixels, three times."""
+    network = program.Network(hyp, images.classes).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network(torch.zeros(2, 3, 32, 32))
+    return 3 * counter.get_total_flops() / 2 * len(images.train_images) * hyp.epochs
+
+
+def estimate_seconds(flop: float, processes: int, precision: str) -> float:
+    """Return about how long a run takes on the cores of so many processes."""
+    cores = torch.get_num_threads() * processes
+    return flop / (CORE * cores) / (BF16 if precision == "bf16" else 1)
+
+
+def choose_computation(options: Options, half: str, flop: float, team: Team) -> Options:
+    """Choose precision and compilation where they were not given. All processes must call this.
+
+    The demo is in fp32 and not compiled. Else a GPU compiles, and a CPU if a run takes ten minutes by an estimate.
+    """
+    asked = options.precision or ("fp32" if options.demo else "")
+    precision = choose_precision(asked, half, team)
+    is_long = team.on_gpu or estimate_seconds(flop, team.world_size, "fp32") > LONG
+    use_compiler = options.compile or (is_long and not options.demo and not options.no_compile)
+    return replace(options, precision=precision, compile=use_compiler, no_compile=not use_compiler)

@@ -1,0 +1,185 @@
+"""The processes of a run: which am I, which workers are mine; average, broadcast, wait."""
+
+import contextlib
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
+from tqdm import tqdm
+
+from .. import INVALID, RENDEZVOUS, ConfigError, first_line, program
+from ..devices import take_device
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes that train a run together, and this process's place among them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    total_workers: int  # of all processes
+    store: dist.Store | None = None  # for messages; a single process has none
+
+    @property
+    def workers(self) -> range:
+        """The workers of this process. Rank 0 has worker 0."""
+        share = self.total_workers // self.world_size
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    @property
+    def is_main(self) -> bool:  # rank 0 writes tables and log
+        return self.rank == 0
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until the devices of all processes have finished."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        if self.world_size > 1:
+            dist.barrier()
+
+    def sum_up(self, tensors: Sequence[Tensor]) -> None:
+        """Add up each tensor, all of one type, over the processes: in place, by one collective."""
+        if self.world_size > 1:
+            message = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(message)
+            parts = message.split([tensor.numel() for tensor in tensors])
+            torch._foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+
+    @torch.no_grad()
+    def average_gradients(self, weights: Iterable[Tensor], loss_scale: int = 1) -> None:
+        """Replace the gradients of this process's workers, summed, by the mean over all workers.
+
+        `loss_scale` is what the loss was multiplied by.
+        """
+        # One collective for each dtype: a compiled backward pass returns all gradients at its end.
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            # Gradients have their weights' strides, without gaps, so this flat view needs no copy.
+            lines = [g.as_strided((g.numel(),), (1,)) for g in gradients if g.dtype == dtype]
+            # As published, divide first: the sum could overflow in half precision.
+            divisor = self.total_workers * loss_scale
+            if divisor > 1:
+                torch._foreach_div_(lines, divisor)
+            self.sum_up(lines)
+
+    def broadcast(self, *tensors: Tensor) -> None:
+        """Copy rank 0's values to all processes, in place."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def gather(self, key: str, text: str) -> list[str]:
+        """Return the strings that all processes pass for a key, by rank. Use each key once."""
+        if self.store is None:
+            return [text]
+        self.store.set(f"{key}/{self.rank}", text)
+        return [self.store.get(f"{key}/{other}").decode() for other in range(self.world_size)]
+
+    def first_failure(self, key: str, failure: str) -> str:
+        """Return the first failure that any process passes for a key, or ""."""
+        return next(filter(None, self.gather(key, failure)), "")
+
+    def warn(self, text: str) -> None:
+        """Print a warning on STDERR, on rank 0 only."""
+        if self.is_main:
+            warn(text)
+
+
+def warn(text: str) -> None:
+    show(f"Warning: {text}")
+
+
+def show(text: str) -> None:
+    """Print a line on STDERR, clear of the progress bar."""
+    if sys.stderr:  # None if it was closed: then print would take STDOUT
+        with tqdm.external_write_mode():
+            print(text, file=sys.stderr, flush=True)
+
+
+def launched_world_size() -> int:
+    """Return the number of processes from the launcher's or torchrun's environment; 1 without."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def on_one_machine() -> bool:
+    """Return whether all processes run on this machine."""
+    return launched_world_size() <= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+@contextlib.contextmanager
+def join_team(workers: int = 1, device: str = "", timeout: int = 3600) -> Iterator[Team]:
+    """Join the processes of this run, and leave them at the end. Raise ConfigError if they do not divide the workers.
+
+    Waits of more than `timeout` seconds raise torch's errors. The rendezvous is a file of our launcher, or as torchrun
+    says.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    world_size = launched_world_size()
+    taken = take_device(device)
+    if world_size == 1:
+        yield Team(rank, world_size, taken, workers)
+        return
+    if on_one_machine():
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
+    backend, own = ("nccl", taken) if taken.type == "cuda" else ("gloo", None)
+    wait = timedelta(seconds=timeout)
+    store = next(dist.rendezvous(os.environ.get(RENDEZVOUS, "env://"), rank, world_size, timeout=wait))[0]
+    group = dist.PrefixStore("group", store)
+    with redirect_stdout(os.devnull):  # STDOUT is the log, and Gloo (torch 2.10) prints a line per rank
+        dist.init_process_group(backend, None, wait, world_size, rank, group, device_id=own)
+    try:
+        if workers % world_size:
+            fitting = [str(count) for count in range(1, workers + 1) if workers % count == 0]
+            choice = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
+            raise ConfigError(f"{workers} workers cannot be split over {world_size} processes: use {choice}")
+        yield Team(rank, world_size, taken, workers, dist.PrefixStore("messages", store))
+    except ConfigError as error:  # the first process that finds it prints it
+        error.reported = store.add("errors", 1) > 1
+        raise
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def exit_process() -> Iterator[None]:
+    """Run the body, print an error, and end the process. Each process names its own error, whatever its rank.
+
+    Children of a launcher end with os._exit: PyTorch's static destructors aborted 5 of 90 launches.
+    """
+    status = 0
+    try:
+        yield
+    except ConfigError as error:
+        status = INVALID
+        if launched := os.environ.get(RENDEZVOUS):  # our launcher prints it
+            Path(launched.removeprefix("file://")).with_name(f"error.{os.getpid()}").write_text(str(error))
+        elif error.reported:
+            time.sleep(3)  # until the process that prints it has done so: torchrun ends all with the first
+        else:
+            print(f"{program()}: {error}", file=sys.stderr)
+    except Exception as error:
+        if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
+            time.sleep(3)  # the process that is lost caused this error, and the launcher ends this one, too
+        traceback.print_exc()
+        print(f"process {os.environ.get('RANK', 0)} failed ({first_line(repr(error))})", file=sys.stderr)
+        status = 1
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed
+        stream.flush()
+    if "LOCAL_RANK" in os.environ:
+        os._exit(status)
+    sys.exit(status)
