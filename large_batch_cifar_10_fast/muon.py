@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.core import data, fast, layers
 from large_batch_cifar_10_fast.core.clock import Clock
-from large_batch_cifar_10_fast.core.log import Log, Score, read_score
+from large_batch_cifar_10_fast.core.log import Log, Score, read_score, sums_of
 from large_batch_cifar_10_fast.core.optim import Muon, interpolate, set_rate
 from large_batch_cifar_10_fast.core.options import Options, check_range
 from large_batch_cifar_10_fast.core.program import main
@@ -277,13 +277,6 @@ def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
     """
     logits = fast.at_least_float32(logits)
     return F.cross_entropy(logits, labels, reduction="none", label_smoothing=hyp.label_smoothing)
-
-
-@torch.no_grad()
-def sums_of(logits: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
-    """Return the number of correct images, the number of images, and the sum of their losses, [3]."""
-    correct = (logits.argmax(1) == labels).sum()
-    return torch.stack([correct, torch.full_like(correct, len(labels)), losses.sum()])
 
 
 def average_over_views(predict: Callable[[Tensor], Tensor], x: Tensor, views: str) -> Tensor:

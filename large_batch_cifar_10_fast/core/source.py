@@ -32,7 +32,7 @@ def own_files(program: Path) -> list[Path]:
 
 
 def imported_names(file: Path) -> Iterator[str]:
-    """Yield the absolute names of modules that a file imports; of `from a import b` both a and a.b, which may be one."""
+    """Yield the absolute names of what a file imports: of `from a import b` both a and a.b, which may be a module."""
     package = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts[:-1]) if is_ours(file) else ""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):

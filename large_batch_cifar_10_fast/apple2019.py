@@ -1,0 +1,379 @@
+"""CIFAR-10 to 94% with eight workers of 256 images: Apple's method of December 2019 (docs/method.md).
+
+    bash train_cifar_parallel.sh                            # on 1, 2, 4 or 8 GPUs, or a CPU
+    python -m large_batch_cifar_10_fast.apple2019 --demo    # small, without the launcher, in one process
+    torchrun --nproc_per_node 8 -m large_batch_cifar_10_fast.apple2019
+
+Published: 94.19% in 7.8 s on eight V100s (n = 50). The file reads in the order in which an image meets its parts.
+To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`. Sections are those of docs/method.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core.clock import Clock
+from large_batch_cifar_10_fast.core.log import Log, Score, read_score, sums_of
+from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
+from large_batch_cifar_10_fast.core.options import Options, check_range
+from large_batch_cifar_10_fast.core.program import main
+from large_batch_cifar_10_fast.core.team import Team
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hyper-parameters. Each is an option: --epochs 12. The first six are the published ones, with their defaults.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hyp:
+    """The published settings."""
+
+    lr_scaler: float = 1.5  # peak of the learning rate; weight decay grows with it
+    lr_scaler_end_fraction: float = 0.1  # final learning rate, as a fraction of the peak
+    epochs: int = 18  # passes of each worker over its training images
+    warmup_fraction: float = 5.0  # the rate peaks at epochs / warmup_fraction
+    ema_ep: float = 2.0  # epochs at the end with a constant rate
+    batch_size: int = 256  # images a worker takes each step
+    width: int = 64  # channels of the first block; the others scale with it
+    ghost_batch: int = 0  # images a norm takes together; 0: a 16th of the batch
+    label_smoothing: float = 0.2  # part of a label that is spread over all classes
+    eval_stats: Literal["first", "average"] = "first"  # ghost groups whose statistics evaluation uses
+    workers: int = 8  # replicas, each with its own training images
+
+    half = "fp16"  # precision on a GPU
+
+    def __post_init__(self) -> None:
+        check_range(self, 1, 100_000, "epochs", "warmup_fraction", "batch_size", "width", "workers")
+        check_range(self, 1e-9, 100_000, "lr_scaler")
+        check_range(self, 0, 100_000, "lr_scaler_end_fraction", "ema_ep", "ghost_batch")
+        check_range(self, 0, 1, "label_smoothing")
+        if self.ghost_batch == 0 and self.batch_size % 16:
+            fitting = max(16, self.batch_size // 16 * 16)
+            groups = f"--batch_size {self.batch_size} is not divisible into 16 ghost groups"
+            raise ConfigError(f"{groups}: use {fitting}, or choose --ghost_batch")
+        if self.ghost_batch == 0:
+            object.__setattr__(self, "ghost_batch", self.batch_size // 16)
+        if self.batch_size % self.ghost_batch:
+            both = f"--ghost_batch {self.ghost_batch} does not divide --batch_size {self.batch_size}"
+            raise ConfigError(f"{both}: use one that does")
+        peak = self.epochs / self.warmup_fraction
+        if peak > self.epochs - self.ema_ep:
+            late = f"in {self.epochs} epochs the rate peaks at {peak:g} and is constant in the last {self.ema_ep:g}"
+            raise ConfigError(f"{late}: use more --epochs, or give --ema_ep of at most {self.epochs - peak:g}")
+
+
+DEMO = {  # --demo: two minutes on two cores
+    "data": "synthetic",
+    "width": 8,
+    "batch_size": 32,
+    "ghost_batch": 16,
+    "epochs": 7,
+    "ema_ep": 1.0,
+    "lr_scaler": 1.0,
+    "lr_scaler_end_fraction": 0.02,
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches (section 2)
+# ---------------------------------------------------------------------------------------------------------------------
+
+PADDING = 4  # pixels by which a crop is shifted, at most
+
+
+def plan_epoch(hyp: Hyp, images: Tensor, steps: int, team: Team, seed: int, epoch: int) -> list[Tensor]:
+    """Return the batch of each step: rows of `images`, crops and flips, int64 [3, workers * batch_size].
+
+    Each worker has its own images and its own random numbers, whatever process computes it.
+    """
+    plans = []
+    for number, worker in enumerate(team.workers):
+        rows = data.shard(number, len(team.workers), len(images), team.device)
+        draws = data.generator(team.device, seed, worker, epoch)
+        crops = balanced_assignment(len(rows), (2 * PADDING + 1) ** 2, draws)
+        flips = balanced_assignment(len(rows), 2, draws)
+        order = torch.randperm(len(rows), generator=draws, device=team.device)
+        plans.append(torch.stack([rows, crops, flips])[:, order])
+    return data.split_into_steps(plans, steps, hyp.batch_size)
+
+
+def balanced_assignment(count: int, options: int, draws: torch.Generator) -> Tensor:
+    """Assign one of `options` to each of `count` images, each option equally often, up to one image (int64 [count]).
+
+    Independent draws favour some crops, and one side, in each epoch. Without: data.independent_assignment
+    """
+    shuffled = torch.randperm(options, generator=draws, device=draws.device)
+    images = torch.randperm(count, generator=draws, device=draws.device)
+    in_order = torch.arange(count, device=draws.device) * options // count
+    return torch.empty_like(images).scatter_(0, images, shuffled[in_order])
+
+
+def make_batch(images: Tensor, labels: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Return augmented images [B, 3, 32, 32], channels-last, and their labels [B]."""
+    rows, crops, flips = batch
+    return data.crop_and_flip(images, rows, crops, flips, PADDING), labels[rows]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Network (section 3)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Images [B, 3, 32, 32] to logits [B, classes]; 6,570,880 trained parameters at width 64."""
+
+    def __init__(self, hyp: Hyp, classes: int, workers: int = 1) -> None:
+        """`workers` are those whose batches are computed together, one after the other."""
+        super().__init__()
+        width = hyp.width
+        groups = hyp.batch_size // hyp.ghost_batch  # of a worker's batch
+        tracked = groups if hyp.eval_stats == "average" else 1
+        norm = partial(layers.GhostBatchNorm, groups=workers * groups, tracked=tracked)
+        self.prep = nn.Sequential(layers.convolution(27, width, size=1), *norm_celu(width, norm))
+        self.layer1 = nn.Sequential(conv_pool_norm(width, 2 * width, norm), Residual(2 * width, norm))
+        self.layer2 = conv_pool_norm(2 * width, 4 * width, norm)
+        self.layer3 = nn.Sequential(conv_pool_norm(4 * width, 8 * width, norm), Residual(8 * width, norm))
+        self.head = nn.Sequential(layers.MaxPool(4), nn.Flatten(), nn.Linear(8 * width, classes, bias=False))
+        self.whitening = layers.WhiteningConvolution(3, 27, size=3, padding=1, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        mix, norm, celu = self.prep
+        x = celu(norm(whiten_and_mix(images, self.whitening.weight, mix.weight)))
+        return self.head(self.layer3(self.layer2(self.layer1(x)))) / 16
+
+
+def whiten_and_mix(images: Tensor, filters: Tensor, weight: Tensor) -> Tensor:
+    """Convolve with the whitening filters [27, 3, 3, 3], then with a 1x1 `weight` [width, 27, 1, 1].
+
+    On a GPU 27 channels are computed as 32, five of them zeros: tensor cores need multiples of 8.
+    """
+    if images.is_cuda:
+        filters = F.pad(filters, (0, 0, 0, 0, 0, 0, 0, 5))
+        weight = F.pad(weight, (0, 0, 0, 0, 0, 5))
+    return F.conv2d(F.conv2d(images, filters, padding=1), weight)
+
+
+class Residual(nn.Module):
+    """x + g(f(x)), where f and g are convolution, norm, CELU; no activation after the sum."""
+
+    def __init__(self, channels: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            layers.convolution(channels, channels),
+            *norm_celu(channels, norm),
+            layers.convolution(channels, channels),
+            *norm_celu(channels, norm),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+def conv_pool_norm(channels_in: int, channels_out: int, norm: Callable[[int], nn.Module]) -> nn.Sequential:
+    """Return convolution, pooling, norm, CELU; pooling first leaves a quarter of the work to the norm."""
+    return nn.Sequential(
+        layers.convolution(channels_in, channels_out),
+        layers.MaxPool(2),
+        *norm_celu(channels_out, norm),
+    )
+
+
+def norm_celu(channels: int, norm: Callable[[int], nn.Module]) -> list[nn.Module]:
+    return [norm(channels), nn.CELU(0.3)]
+
+
+def whiten(network: Network, images: Tensor) -> None:
+    """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
+
+    Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate.
+    """
+    network.whitening.weight.copy_(layers.whitening_filters(images[:10_000], size=3, epsilon=0.01))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss and optimizer (section 4)
+# ---------------------------------------------------------------------------------------------------------------------
+
+WEIGHT_DECAY = 5e-4  # per image of a batch and unit of the peak rate
+BIAS_FACTOR = 64  # multiplies the rate of biases and divides their decay
+MOMENTUM = 0.9
+
+
+def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of each image, [B], in float32 at least.
+
+    With label smoothing, weights stop growing once the right class is likely. Without: --label_smoothing 0
+    """
+    logits = fast.at_least_float32(logits)
+    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=hyp.label_smoothing)
+
+
+def make_optimizer(hyp: Hyp, network: Network, device: torch.device) -> Optimizer:
+    """Return Nesterov for weights, and for biases, which learn 64 times as fast."""
+    weights = [weight for weight in network.parameters() if weight.ndim > 1]
+    biases = [weight for weight in network.parameters() if weight.ndim == 1]
+    decay = WEIGHT_DECAY * hyp.lr_scaler * hyp.batch_size
+    groups = [
+        {"params": weights, "weight_decay": decay},
+        {"params": biases, "weight_decay": decay / BIAS_FACTOR},
+    ]
+    optimizer = NesterovSGD(groups, MOMENTUM)
+    fast.keep_rates_on_gpu([optimizer], device)
+    return optimizer
+
+
+def learning_rate(hyp: Hyp, epoch: float) -> float:
+    """Return the rate at a time in epochs: up to the peak, down, then constant.
+
+    The constant rate at the end takes the place of an average of the weights. Without: --ema_ep 0
+    """
+    # The loss is a sum over the batch, so the rate is divided by its size: a mean could round gradients to zero.
+    peak = hyp.lr_scaler * (1 / hyp.batch_size)
+    end = hyp.lr_scaler * hyp.lr_scaler_end_fraction * (1 / hyp.batch_size)
+    knots = (0, hyp.epochs / hyp.warmup_fraction, hyp.epochs - hyp.ema_ep)
+    return interpolate(epoch, knots, (0, peak, end))
+
+
+def set_rates(hyp: Hyp, optimizer: Optimizer, epoch: float) -> None:
+    weights, biases = optimizer.param_groups
+    rate = learning_rate(hyp, epoch)
+    set_rate(weights, rate)
+    set_rate(biases, rate * BIAS_FACTOR)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training, evaluation (section 5) and what is timed (section 6)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Shards(NamedTuple):
+    """The images on this process's device: those of its workers, and its share of the test images."""
+
+    images: Tensor  # [n, 32, 32, 3]
+    labels: Tensor  # int64 [n]
+    test_images: Tensor  # [m, 32, 32, 3]
+    test_labels: Tensor
+
+
+def prepare(images: data.Images, network: Network, precision: fast.Precision, team: Team, clock: Clock | Log) -> Shards:
+    """Upload and normalize the images, and compute the whitening filters. All of it counts as training time."""
+    with clock.timed("upload"):
+        train_images, labels = data.upload_training_images(images, team)
+        test_images, test_labels = data.upload_test_images(images, team)
+    with clock.timed("preprocessing"):
+        train_images = data.normalize(train_images, images.normalization, precision)
+        test_images = data.normalize(test_images, images.normalization, precision)
+    with clock.timed("whitening"):
+        if team.is_main:
+            whiten(network, train_images[:: len(team.workers)])
+        team.broadcast(network.whitening.weight)
+    return Shards(train_images, labels, test_images, test_labels)
+
+
+class Pass(NamedTuple):
+    """The results of a forward pass over images [B]."""
+
+    loss: Tensor  # to differentiate
+    sums: Tensor  # [3]
+    statistics: list[Tensor]  # of the norms
+
+
+def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: Tensor, labels: Tensor) -> Pass:
+    with precision.autocast():
+        logits = network(images)
+    losses = losses_of(hyp, logits, labels)
+    return Pass(losses.sum(), sums_of(logits, labels, losses), layers.batch_statistics(network))
+
+
+def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log) -> None:
+    """Make the missing runs of a campaign."""
+    precision = fast.Precision(options.precision, team.device, half_weights=True)
+    workers = len(team.workers) // options.micro_batches  # whose batches are computed together
+    steps = len(images.train_images) // hyp.workers // hyp.batch_size  # of an epoch
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
+
+    def fresh() -> tuple[Network, list[Optimizer]]:
+        network = Network(hyp, images.classes, workers)
+        fast.place(network, precision)
+        return network, [make_optimizer(hyp, network, team.device)]
+
+    network, (optimizer,) = fresh()
+    restart = partial(fast.restart, network, [optimizer], fresh, rank=team.rank, keep=["whitening.weight"])
+    forward = partial(forward_pass, hyp, network, precision)
+    predict = partial(fast.predict, network)
+    batch_of = make_batch
+
+    def train_step(shards: Shards, batch: Tensor) -> None:
+        """Update the weights once, from one batch of every worker."""
+        for number, part in enumerate(batch.chunk(options.micro_batches, dim=1)):
+            made = forward(*batch_of(shards.images, shards.labels, part))
+            made.loss.backward()
+            if number == 0:  # it begins with worker 0's images, whose statistics count
+                layers.update_running_statistics(network, made.statistics)
+            sums.add_(made.sums)
+        team.average_gradients(network.parameters())  # over all workers, here and nowhere else
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def evaluate(shards: Shards) -> Score:
+        """Return the score on the test images, of which each process evaluates its share."""
+        network.eval()
+        team.broadcast(*network.buffers())  # rank 0's statistics, which are worker 0's
+        with torch.no_grad(), precision.autocast():
+            # An image and its mirror image have the same class. Without: predict(x) alone.
+            views = [(predict(x) + predict(data.mirrored(x))) / 2 for x in data.chunks(shards.test_images)]
+        network.train()
+        logits = torch.cat(views)
+        losses = losses_of(hyp, logits, shards.test_labels)
+        return read_score(sums_of(logits, shards.test_labels, losses), team)
+
+    # Nothing before prepare() is timed: compiling, and a step on noise, which chooses kernels.
+    compiled = False
+    if options.compile:
+        log.say("compiling, which takes about a minute; a cache makes the next launch faster")
+        restart(seed=0)
+        noise = fast.noise_with_labels(network, workers * hyp.batch_size, data.SIZE, precision)
+        eager = forward
+        forward = fast.compile_training(eager, network, [noise], precision, team)
+        compiled = forward is not eager
+        if team.on_gpu and compiled:  # on a CPU they gain less than compiling takes
+            predict = fast.compile_evaluation(network, len(images.test_images), precision, team)
+            batch_of = torch.compile(make_batch, dynamic=False)
+            fast.compile_updates([optimizer])
+    if not options.no_warmup:
+        few = data.noise_like(images, team, few=2 * hyp.workers * hyp.batch_size)
+        rehearsal = prepare(few, network, precision, team, Clock(team.synchronize))
+        restart(seed=0)
+        train_step(rehearsal, plan_epoch(hyp, rehearsal.images, 1, team, 0, 1)[0])
+        evaluate(rehearsal)
+
+    shards = prepare(images, network, precision, team, log)
+    restart(seed=0)
+    first_batch = plan_epoch(hyp, shards.images, steps, team, 0, 1)[0]
+    step = fast.graph(partial(train_step, shards), [(first_batch,)], team, enabled=not options.no_graph)
+    log.ready(hyp.epochs * [steps * hyp.workers * hyp.batch_size], compiled, isinstance(step, fast.CudaGraphs))
+    for _, seed in log.missing_runs():
+        restart(seed=seed)
+        for epoch in range(1, hyp.epochs + 1):
+            with log.timed("training"):
+                sums.zero_()
+                plan = plan_epoch(hyp, shards.images, steps, team, seed, epoch)
+                for number, batch in log.progress(plan):
+                    set_rates(hyp, optimizer, epoch - 1 + number / steps)
+                    step(batch)
+            with log.timed("validation"):  # shown, but not part of the training time
+                validation = evaluate(shards)
+            if not log.epoch(read_score(sums, team), validation):
+                break
+        log.finish(network.state_dict())
+
+
+if __name__ == "__main__":
+    main(train)
