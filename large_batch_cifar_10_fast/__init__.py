@@ -27,7 +27,9 @@ def program() -> str:
     name = Path(sys.argv[0])
     if name.stem == "launch" or RENDEZVOUS in os.environ:
         return "train_cifar_parallel.sh"
-    return f"python -m {PACKAGE.name}.{name.stem}" if name.suffix == ".py" else name.name
+    if name.suffix == ".py":
+        return f"python -m {PACKAGE.name}.{name.stem}" if name.resolve().parent == PACKAGE else f"python {name}"
+    return name.name
 
 
 def first_line(text: object) -> str:

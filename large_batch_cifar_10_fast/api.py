@@ -87,7 +87,9 @@ def load(weights: Path | str, recipe: Recipe | None = None) -> Classifier:
         name = saved["about"]["recipe"]
         if recipe is None and name not in RECIPES:
             raise ConfigError(f"{weights} is of the recipe {name}: give its object, load(FILE, recipe=...)")
-        recipe = recipe or RECIPES[name](**saved["options"])
+        # Programs save lists of numbers as tuples.
+        own = {key: ",".join(map(str, v)) if isinstance(v, tuple) else v for key, v in saved["options"].items()}
+        recipe = recipe or RECIPES[name](**own)
         return Classifier(saved, recipe.for_images(len(saved["classes"]), saved["normalization"])).eval()
     except ConfigError:
         raise

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import INVALID, RENDEZVOUS, ConfigError, exit_on_config_error, program
 
@@ -46,19 +46,19 @@ def main() -> None:
 
 def launch(arguments: Sequence[str]) -> int:
     """Start the processes of a launch and wait for their end. Return the exit status; raise ConfigError."""
-    from . import config, devices, log, runs
+    from . import devices, log, runs
 
-    options, recipe = config.parse(arguments)
+    command, options, workers = read_command(arguments)
     gpus, cores, teams, out = devices.count_gpus(options.device), devices.count_cores(), options.teams, options.out
     if teams > len(options.planned):
         raise ConfigError(f"--teams {teams} is more than the runs to make ({len(options.planned)}): use fewer")
-    processes = plan_processes(options.nproc, teams, recipe.workers, gpus, cores)
+    processes = plan_processes(options.nproc, teams, workers, gpus, cores)
     if teams > 1 and not (gpus or options.precision or options.demo):  # measured once, for all teams
-        arguments = [*arguments, "--precision", "bf16" if devices.gains_by_bf16() else "fp32"]
+        command = [*command, "--precision", "bf16" if devices.gains_by_bf16() else "fp32"]
     campaign = runs.campaign_named(Path(out), options.campaign, options.resume)[0]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (processes * teams))))
     try:
-        how, status = run_processes([*arguments, "--campaign", campaign], options.planned, teams, processes)
+        how, status = run_processes([*command, "--campaign", campaign], options.planned, teams, processes)
     except Interrupted as end:
         how, status = end.args
     if status == INVALID:
@@ -72,6 +72,20 @@ def launch(arguments: Sequence[str]) -> int:
     return status
 
 
+def read_command(arguments: Sequence[str]) -> tuple[list[str], Any, int]:
+    """Return the command that starts a process, the options, and the number of workers. Raise ConfigError."""
+    from . import config
+    from .core import program
+
+    recipe = program.recipe_of(arguments, "apple2019")
+    if recipe in config.RECIPES and recipe not in program.PROGRAMS or ".py:" in recipe:
+        options, older = config.parse(arguments)
+        return [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments], options, older.workers
+    _, options, hyp = program.read_command(program.load_program(recipe), arguments)
+    start = [recipe] if recipe.endswith(".py") else ["-m", f"large_batch_cifar_10_fast.{program.PROGRAMS[recipe]}"]
+    return [sys.executable, *start, *arguments], options, program.workers_of(hyp)
+
+
 def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) -> int:
     """Return --nproc, or the most processes of a team that divide the workers, each with a GPU or core of its own."""
     places = max(1, (gpus or cores) // teams)
@@ -80,7 +94,7 @@ def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) 
     return nproc or max(n for n in range(1, places + 1) if workers % n == 0)
 
 
-def run_processes(arguments: Sequence[str], planned: range, teams: int, processes: int) -> tuple[str, int]:
+def run_processes(command: Sequence[str], planned: range, teams: int, processes: int) -> tuple[str, int]:
     """Run the processes of all teams until the last ends, or one fails. Return how it failed, and the exit status.
 
     Team t of T makes every Tth of the planned runs. The rendezvous of a team is a file: no port is opened, and no name
@@ -90,14 +104,13 @@ def run_processes(arguments: Sequence[str], planned: range, teams: int, processe
     folder = tempfile.TemporaryDirectory(prefix="large_batch_cifar_10_fast_")
     try:
         for team in range(teams):
-            command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments]
-            command += ["--share", f"{planned.start + planned.step * team}/{planned.step * teams}"]
+            share = ["--share", f"{planned.start + planned.step * team}/{planned.step * teams}"]
             place = {RENDEZVOUS: f"file://{folder.name}/{team}", "WORLD_SIZE": processes}
             for rank in range(processes):
                 variables = place | {"RANK": rank, "LOCAL_RANK": team * processes + rank}
                 variables |= {"LOCAL_WORLD_SIZE": teams * processes}
                 environment = os.environ | {name: str(value) for name, value in variables.items()}
-                process = subprocess.Popen(command, env=environment, preexec_fn=follow_launcher)
+                process = subprocess.Popen([*command, *share], env=environment, preexec_fn=follow_launcher)
                 running[process] = f"process {rank} of team {team}" if teams > 1 else f"process {rank}"
         unfinished = True
         while unfinished:

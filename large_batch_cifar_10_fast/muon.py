@@ -196,11 +196,11 @@ class Network(nn.Module):
 def block(channels_in: int, channels_out: int, norm: Callable[[int], nn.Module]) -> nn.Sequential:
     """Return two 3x3 convolutions with norms, from [B, channels_in, S, S] to [B, channels_out, S // 2, S // 2]."""
     return nn.Sequential(
-        dirac_init(layers.PooledConvolution(channels_in, channels_out)),
+        dirac_init(layers.Convolution(channels_in, channels_out, pooled=True)),
         layers.MaxPool(2),  # before the norm, which leaves it a quarter of the work
         norm(channels_out),
         nn.GELU(),
-        dirac_init(layers.convolution(channels_out, channels_out)),
+        dirac_init(layers.Convolution(channels_out, channels_out)),
         norm(channels_out),
         nn.GELU(),
     )

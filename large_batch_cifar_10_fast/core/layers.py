@@ -157,24 +157,54 @@ def unpool(x: Tensor, size: int) -> Tensor:
 # ---- Convolutions
 
 
-class PooledConvolution(nn.Conv2d):
-    """A 3x3 convolution with a padding of 1 and without bias that is pooled next: [B, C, S, S] to [B, D, S, S].
+class Convolution(nn.Conv2d):
+    """A 3x3 convolution from [B, C, S, S] to [B, D, S, S], with a padding of 1 and without bias.
 
-    It leaves out the last row and column of an odd side, which pooling drops: up to 15% of a step's work.
+    If it is pooled next, it leaves out the last row and column of an odd side, which pooling drops: up to 15% of a
+    step's work.
     """
 
-    def __init__(self, channels_in: int, channels_out: int) -> None:
+    def __init__(self, channels_in: int, channels_out: int, pooled: bool = False) -> None:
         super().__init__(channels_in, channels_out, 3, padding=1, bias=False)
+        self.pooled = pooled
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] % 2 == 0:
+        compiled_for_cpu = torch.compiler.is_compiling() and not x.is_cuda
+        side = x.shape[-1] // 2 * 2 if self.pooled else x.shape[-1]
+        if compiled_for_cpu and side <= 4:
+            return convolve_by_position(x, self.weight, side)
+        if side == x.shape[-1]:
             return F.conv2d(x, self.weight, padding=1)
-        if torch.compiler.is_compiling() and not x.is_cuda:  # the compiler would compute `pad` under a mask, slowly
+        if compiled_for_cpu:  # the compiler would compute `pad` under a mask, slowly
             x = torch.cat([torch.zeros_like(x[..., :1]), x], 3)
             x = torch.cat([torch.zeros_like(x[..., :1, :]), x], 2)
         else:
             x = F.pad(x, (1, 0, 1, 0))
         return F.conv2d(x, self.weight)
+
+
+def convolve_by_position(x: Tensor, weight: Tensor, side: int) -> Tensor:
+    """Return the first `side` rows and columns of a 3x3 convolution with a padding of 1.
+
+    There is a matrix product for each output position, without the taps that fall on padding. On a CPU it makes a step
+    of muon at 24 pixels 7 to 11% faster.
+    """
+    x = x.permute(0, 2, 3, 1)  # channels last, as in memory
+    weight = weight.permute(2, 3, 1, 0)
+    outputs = []
+    for row in range(side):
+        for column in range(side):
+            rows, row_taps = window(row, x.shape[1])
+            columns, column_taps = window(column, x.shape[2])
+            seen = x[:, rows, columns].flatten(1)
+            outputs.append(seen @ weight[row_taps, column_taps].flatten(0, 2))
+    return torch.stack(outputs, 1).unflatten(1, (side, side)).permute(0, 3, 1, 2)
+
+
+def window(place: int, size: int) -> tuple[slice, slice]:
+    """Return which of `size` places a filter of three taps sees around a place, and by which taps."""
+    seen = slice(max(place - 1, 0), min(place + 2, size))
+    return seen, slice(seen.start - place + 1, seen.stop - place + 1)
 
 
 def convolution(channels_in: int, channels_out: int, size: int = 3, stride: int = 1) -> nn.Conv2d:
