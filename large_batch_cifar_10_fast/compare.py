@@ -9,14 +9,16 @@ mine is worse (in accuracy, or in time on the same devices), 2 unreadable, or no
 """
 
 import argparse
+import difflib
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pandas as pd
 
 from . import ConfigError, exit_on_config_error
 from .data.cifar10 import CIFAR_10
-from .read_logs import Log, read_log
+from .read_logs import Log, find_files, read_log
 from .recipes import RECIPES
 from .runs import PLACE, differences
 from .stats import SIGNIFICANCE, compare_means, verdict, wilson
@@ -26,6 +28,7 @@ BUSY = 0.95  # of the other side's CPU seconds a second: less is no equal share 
 QUANTITIES = {"accuracy": "accuracy, %", "validation_loss": "loss", "seconds": "seconds"}
 QUANTITIES |= {"cpu_seconds": "CPU seconds", "goal_seconds": "seconds to 94%"}
 MEANINGS = {"code": "files that decide the weights were changed", "digest": "the images differ"}
+MOST_LINES = 40  # of programs that differ
 LOOKING = "p holds for a number of runs chosen before looking. Adding runs until p is small finds chance differences."
 
 
@@ -54,6 +57,26 @@ def differing_conditions(mine: Log, reference: Log) -> list[str]:
         unknown += [] if len(values(log, "cpu_seconds")) else ["CPU seconds"]
         found += [f"{side}, {log.name}: unknown {', '.join(unknown)}"] if unknown else []
     return found
+
+
+def differing_lines(mine: tuple[str, Log], reference: tuple[str, Log]) -> list[str]:
+    """Return the lines in which the programs of two campaigns differ, from the texts stored beside their tables."""
+    old, new = (program_text(source, log.conditions.get("code", "")) for source, log in (reference, mine))
+    if not old or not new:
+        return []
+    _, _, *changes = [*difflib.unified_diff(old, new, n=0, lineterm="")] or ["", ""]  # after two lines of names
+    lines = [line for line in changes if not line.startswith("@@")]
+    shown = [f"  {line[0]} {line[1:]}".rstrip() for line in lines[:MOST_LINES]]
+    return shown + [f"  ... and {len(lines) - MOST_LINES} more lines"] * (len(lines) > MOST_LINES)
+
+
+def program_text(source: str, code: str) -> list[str]:
+    """Return the lines of the program with this digest, which its campaign stored; none if it did not."""
+    for path, _ in find_files(source):
+        text = Path(path).with_name(f"source-{code}.py")
+        if code and text.exists():
+            return text.read_text(errors="replace").splitlines()
+    return []
 
 
 def differing_place(mine: Log, reference: Log) -> str:
@@ -132,6 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
     mine, reference = read_both(options.mine, options.reference)
     notes = differing_conditions(mine, reference) or ["nothing: code, options and machine are the same"]
     print("What differs (mine, not the reference's) or is unknown:", *notes, sep="\n  ", end="\n\n")
+    if lines := differing_lines((options.mine, mine), (options.reference, reference)):
+        print("Lines of the programs that differ (- reference, + mine):", *lines, sep="\n", end="\n\n")
     place, times = differing_place(mine, reference), values(reference, "seconds")
     diverged = "" if len(values(mine, "seconds")) and len(times) else "all runs of a side diverged"
     why_not = place or diverged or busy_machine(mine, reference)

@@ -78,7 +78,7 @@ def read_command(arguments: Sequence[str]) -> tuple[list[str], Any, int]:
     from .core import program
 
     recipe = program.recipe_of(arguments, "apple2019")
-    if recipe in config.RECIPES and recipe not in program.PROGRAMS or ".py:" in recipe:
+    if (recipe in config.RECIPES and recipe not in program.PROGRAMS) or ".py:" in recipe:
         options, older = config.parse(arguments)
         return [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments], options, older.workers
     _, options, hyp = program.read_command(program.load_program(recipe), arguments)

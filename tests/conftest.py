@@ -16,6 +16,7 @@ import torch.distributed as dist
 from forked import FORKS, train_forked
 
 from large_batch_cifar_10_fast import train
+from large_batch_cifar_10_fast.core import program
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.log import Clock
@@ -111,6 +112,12 @@ def error_line(capsys):
 def train_here(*arguments: object) -> None:
     """Train in this process: there is no interpreter to start and no torch to import. The tables go to --out."""
     train.main([*map(str, arguments)])
+
+
+def run_here(*arguments: object) -> None:
+    """Run a program in this process; which, says --recipe. The tables go to --out."""
+    words = [*map(str, arguments)]
+    program.run_program(program.load_program(program.recipe_of(words, "apple2019")), words)
 
 
 def train_together(processes: int, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
