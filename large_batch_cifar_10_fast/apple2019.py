@@ -88,14 +88,14 @@ DEMO = {  # --demo: two minutes on two cores
 PADDING = 4  # pixels by which a crop is shifted, at most
 
 
-def plan_epoch(hyp: Hyp, images: Tensor, steps: int, team: Team, seed: int, epoch: int) -> list[Tensor]:
-    """Return the batch of each step: rows of `images`, crops and flips, int64 [3, workers * batch_size].
+def plan_epoch(hyp: Hyp, own_images: int, steps: int, team: Team, seed: int, epoch: int) -> list[Tensor]:
+    """Return the batch of each step: images of this process, crops and flips, int64 [3, workers * batch_size].
 
     Each worker has its own images and its own random numbers, whatever process computes it.
     """
     plans = []
     for number, worker in enumerate(team.workers):
-        rows = data.shard(number, len(team.workers), len(images), team.device)
+        rows = data.shard(number, len(team.workers), own_images, team.device)
         draws = data.generator(team.device, seed, worker, epoch)
         crops = balanced_assignment(len(rows), (2 * PADDING + 1) ** 2, draws)
         flips = balanced_assignment(len(rows), 2, draws)
@@ -253,30 +253,6 @@ def set_rates(hyp: Hyp, optimizer: Optimizer, epoch: float) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Shards(NamedTuple):
-    """The images on this process's device: those of its workers, and its share of the test images."""
-
-    images: Tensor  # [n, 32, 32, 3]
-    labels: Tensor  # int64 [n]
-    test_images: Tensor  # [m, 32, 32, 3]
-    test_labels: Tensor
-
-
-def prepare(images: data.Images, network: Network, precision: fast.Precision, team: Team, clock: Clock | Log) -> Shards:
-    """Upload and normalize the images, and compute the whitening filters. All of it counts as training time."""
-    with clock.timed("upload"):
-        train_images, labels = data.upload_training_images(images, team)
-        test_images, test_labels = data.upload_test_images(images, team)
-    with clock.timed("preprocessing"):
-        train_images = data.normalize(train_images, images.normalization, precision)
-        test_images = data.normalize(test_images, images.normalization, precision)
-    with clock.timed("whitening"):
-        if team.is_main:
-            whiten(network, train_images[:: len(team.workers)])
-        team.broadcast(network.whitening.weight)
-    return Shards(train_images, labels, test_images, test_labels)
-
-
 class Pass(NamedTuple):
     """The results of a forward pass over images [B]."""
 
@@ -297,7 +273,7 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
     precision = fast.Precision(options.precision, team.device, half_weights=True)
     workers = len(team.workers) // options.micro_batches  # whose batches are computed together
     steps = len(images.train_images) // hyp.workers // hyp.batch_size  # of an epoch
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
+    own_images = data.count_own(len(images.train_images), team)
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes, workers)
@@ -306,11 +282,35 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
 
     network, (optimizer,) = fresh()
     restart = partial(fast.restart, network, [optimizer], fresh, rank=team.rank, keep=["whitening.weight"])
-    forward = partial(forward_pass, hyp, network, precision)
-    predict = partial(fast.predict, network)
-    batch_of = make_batch
 
-    def train_step(shards: Shards, batch: Tensor) -> None:
+    def noise() -> list[tuple[Tensor, Tensor]]:
+        """Return a batch on which compiled code is compared with uncompiled."""
+        restart(seed=0)
+        return [fast.noise_with_labels(network, workers * hyp.batch_size, data.SIZE, precision)]
+
+    forward, predict, batch_of, compiled = fast.compile_all(
+        partial(forward_pass, hyp, network, precision),
+        network,
+        make_batch,
+        [optimizer],
+        noise,
+        len(images.test_images),
+        precision,
+        team,
+        enabled=options.compile,
+    )
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
+
+    def prepare(images: data.Images, clock: Clock) -> data.Shards:
+        shards = data.upload(images, team, precision, clock)
+        with clock.timed("whitening"):
+            if team.is_main:
+                whiten(network, shards.images[:: len(team.workers)])
+            team.broadcast(network.whitening.weight)
+        return shards
+
+    # On a GPU this runs as a CUDA graph: Python is left out, so a counter or a condition in it would stand still.
+    def train_step(shards: data.Shards, batch: Tensor) -> None:
         """Update the weights once, from one batch of every worker."""
         for number, part in enumerate(batch.chunk(options.micro_batches, dim=1)):
             made = forward(*batch_of(shards.images, shards.labels, part))
@@ -322,53 +322,39 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
         optimizer.step()
         optimizer.zero_grad()
 
-    def evaluate(shards: Shards) -> Score:
+    def evaluate(shards: data.Shards) -> Score:
         """Return the score on the test images, of which each process evaluates its share."""
         network.eval()
         team.broadcast(*network.buffers())  # rank 0's statistics, which are worker 0's
         with torch.no_grad(), precision.autocast():
             # An image and its mirror image have the same class. Without: predict(x) alone.
-            views = [(predict(x) + predict(data.mirrored(x))) / 2 for x in data.chunks(shards.test_images)]
+            logits = [(predict(x) + predict(data.mirrored(x))) / 2 for x in data.chunks(shards.test_images)]
         network.train()
-        logits = torch.cat(views)
+        logits = torch.cat(logits)
         losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
-    # Nothing before prepare() is timed: compiling, and a step on noise, which chooses kernels.
-    compiled = False
-    if options.compile:
-        log.say("compiling, which takes about a minute; a cache makes the next launch faster")
-        restart(seed=0)
-        noise = fast.noise_with_labels(network, workers * hyp.batch_size, data.SIZE, precision)
-        eager = forward
-        forward = fast.compile_training(eager, network, [noise], precision, team)
-        compiled = forward is not eager
-        if team.on_gpu and compiled:  # on a CPU they gain less than compiling takes
-            predict = fast.compile_evaluation(network, len(images.test_images), precision, team)
-            batch_of = torch.compile(make_batch, dynamic=False)
-            fast.compile_updates([optimizer])
-    if not options.no_warmup:
-        few = data.noise_like(images, team, few=2 * hyp.workers * hyp.batch_size)
-        rehearsal = prepare(few, network, precision, team, Clock(team.synchronize))
-        restart(seed=0)
-        train_step(rehearsal, plan_epoch(hyp, rehearsal.images, 1, team, 0, 1)[0])
+    restart(seed=0)
+    first_batch = plan_epoch(hyp, own_images, steps, team, seed=0, epoch=1)[0]
+    if not options.no_warmup:  # on noise, which chooses kernels
+        rehearsal = prepare(data.noise_like(images, team), Clock(team.synchronize))
+        train_step(rehearsal, first_batch)
         evaluate(rehearsal)
 
-    shards = prepare(images, network, precision, team, log)
-    restart(seed=0)
-    first_batch = plan_epoch(hyp, shards.images, steps, team, 0, 1)[0]
+    # What was done up to here is not timed.
+    shards = prepare(images, log.clock)
     step = fast.graph(partial(train_step, shards), [(first_batch,)], team, enabled=not options.no_graph)
     log.ready(hyp.epochs * [steps * hyp.workers * hyp.batch_size], compiled, isinstance(step, fast.CudaGraphs))
-    for _, seed in log.missing_runs():
+    for seed in log.missing_runs():
         restart(seed=seed)
         for epoch in range(1, hyp.epochs + 1):
-            with log.timed("training"):
+            with log.clock.timed("training"):
                 sums.zero_()
-                plan = plan_epoch(hyp, shards.images, steps, team, seed, epoch)
+                plan = plan_epoch(hyp, own_images, steps, team, seed, epoch)
                 for number, batch in log.progress(plan):
                     set_rates(hyp, optimizer, epoch - 1 + number / steps)
                     step(batch)
-            with log.timed("validation"):  # shown, but not part of the training time
+            with log.clock.timed("validation"):  # shown, but not part of the training time
                 validation = evaluate(shards)
             if not log.epoch(read_score(sums, team), validation):
                 break

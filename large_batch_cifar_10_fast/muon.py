@@ -112,10 +112,16 @@ def stage_of(hyp: Hyp, epoch: int) -> Stage:
     return Stage(resolution, trains_whitening=epoch <= hyp.whitening_epochs)
 
 
-def steps_of(hyp: Hyp, train_images: int, epoch: int) -> int:
-    """Return the number of steps of an epoch."""
-    kept = of_epoch(hyp.kept, epoch, hyp.epochs)
-    return round(train_images // hyp.workers * kept) // hyp.batch_size
+def steps_by_epoch(hyp: Hyp, train_images: int) -> list[int]:
+    """Return the number of steps of each epoch. Raise ConfigError if one has none."""
+    steps = []
+    for epoch in range(1, hyp.epochs + 1):
+        kept = of_epoch(hyp.kept, epoch, hyp.epochs)
+        steps.append(round(train_images // hyp.workers * kept) // hyp.batch_size)
+        if not steps[-1]:
+            few = f"epoch {epoch} keeps {kept:g} of {train_images} images, less than a step's"
+            raise ConfigError(f"{few} {hyp.workers * hyp.batch_size}: raise --kept, or use a smaller batch")
+    return steps
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,25 +131,26 @@ def steps_of(hyp: Hyp, train_images: int, epoch: int) -> int:
 PADDING = 2  # pixels by which a crop is shifted, at most
 
 
-def plan_epoch(hyp: Hyp, images: Tensor, losses: Tensor, steps: int, team: Team, seed: int, epoch: int) -> list[Tensor]:
-    """Return the batch of each step: rows of `images`, crops and flips, int64 [3, workers * batch_size].
+def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int, epoch: int) -> list[Tensor]:
+    """Return the batch of each step: images of this process, crops and flips, int64 [3, workers * batch_size].
 
-    `losses` [n] are those of the images when they were last seen, at first infinite. Each worker has its own images
-    and its own random numbers, whatever process computes it.
+    `last_losses` [n] are those of the images when they were last seen, at first infinite. Each worker has its own
+    images and its own random numbers, whatever process computes it.
     """
     plans = []
     for number, worker in enumerate(team.workers):
-        rows = data.shard(number, len(team.workers), len(images), team.device)
+        rows = data.shard(number, len(team.workers), len(last_losses), team.device)
         draws = data.generator(team.device, seed, worker, epoch)
         crops = data.independent_assignment(len(rows), (2 * PADDING + 1) ** 2, draws)
         flips = data.independent_assignment(len(rows), 2, draws)
-        # An image is mirrored at random in the first epoch, then in every other one: two epochs show both of its
-        # sides. Independent flips show one side of half of the images twice. Without: delete the next two lines.
+        # Alternating flip: an image is mirrored at random in the first epoch, then in every other one. So two epochs
+        # show both of its sides; independent flips show one side of half of the images twice. Without: delete the next
+        # two lines.
         first_side = data.independent_assignment(len(rows), 2, data.generator(team.device, seed, worker, 0))
         flips = (first_side + epoch) % 2
         order = torch.randperm(len(rows), generator=draws, device=team.device)
         if of_epoch(hyp.kept, epoch, hyp.epochs) < 1:
-            order = order[hardest(losses[rows[order]], steps * hyp.batch_size)]
+            order = order[hardest(last_losses[rows[order]], steps * hyp.batch_size)]
         plans.append(torch.stack([rows, crops, flips])[:, order])
     return data.split_into_steps(plans, steps, hyp.batch_size)
 
@@ -233,36 +240,32 @@ WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's
 
 
 def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
-    """Return Muon for the filters, and SGD for biases and head."""
+    """Return Muon for the filters, and SGD for biases and head. Each group's rate falls from `first_rate` to 0."""
     inner = list(network.groups.parameters())
     filters = [weight for weight in inner if weight.ndim == 4]
     biases = [weight for weight in inner if weight.ndim == 1]
-    decay = WEIGHT_DECAY * hyp.batch_size
+    # Muon: m = 0.6 m + g;  w = w sqrt(out) / |w|;  w = w - rate * orthogonal(g + 0.6 m). All directions of an update
+    # have about the same size, so that rare ones are learned, too. A fixed norm takes the place of weight decay.
+    muon = Muon([{"params": filters, "first_rate": hyp.filter_rate, "epochs": hyp.epochs}], hyp.filter_momentum, team)
     groups = [
-        {"params": biases, "weight_decay": decay / hyp.bias_rate},
-        {"params": [network.whitening.bias], "weight_decay": decay / hyp.bias_rate},
-        {"params": [network.linear.weight], "weight_decay": decay / hyp.head_rate},
+        {"params": biases, "first_rate": hyp.bias_rate, "epochs": hyp.epochs},
+        {"params": [network.whitening.bias], "first_rate": hyp.bias_rate, "epochs": hyp.whitening_epochs},
+        {"params": [network.linear.weight], "first_rate": hyp.head_rate, "epochs": hyp.epochs},
     ]
-    sgd = SGD(groups, lr=0.0, momentum=hyp.momentum, nesterov=True)
-    optimizers = [Muon(filters, hyp.filter_momentum, team), sgd]
+    for group in groups:
+        group["weight_decay"] = WEIGHT_DECAY * hyp.batch_size / group["first_rate"]
+        group["first_rate"] *= hyp.workers  # it is for the sum of a step's losses; ours is the mean of workers' sums
+    optimizers = [muon, SGD(groups, lr=0.0, momentum=hyp.momentum, nesterov=True)]
     fast.keep_rates_on_gpu(optimizers, team.device)
     return optimizers
 
 
 def set_rates(hyp: Hyp, optimizers: list[Optimizer], epoch: float) -> None:
-    """Set all rates at a time in epochs: each falls linearly from the end of the first step.
-
-    SGD's are for the sum of the loss over a step; ours is the mean of the workers' sums.
-    """
+    """Set all rates at a time in epochs: they fall linearly from the end of the first step on."""
     step = hyp.workers * hyp.batch_size / EPOCH_IMAGES
-    muon, sgd = optimizers
-    biases, whitening, head = sgd.param_groups
-    bias_rate = hyp.bias_rate * hyp.workers
-    head_rate = hyp.head_rate * hyp.workers
-    set_rate(muon.param_groups[0], interpolate(epoch, (step, hyp.epochs + step), (hyp.filter_rate, 0)))
-    set_rate(biases, interpolate(epoch, (step, hyp.epochs + step), (bias_rate, 0)))
-    set_rate(whitening, interpolate(epoch, (step, hyp.whitening_epochs + step), (bias_rate, 0)))
-    set_rate(head, interpolate(epoch, (step, hyp.epochs + step), (head_rate, 0)))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            set_rate(group, interpolate(epoch, (step, group["epochs"] + step), (group["first_rate"], 0)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,47 +287,23 @@ def average_over_views(predict: Callable[[Tensor], Tensor], x: Tensor, views: st
 
     The mean of six is wrong less often than one view: by 1.1 points of accuracy. Without: --views one
     """
+    if views == "one":
+        return predict(x)
+    mean = predict(x) / 2 + predict(data.mirrored(x)) / 2
+    if views == "two":
+        return mean
     up_left = data.shifted(x, 1)
     down_right = data.shifted(x, -1)
     shifted = [up_left, down_right, data.mirrored(up_left), data.mirrored(down_right)]
-    if views == "one":
-        weighted = [(1.0, x)]
-    elif views == "two":
-        weighted = [(0.5, x), (0.5, data.mirrored(x))]
-    else:
-        weighted = [(0.25, x), (0.25, data.mirrored(x)), *((0.125, view) for view in shifted)]
-    return sum(weight * predict(view) for weight, view in weighted)
+    mean = mean / 2
+    for view in shifted:
+        mean = mean + predict(view) / 8
+    return mean
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-class Shards(NamedTuple):
-    """The images on this process's device: those of its workers, and its share of the test images."""
-
-    images: Tensor  # [n, 32, 32, 3]
-    labels: Tensor  # int64 [n]
-    last_losses: Tensor  # of each image, when it was last seen
-    test_images: Tensor  # [m, 32, 32, 3]
-    test_labels: Tensor
-
-
-def prepare(images: data.Images, network: Network, precision: fast.Precision, team: Team, clock: Clock | Log) -> Shards:
-    """Upload and normalize the images, and compute the whitening filters. All of it counts as training time."""
-    with clock.timed("upload"):
-        train_images, labels = data.upload_training_images(images, team)
-        test_images, test_labels = data.upload_test_images(images, team)
-        last_losses = torch.full((len(labels),), torch.inf, device=team.device)
-    with clock.timed("preprocessing"):
-        train_images = data.normalize(train_images, images.normalization, precision)
-        test_images = data.normalize(test_images, images.normalization, precision)
-    with clock.timed("whitening"):
-        if team.is_main:
-            whiten(network, train_images[:: len(team.workers)])
-        team.broadcast(network.whitening.weight)
-    return Shards(train_images, labels, last_losses, test_images, test_labels)
 
 
 class Pass(NamedTuple):
@@ -348,12 +327,7 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
     """Make the missing runs of a campaign."""
     precision = fast.Precision(options.precision, team.device, half_weights=False)
     workers = len(team.workers) // options.micro_batches  # whose batches are computed together
-    steps_by_epoch = [steps_of(hyp, len(images.train_images), epoch) for epoch in range(1, hyp.epochs + 1)]
-    stages = {stage_of(hyp, epoch): epoch for epoch in range(hyp.epochs, 0, -1)}  # and the first epoch of each
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
-    if 0 in steps_by_epoch:
-        kept = f"epoch {steps_by_epoch.index(0) + 1} keeps less of {len(images.train_images)} images than a step needs"
-        raise ConfigError(f"{kept}, {hyp.workers * hyp.batch_size}: raise --kept, or use a smaller batch")
+    steps = steps_by_epoch(hyp, len(images.train_images))
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes, workers)
@@ -362,11 +336,46 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
 
     network, optimizers = fresh()
     restart = partial(fast.restart, network, optimizers, fresh, rank=team.rank, keep=["whitening.weight"])
-    forward = partial(forward_pass, hyp, network, precision)
-    predict = partial(fast.predict, network)
-    batch_of = make_batch
 
-    def train_step(shards: Shards, batch: Tensor, stage: Stage) -> None:
+    def stages() -> Iterator[tuple[Stage, int]]:
+        """Yield each kind of step and the first epoch that has it, after setting a fresh network to it."""
+        restart(seed=0)
+        for epoch in range(1, hyp.epochs + 1):
+            stage = stage_of(hyp, epoch)
+            if stage not in [stage_of(hyp, earlier) for earlier in range(1, epoch)]:
+                network.whitening.bias.requires_grad_(stage.trains_whitening)
+                yield stage, epoch
+
+    def noise() -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield a batch for each kind of step, on which compiled code is compared with uncompiled."""
+        for stage, _ in stages():
+            yield fast.noise_with_labels(network, workers * hyp.batch_size, stage.resolution, precision)
+
+    forward, predict, batch_of, compiled = fast.compile_all(
+        partial(forward_pass, hyp, network, precision),
+        network,
+        make_batch,
+        optimizers,
+        noise,
+        len(images.test_images),
+        precision,
+        team,
+        enabled=options.compile,
+    )
+    own_images = data.count_own(len(images.train_images), team)
+    last_losses = torch.full((own_images,), torch.inf, device=team.device)  # of each image, when it was last seen
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
+
+    def prepare(images: data.Images, clock: Clock) -> data.Shards:
+        shards = data.upload(images, team, precision, clock)
+        with clock.timed("whitening"):
+            if team.is_main:
+                whiten(network, shards.images[:: len(team.workers)])
+            team.broadcast(network.whitening.weight)
+        return shards
+
+    # On a GPU this runs as a CUDA graph: Python is left out, so a counter or a condition in it would stand still.
+    def train_step(shards: data.Shards, batch: Tensor, stage: Stage) -> None:
         """Update the weights once, from one batch of every worker."""
         losses = []
         for part in batch.chunk(options.micro_batches, dim=1):
@@ -381,72 +390,47 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        shards.last_losses[batch[0]] = torch.cat(losses)
+        last_losses[batch[0]] = torch.cat(losses)
 
-    def evaluate(shards: Shards, views: str) -> Score:
+    def evaluate(shards: data.Shards, views: str) -> Score:
         """Return the score on the test images, of which each process evaluates its share."""
         network.eval()
         team.broadcast(*network.buffers())  # rank 0's statistics, which are worker 0's
         with torch.no_grad(), precision.autocast():
-            chunks = data.chunks(shards.test_images)
-            logits = torch.cat([average_over_views(predict, chunk, views) for chunk in chunks])
+            logits = torch.cat([average_over_views(predict, x, views) for x in data.chunks(shards.test_images)])
         network.train()
         losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
-    def kinds(shards: Shards) -> Iterator[tuple[Tensor, Stage]]:
-        """Yield a batch of each kind of step, after setting a fresh network to it."""
-        restart(seed=0)
-        for stage, epoch in reversed(stages.items()):
-            network.whitening.bias.requires_grad_(stage.trains_whitening)
-            steps = steps_of(hyp, len(shards.images) * team.world_size, epoch)
-            for batch in plan_epoch(hyp, shards.images, shards.last_losses, steps, team, 0, epoch)[:1]:
-                yield batch, stage
+    def batches() -> Iterator[tuple[Tensor, Stage]]:
+        """Yield a batch for each kind of step."""
+        for stage, epoch in stages():
+            yield plan_epoch(hyp, last_losses, 1, team, 0, epoch)[0], stage
 
-    def noise_batches() -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a batch of noise for each kind of step, on which compiled code is checked."""
-        restart(seed=0)
-        for stage in reversed(stages):
-            network.whitening.bias.requires_grad_(stage.trains_whitening)
-            yield fast.noise_with_labels(network, workers * hyp.batch_size, stage.resolution, precision)
-
-    compiled = False
-    # Nothing before prepare() is timed: compiling, and a step of each kind on noise, which chooses kernels.
-    if options.compile:
-        log.say("compiling, which takes about a minute; a cache makes the next launch faster")
-        eager = forward
-        forward = fast.compile_training(eager, network, noise_batches(), precision, team)
-        compiled = forward is not eager
-        if team.on_gpu and compiled:  # on a CPU they gain less than compiling takes
-            predict = fast.compile_evaluation(network, len(images.test_images), precision, team)
-            batch_of = torch.compile(make_batch, dynamic=False)
-            fast.compile_updates(optimizers)
-    if not options.no_warmup:
-        noise = data.noise_like(images, team, few=2 * hyp.workers * hyp.batch_size)
-        rehearsal = prepare(noise, network, precision, team, Clock(team.synchronize))
-        for batch, stage in kinds(rehearsal):
+    if not options.no_warmup:  # on noise, which chooses kernels
+        rehearsal = prepare(data.noise_like(images, team), Clock(team.synchronize))
+        for batch, stage in batches():
             train_step(rehearsal, batch, stage)
         evaluate(rehearsal, "one")
         evaluate(rehearsal, hyp.views)
 
-    shards = prepare(images, network, precision, team, log)
-    step = fast.graph(partial(train_step, shards), kinds(shards), team, enabled=not options.no_graph)
-    images_by_epoch = [steps * hyp.workers * hyp.batch_size for steps in steps_by_epoch]
-    log.ready(images_by_epoch, compiled, graphs=isinstance(step, fast.CudaGraphs))
-    for _, seed in log.missing_runs():
+    # What was done up to here is not timed.
+    shards = prepare(images, log.clock)
+    step = fast.graph(partial(train_step, shards), batches(), team, enabled=not options.no_graph)
+    log.ready([count * hyp.workers * hyp.batch_size for count in steps], compiled, isinstance(step, fast.CudaGraphs))
+    for seed in log.missing_runs():
         restart(seed=seed)
-        shards.last_losses.fill_(torch.inf)
+        last_losses.fill_(torch.inf)
         for epoch in range(1, hyp.epochs + 1):
             stage = stage_of(hyp, epoch)
-            with log.timed("training"):
+            with log.clock.timed("training"):
                 network.whitening.bias.requires_grad_(stage.trains_whitening)
                 sums.zero_()
-                steps = steps_by_epoch[epoch - 1]
-                plan = plan_epoch(hyp, shards.images, shards.last_losses, steps, team, seed, epoch)
+                plan = plan_epoch(hyp, last_losses, steps[epoch - 1], team, seed, epoch)
                 for number, batch in log.progress(plan):
-                    set_rates(hyp, optimizers, epoch - 1 + number / steps)
+                    set_rates(hyp, optimizers, epoch - 1 + number / len(plan))
                     step(batch, stage)
-            with log.timed("validation"):  # shown, but not part of the training time
+            with log.clock.timed("validation"):  # shown, but not part of the training time
                 validation = evaluate(shards, hyp.views if epoch == hyp.epochs else "one")
             if not log.epoch(read_score(sums, team), validation):
                 break

@@ -54,40 +54,35 @@ def train(hyp, options, images, team, log) -> None:
         losses = F.cross_entropy(logits, y, reduction="none")
         return Pass(losses.mean() * len(team.workers), sums_of(logits, y, losses))
 
-    with log.timed("upload"):
-        train_images, labels = data.upload_training_images(images, team)
-        test_images, test_labels = data.upload_test_images(images, team)
-    with log.timed("preprocessing"):
-        train_images = data.normalize(train_images, images.normalization, precision)
-        test_images = data.normalize(test_images, images.normalization, precision)
-    with log.timed("whitening"):
+    shards = data.upload(images, team, precision, log.clock)
+    with log.clock.timed("whitening"):
         pass
     log.ready(hyp.epochs * [steps * hyp.workers * hyp.batch_size], compiled=False, graphs=False)
-    for _, seed in log.missing_runs():
+    for seed in log.missing_runs():
         fast.restart(network, [optimizer], fresh, seed, team.rank)
         for epoch in range(1, hyp.epochs + 1):
             plans = []
             for number, worker in enumerate(team.workers):
-                rows = data.shard(number, len(team.workers), len(train_images), team.device)
+                rows = data.shard(number, len(team.workers), len(shards.images), team.device)
                 order = torch.randperm(len(rows), generator=data.generator(team.device, seed, worker, epoch))
                 plans.append(rows[order][None])
             sums = torch.zeros(3, dtype=torch.float64)
-            with log.timed("training"):
+            with log.clock.timed("training"):
                 for _, (rows,) in log.progress(data.split_into_steps(plans, steps, hyp.batch_size)):
-                    made = forward(train_images[rows].permute(0, 3, 1, 2), labels[rows])
+                    made = forward(shards.images[rows].permute(0, 3, 1, 2), shards.labels[rows])
                     made.loss.backward()
                     sums += made.sums
                     team.average_gradients(network.parameters())
                     optimizer.step()
                     optimizer.zero_grad()
                     optimizer.param_groups[0]["lr"] *= 0.9
-            with log.timed("validation"), torch.no_grad():
+            with log.clock.timed("validation"), torch.no_grad():
                 network.eval()
                 team.broadcast(*network.buffers())
-                logits = torch.cat([network(x) for x in data.chunks(test_images)])
+                logits = torch.cat([network(x) for x in data.chunks(shards.test_images)])
                 network.train()
-                losses = F.cross_entropy(logits, test_labels, reduction="none")
-                validation = read_score(sums_of(logits, test_labels, losses), team)
+                losses = F.cross_entropy(logits, shards.test_labels, reduction="none")
+                validation = read_score(sums_of(logits, shards.test_labels, losses), team)
             log.epoch(read_score(sums, team), validation)
         log.finish(network.state_dict())
 

@@ -1,6 +1,7 @@
 """Images on the device: each worker's own, crops and flips, views of a test image (method, section 2)."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import Generator, Tensor
 
 from ..data.cifar10 import Images, load_images, random_images
 from ..recipe import CIFAR_10_NORMALIZATION, Normalization
+from .clock import Clock
 from .fast import Precision, evaluation_chunks
 from .team import Team
 
@@ -19,21 +21,34 @@ SIZE = 32  # pixels a side of an image
 # ---- To the device
 
 
-def upload_training_images(images: Images, team: Team) -> list[Tensor]:
-    """Copy the images of this process's workers to its device: uint8 [n, 32, 32, 3], and labels int64 [n].
+class Shards(NamedTuple):
+    """The images on a process's device: those of its workers, and its share of the test images.
 
     Image i of the data set belongs to worker i % `total_workers`, in all epochs. The order of the data set stays, so
     that the images of k workers take turns: `shard` finds those of one.
     """
+
+    images: Tensor  # [n, 32, 32, 3], normalized
+    labels: Tensor  # int64 [n]
+    test_images: Tensor  # [m, 32, 32, 3], normalized; of P processes each has every Pth image
+    test_labels: Tensor
+
+
+def upload(images: Images, team: Team, precision: Precision, clock: Clock) -> Shards:
+    """Copy this process's images to its device, and normalize them. Both are parts of the training time."""
     mine: slice | np.ndarray = slice(None)  # without a copy in host memory
     if team.world_size > 1:
         mine = np.isin(np.arange(len(images.train_images)) % team.total_workers, team.workers)
-    return [copy_to_device(part[mine], team.device) for part in images.train]
-
-
-def upload_test_images(images: Images, team: Team) -> list[Tensor]:
-    """Copy this process's share of the test images to its device, and their labels: of P processes every Pth image."""
-    return [copy_to_device(part[team.rank :: team.world_size], team.device) for part in images.test]
+    share = slice(team.rank, None, team.world_size)
+    with clock.timed("upload"):
+        train_images = copy_to_device(images.train_images[mine], team.device)
+        train_labels = copy_to_device(images.train_labels[mine], team.device)
+        test_images = copy_to_device(images.test_images[share], team.device)
+        test_labels = copy_to_device(images.test_labels[share], team.device)
+    with clock.timed("preprocessing"):
+        train_images = normalize(train_images, images.normalization, precision)
+        test_images = normalize(test_images, images.normalization, precision)
+    return Shards(train_images, train_labels, test_images, test_labels)
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -48,11 +63,15 @@ def normalize(images: Tensor, normalization: Normalization, precision: Precision
     return images.to(precision.weights).sub_(offset).div_(scale).to(precision.images)
 
 
-def noise_like(images: Images, team: Team, few: int) -> Images:
-    """Return noise for a warm-up: as many images on a GPU, which chooses kernels by sizes; on a CPU only a `few`."""
-    if team.on_gpu:
-        return random_images(len(images.train_images), len(images.test_images), images.classes)
-    return random_images(few, team.world_size, images.classes)
+def noise_like(images: Images, team: Team) -> Images:
+    """Return as much noise, for a warm-up. A CPU, which does not choose kernels by sizes, gets few test images."""
+    tests = len(images.test_images) if team.on_gpu else team.world_size
+    return random_images(len(images.train_images), tests, images.classes)
+
+
+def count_own(images: int, team: Team) -> int:
+    """Return how many of so many images a process's workers own."""
+    return sum(len(range(worker, images, team.total_workers)) for worker in team.workers)
 
 
 def shard(number: int, workers: int, images: int, device: torch.device) -> Tensor:
@@ -95,10 +114,11 @@ def crop_and_flip(images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor, pa
 def split_into_steps(plans: Sequence[Tensor], steps: int, batch_size: int) -> list[Tensor]:
     """Return the batch of each step, [rows, workers * batch_size], from each worker's plan [rows, images].
 
-    A batch has `batch_size` images of each worker, one worker after the other. The remaining images are dropped.
+    A batch has `batch_size` images of each worker, one worker after the other. The remaining images are dropped. All
+    batches are alike in memory, as compiled code and CUDA graphs need them.
     """
     by_worker = [plan[:, : steps * batch_size].unflatten(1, (steps, batch_size)) for plan in plans]
-    return list(torch.cat(by_worker, 2).unbind(1))
+    return list(torch.cat(by_worker, 2).transpose(0, 1).contiguous())
 
 
 # ---- Evaluation

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -120,9 +120,10 @@ def restart(
     new_network, new_optimizers = fresh()
     network.zero_grad()
     values = new_network.state_dict()
-    for name, tensor in network.state_dict().items():
-        if name not in keep:
-            tensor.copy_(values[name])
+    for name in keep:
+        del values[name]  # an error if there is no such name
+    for name, value in values.items():
+        network.state_dict()[name].copy_(value)
     for optimizer, new in zip(optimizers, new_optimizers, strict=True):
         for group, new_group in zip(optimizer.param_groups, new.param_groups, strict=True):
             restore(group, {name: value for name, value in new_group.items() if isinstance(value, float | Tensor)})
@@ -225,23 +226,25 @@ def results_of_pass(network: nn.Module, forward: Callable, batch: Sequence[Tenso
 
 @out_of_memory_hint("evaluation")
 def compile_evaluation(
-    network: nn.Module, test_images: int, precision: Precision, team: Team
+    network: nn.Module, kinds: Iterable, test_images: int, precision: Precision, team: Team
 ) -> Callable[[Tensor], Tensor]:
     """Return `predict` of a network, compiled for chunks of its share of so many test images.
 
-    With a warning it is the uncompiled one, if that fails.
+    It is checked for each of `kinds`, before which the network is set to a kind of step: each set of frozen parameters
+    has a graph of its own (torch 2.12). With a warning it is the uncompiled one, if that fails.
     """
     share = len(range(team.rank, test_images, team.world_size))
     eager = partial(predict, network)  # float32 comes from the network's last kernel
 
     @torch.no_grad()
     def check(compiled: Callable) -> None:
-        for count in set(evaluation_chunks(share, team.device)):
-            images = noise(count, 32, precision)
-            with precision.autocast():
-                found = compiled(images)
-                expected = eager(images)
-            check_all_close({"evaluation": found}, {"evaluation": expected}, precision.name)
+        for _ in kinds:
+            for count in set(evaluation_chunks(share, team.device)):
+                images = noise(count, 32, precision)
+                with precision.autocast():
+                    found = compiled(images)
+                    expected = eager(images)
+                check_all_close({"evaluation": found}, {"evaluation": expected}, precision.name)
 
     network.eval()
     function = try_to_compile("evaluation", eager, check, team)
@@ -250,11 +253,44 @@ def compile_evaluation(
     return lambda images: function(images.contiguous(memory_format=torch.channels_last))
 
 
-def compile_updates(optimizers: Iterable[Optimizer]) -> None:
-    """Compile the updates of optimizers that can be, which are ours: each becomes few launches."""
+class Functions(NamedTuple):
+    """What a program calls, compiled or not."""
+
+    forward: Callable  # of images and labels, to results of a pass
+    predict: Callable[[Tensor], Tensor]  # of images, to logits
+    make_batch: Callable
+    compiled: bool
+
+
+def compile_all(
+    forward: Callable,
+    network: nn.Module,
+    make_batch: Callable,
+    optimizers: Iterable[Optimizer],
+    kinds: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+    test_images: int,
+    precision: Precision,
+    team: Team,
+    enabled: bool,
+) -> Functions:
+    """Compile what is worth it, if `enabled`: on a CPU the forward pass; on a GPU also batches, updates, evaluation.
+
+    `kinds()` yields a batch of noise for each kind of step, and sets the network to it.
+    """
+    plain = Functions(forward, partial(predict, network), make_batch, compiled=False)
+    if not enabled:
+        return plain
+    team.say("compiling, which takes about a minute; a cache makes the next launch faster")
+    compiled_forward = compile_training(forward, network, kinds(), precision, team)
+    if compiled_forward is forward:
+        return plain
+    if not team.on_gpu:
+        return plain._replace(forward=compiled_forward, compiled=True)
     for optimizer in optimizers:
-        if hasattr(optimizer, "compile"):
+        if hasattr(optimizer, "compile"):  # ours; this makes an update few launches
             optimizer.compile()
+    evaluation = compile_evaluation(network, kinds(), test_images, precision, team)
+    return Functions(compiled_forward, evaluation, torch.compile(make_batch, dynamic=False), compiled=True)
 
 
 def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], team: Team) -> Any:

@@ -68,17 +68,7 @@ class Log:
         self.campaign = campaign
         self.expected = expected
         self.for_use = for_use
-        self.prints_head = team.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
         self.clock = Clock(team.synchronize)  # of the set-up, then of a run
-
-    def timed(self, part: str) -> contextlib.AbstractContextManager[None]:
-        """Add the seconds of the body to a part of the run: upload, preprocessing, whitening, training, validation."""
-        return self.clock.timed(part)
-
-    def say(self, text: str) -> None:
-        """Print a line on STDERR, once for all processes."""
-        if self.prints_head:
-            show(text)
 
     def ready(self, images_by_epoch: Sequence[int], compiled: bool, graphs: bool) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
@@ -92,21 +82,21 @@ class Log:
         done = images * len(self.campaign.rows)
         total = done + images * len(self.campaign.missing)
         how: dict[str, Any] = {"unit": "images", "unit_scale": True, "smoothing": 0, "miniters": 1, "file": sys.stderr}
-        how["disable"] = None if self.prints_head else True  # None: disabled without a terminal
+        how["disable"] = None if self.team.is_first else True  # None: disabled without a terminal
         self.bar = tqdm(total=total, initial=done, **how)
         if self.team.is_main:
             self.campaign.common |= driver_and_clocks(self.team.device)  # after the warm-up: an idle GPU slows down
-        if self.prints_head:
+        if self.team.is_first:
             self.print_set_up(compiled, graphs)
 
-    def missing_runs(self) -> Iterator[tuple[int, int]]:
-        """Yield number and seed of each run to make. Its time includes the set-up."""
+    def missing_runs(self) -> Iterator[int]:
+        """Yield the seed of each run to make. Its time includes the set-up."""
         set_up = self.clock
         for run in self.campaign.missing:
             self.clock = set_up.fork()
             self.run = run
             self.epochs: list[dict[str, float]] = []
-            yield run, self.options.seed + run
+            yield self.options.seed + run
 
     def progress(self, steps: Sequence[T]) -> Iterator[tuple[int, T]]:
         """Yield the steps of an epoch, counted from 1, and show them on the progress bar."""

@@ -146,7 +146,7 @@ def comments(owner: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for kind in reversed(owner.__mro__):
         if kind is not object:
-            found |= dict(re.findall(r"(?m)^    (\w+): [^#]*#\s*(.*)$", inspect.getsource(kind)))
+            found |= dict(re.findall(r"(?m)^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(kind)))
     return found
 
 

@@ -1,6 +1,12 @@
 """From a command line to the missing runs of a campaign: what the last line of each program calls.
 
-A program is a Python file with `Hyp` (a dataclass of hyper-parameters, each an option), `Network` and `train`.
+A program is a Python file with
+
+* `Hyp`, a frozen dataclass whose fields are its options: `epochs`, `batch_size`, any others; `workers` (1 without it);
+* `Network(hyp, classes)`, from images [B, 3, 32, 32] to logits [B, classes];
+* `train(hyp, options, images, team, log)`, which makes the missing runs of a campaign, and `main(train)` at its end;
+* if it likes, `SETS` (further recipes: names and subclasses of Hyp), `DEMO` (what --demo changes), and `Hyp.half` (its
+  precision on a GPU that has it, fp16 or bf16).
 """
 
 import importlib
@@ -63,9 +69,11 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         if team.is_main and campaign.missing:
             with warned("the program's source"):
                 source.store(file, campaign.out)
-        if log.prints_head:
+        if team.is_first:
             log.print_head(images, hyp)
         if campaign.missing:
+            if team.on_gpu and team.world_size == 1:  # each of several processes copies its share of the images anyway
+                images = images.pinned()
             with out_of_memory_hint("training"):
                 program.train(hyp, options, images, team, log)
         log.summary()

@@ -42,6 +42,10 @@ class Team:
         return self.rank == 0
 
     @property
+    def is_first(self) -> bool:  # of all teams on this machine: prints the head of the log
+        return self.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
+
+    @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
@@ -93,6 +97,11 @@ class Team:
     def first_failure(self, key: str, failure: str) -> str:
         """Return the first failure that any process passes for a key, or ""."""
         return next(filter(None, self.gather(key, failure)), "")
+
+    def say(self, text: str) -> None:
+        """Print a line on STDERR, once for all teams of this machine."""
+        if self.is_first:
+            show(text)
 
     def warn(self, text: str) -> None:
         """Print a warning on STDERR, on rank 0 only."""
