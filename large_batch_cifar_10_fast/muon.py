@@ -23,8 +23,8 @@ from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.core import data, fast, layers
 from large_batch_cifar_10_fast.core.clock import Clock
 from large_batch_cifar_10_fast.core.log import Log, Score, read_score, sums_of
-from large_batch_cifar_10_fast.core.optim import Muon, interpolate, set_rate
-from large_batch_cifar_10_fast.core.options import Options, check_range
+from large_batch_cifar_10_fast.core.optim import Muon, interpolate, set_rate, spread
+from large_batch_cifar_10_fast.core.options import Options, check_range, text_of
 from large_batch_cifar_10_fast.core.program import main
 from large_batch_cifar_10_fast.core.team import Team
 
@@ -67,9 +67,11 @@ class Hyp:
         check_range(self, 1e-9, 1, "momentum")
         check_range(self, 0, 1, "filter_momentum", "label_smoothing", "norm_momentum")
         if not all(9 <= size <= 32 for size in self.pixels):
-            raise ConfigError(f"--pixels {self.pixels}: sizes must lie in 9 to 32, or three poolings leave nothing")
+            raise ConfigError(
+                f"--pixels {text_of(self.pixels)}: sizes must lie in 9 to 32, or three poolings leave nothing"
+            )
         if not all(0 < share <= 1 for share in self.kept):
-            raise ConfigError(f"--kept {self.kept}: fractions must lie above 0, and at most be 1")
+            raise ConfigError(f"--kept {text_of(self.kept)}: shares must lie above 0, and at most be 1")
         if self.batch_size == 0:
             if STEP_IMAGES % self.workers:
                 raise ConfigError(f"--workers {self.workers} does not divide {STEP_IMAGES} images: choose --batch_size")
@@ -78,6 +80,14 @@ class Hyp:
             raise ConfigError("a worker's batch of one image is too small for its norms: use a larger --batch_size")
         if self.whitening_epochs < 0:
             object.__setattr__(self, "whitening_epochs", max(1, round(self.epochs * self.whitening_share)))
+
+    def check_images(self, count: int) -> None:
+        """Raise ConfigError if so many training images are too few."""
+        for epoch, steps in enumerate(steps_by_epoch(self, count), 1):
+            if not steps:
+                few = f"epoch {epoch} keeps {spread(self.kept, epoch, self.epochs):g} of {count} images, less than a"
+                needed = self.workers * self.batch_size
+                raise ConfigError(f"{few} step's {needed}: raise --kept, or use a smaller batch")
 
 
 @dataclass(frozen=True)
@@ -101,27 +111,16 @@ class Stage(NamedTuple):
     trains_whitening: bool  # its bias; later the backward pass ends before the first layer
 
 
-def of_epoch(values: tuple, epoch: int, epochs: int) -> float:
-    """Return the value that an epoch (from 1) has, of values that are spread evenly over a run."""
-    return values[(2 * epoch - 1) * len(values) // (2 * epochs)]
-
-
 def stage_of(hyp: Hyp, epoch: int) -> Stage:
     # Coarse features are learned first and need few pixels: a step at 24 has half of the work. Without: --pixels 32
-    resolution = int(of_epoch(hyp.pixels, epoch, hyp.epochs))
+    resolution = int(spread(hyp.pixels, epoch, hyp.epochs))
     return Stage(resolution, trains_whitening=epoch <= hyp.whitening_epochs)
 
 
 def steps_by_epoch(hyp: Hyp, train_images: int) -> list[int]:
-    """Return the number of steps of each epoch. Raise ConfigError if one has none."""
-    steps = []
-    for epoch in range(1, hyp.epochs + 1):
-        kept = of_epoch(hyp.kept, epoch, hyp.epochs)
-        steps.append(round(train_images // hyp.workers * kept) // hyp.batch_size)
-        if not steps[-1]:
-            few = f"epoch {epoch} keeps {kept:g} of {train_images} images, less than a step's"
-            raise ConfigError(f"{few} {hyp.workers * hyp.batch_size}: raise --kept, or use a smaller batch")
-    return steps
+    """Return the number of steps of each epoch."""
+    kept = [spread(hyp.kept, epoch, hyp.epochs) for epoch in range(1, hyp.epochs + 1)]
+    return [round(train_images // hyp.workers * share) // hyp.batch_size for share in kept]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
         first_side = data.independent_assignment(len(rows), 2, data.generator(team.device, seed, worker, 0))
         flips = (first_side + epoch) % 2
         order = torch.randperm(len(rows), generator=draws, device=team.device)
-        if of_epoch(hyp.kept, epoch, hyp.epochs) < 1:
+        if spread(hyp.kept, epoch, hyp.epochs) < 1:
             order = order[hardest(last_losses[rows[order]], steps * hyp.batch_size)]
         plans.append(torch.stack([rows, crops, flips])[:, order])
     return data.split_into_steps(plans, steps, hyp.batch_size)

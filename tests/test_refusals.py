@@ -2,17 +2,21 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
 from dataclasses import fields
+from typing import get_origin, get_type_hints
 
 import pytest
 import torch
-from conftest import ALONE, REPO, TINY, python, run_program, train_here
+from conftest import ALONE, REPO, TINY, python, run_here, run_program, train_here
 
-from large_batch_cifar_10_fast import PACKAGE, ConfigError, config, devices, log, runs
+from large_batch_cifar_10_fast import PACKAGE, ConfigError, config, devices, log
 from large_batch_cifar_10_fast.config import Options, check_images, check_save, parse
+from large_batch_cifar_10_fast.core import program, source
+from large_batch_cifar_10_fast.core.options import Options as ProgramOptions
 from large_batch_cifar_10_fast.launch import launch as launch_here
 from large_batch_cifar_10_fast.launch import plan_processes
 from large_batch_cifar_10_fast.recipes import DEMO, RECIPES, Apple2019
@@ -64,6 +68,49 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(word
     assert CASES[words] in str(error.value)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+OF_PROGRAMS = {  # other words than the package's
+    "--recipe apple2018": "--recipe apple2018 cannot be used (LookupError: neither one of apple2019, muon, muon2024",
+    "--recipe muon --whitening_epochs 10": "--whitening_epochs 10 must lie in -1 to 9",
+}
+OTHERS = re.compile("--recipe (basenet|fastai|page)")
+
+
+@pytest.mark.parametrize("words", [words for words in CASES if not OTHERS.match(words)])
+def test_a_program_refuses_likewise(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        run_here(*words.split(" "))
+    assert OF_PROGRAMS.get(words, CASES[words]) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", program.PROGRAMS)
+@pytest.mark.parametrize("value", ["", "-", "-2", "x", "nan", "inf", "-inf", "1e308", "9" * 5000, "²", "a\nb", "1,,2"])
+def test_no_option_of_a_program_takes_an_invalid_number(name, value):
+    """Also no entry of a list of numbers."""
+    loaded = program.load_program(name)
+    hyp = {**getattr(loaded, "SETS", {})}.get(name, loaded.Hyp)
+    kinds = get_type_hints(ProgramOptions) | get_type_hints(hyp)
+    for option, kind in kinds.items():
+        if kind in (int, float) or get_origin(kind) is tuple:
+            with pytest.raises(ConfigError, match=r"^[^\n]+$"):
+                program.read_command(loaded, ["--recipe", name, "--data", "synthetic", f"--{option}={value}"])
+
+
+def test_each_hyper_parameter_of_a_program_has_its_help_and_its_published_default(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        program.read_command(program.load_program("apple2019"), ["--help"])
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "--lr_scaler FLOAT peak of the learning rate; weight decay grows with it (default 1.5)" in shown
+    assert "--eval_stats {first,average} ghost groups whose statistics evaluation uses (default first)" in shown
+    assert "--share STR I/N: make only runs I, I+N, I+2N" in shown
+    line = "--lr_scaler 1.5 --lr_scaler_end_fraction 0.1 --epochs 18 --warmup_fraction 5 --ema_ep 2 --batch_size 256"
+    apple = program.load_program("apple2019")
+    _, options, hyp = program.read_command(apple, [*line.split(), "--runs", "50"])
+    assert (options.runs, hyp, hyp.workers, hyp.ghost_batch) == (50, apple.Hyp(), 8, 16)
 
 
 @pytest.mark.slow
@@ -203,10 +250,10 @@ def test_the_commit_is_not_that_of_a_repository_around_this_folder(tmp_path, mon
     commit = "git -c user.name=a -c user.email=a commit -q --allow-empty -ma"
     subprocess.run(f"git init -q && {commit}", shell=True, cwd=tmp_path, check=True)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
-    monkeypatch.setattr(runs, "PACKAGE", tmp_path / "unpacked" / "package")
-    assert runs.commit.__wrapped__() == "unknown"
-    monkeypatch.setattr(runs, "PACKAGE", tmp_path / "package")
-    assert runs.commit.__wrapped__() != "unknown"
+    monkeypatch.setattr(source, "PACKAGE", tmp_path / "unpacked" / "package")
+    assert source.commit.__wrapped__() == "unknown"
+    monkeypatch.setattr(source, "PACKAGE", tmp_path / "package")
+    assert source.commit.__wrapped__() != "unknown"
 
 
 def test_a_tilde_that_the_shell_left_alone_is_expanded(monkeypatch):

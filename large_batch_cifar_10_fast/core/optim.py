@@ -24,6 +24,11 @@ def interpolate(epoch: float, knots: Sequence[float], values: Sequence[float]) -
     return float(np.interp(epoch, knots, values))
 
 
+def spread(values: Sequence[float], epoch: int, epochs: int) -> float:
+    """Return the value for an epoch (from 1) of values that are spread evenly over all epochs."""
+    return values[(2 * epoch - 1) * len(values) // (2 * epochs)]
+
+
 def set_rate(group: dict, rate: float) -> None:
     """Set the learning rate of a parameter group; on a GPU it is a tensor, which captured graphs read."""
     if isinstance(group["lr"], Tensor):

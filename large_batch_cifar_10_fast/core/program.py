@@ -5,8 +5,8 @@ A program is a Python file with
 * `Hyp`, a frozen dataclass whose fields are its options: `epochs`, `batch_size`, any others; `workers` (1 without it);
 * `Network(hyp, classes)`, from images [B, 3, 32, 32] to logits [B, classes];
 * `train(hyp, options, images, team, log)`, which makes the missing runs of a campaign, and `main(train)` at its end;
-* if it likes, `SETS` (further recipes: names and subclasses of Hyp), `DEMO` (what --demo changes), and `Hyp.half` (its
-  precision on a GPU that has it, fp16 or bf16).
+* if it likes, `SETS` (further recipes: names and subclasses of Hyp), `DEMO` (what --demo changes), `Hyp.half` (its
+  precision on a GPU that has it, fp16 or bf16), and `Hyp.check_images(count)` (a ConfigError for too few of them).
 """
 
 import importlib
@@ -58,7 +58,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
                 f"--micro_batches {options.micro_batches} does not divide the {here} workers of a process"
             )
         images = load_images(options.data)
-        check_images(images, team, hyp.batch_size)
+        check_images(images, team, hyp)
         flop = estimate_flop(program, hyp, images)
         options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team)
         file = file_of(program)
@@ -145,18 +145,19 @@ def workers_of(hyp: Any) -> int:
     return getattr(hyp, "workers", 1)
 
 
-def check_images(images: Images, team: Team, batch_size: int) -> None:
-    """Raise ConfigError if a step needs more images than there are, or if a process would have no test image."""
+def check_images(images: Images, team: Team, hyp: Any) -> None:
+    """Raise ConfigError if there are too few images for a step, or for a process to have a test image."""
     tests = len(images.test_images)
     if tests < team.world_size:
         raise ConfigError(f"{team.world_size} processes need as many test images, not {tests}: use fewer processes")
-    needed = team.total_workers * batch_size
+    needed = team.total_workers * hyp.batch_size
     count = len(images.train_images)
     if needed > count:
-        step = f"{team.total_workers} workers x --batch_size {batch_size} = {needed} images a step"
-        raise ConfigError(
-            f"{step}, more than the training set's {count}: use a smaller batch, fewer workers or more images"
-        )
+        step = f"{team.total_workers} workers x --batch_size {hyp.batch_size} = {needed} images a step"
+        hint = "use a smaller batch, fewer workers or more images"
+        raise ConfigError(f"{step}, more than the training set's {count}: {hint}")
+    if hasattr(hyp, "check_images"):
+        hyp.check_images(count)
 
 
 def estimate_flop(program: ModuleType, hyp: Any, images: Images) -> float:
