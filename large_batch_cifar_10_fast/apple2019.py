@@ -283,23 +283,8 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
     network, (optimizer,) = fresh()
     restart = partial(fast.restart, network, [optimizer], fresh, rank=team.rank, keep=["whitening.weight"])
 
-    def noise() -> list[tuple[Tensor, Tensor]]:
-        """Return a batch on which compiled code is compared with uncompiled."""
-        restart(seed=0)
-        return [fast.noise_with_labels(network, workers * hyp.batch_size, data.SIZE, precision)]
-
-    forward, predict, batch_of, compiled = fast.compile_all(
-        partial(forward_pass, hyp, network, precision),
-        network,
-        make_batch,
-        [optimizer],
-        noise,
-        len(images.test_images),
-        precision,
-        team,
-        enabled=options.compile,
-    )
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
+    first_batch = plan_epoch(hyp, own_images, steps, team, seed=0, epoch=1)[0]
 
     def prepare(images: data.Images, clock: Clock) -> data.Shards:
         shards = data.upload(images, team, precision, clock)
@@ -308,6 +293,26 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
                 whiten(network, shards.images[:: len(team.workers)])
             team.broadcast(network.whitening.weight)
         return shards
+
+    def checks() -> list[Tensor]:
+        """Return images of a step, on which compiled code is compared with uncompiled."""
+        restart(seed=0)
+        part = first_batch.chunk(options.micro_batches, dim=1)[0]
+        return [make_batch(shards.images, shards.labels, part)[0]]
+
+    # Not timed: compiling, then a step, which chooses kernels. Both on noise.
+    shards = prepare(data.noise_like(images, team), Clock(team.synchronize))
+    forward, predict, batch_of, compiled = fast.compile_all(
+        partial(forward_pass, hyp, network, precision),
+        make_batch,
+        network,
+        [optimizer],
+        checks,
+        data.chunks(shards.test_images),
+        precision,
+        team,
+        enabled=options.compile,
+    )
 
     # On a GPU this runs as a CUDA graph: Python is left out, so a counter or a condition in it would stand still.
     def train_step(shards: data.Shards, batch: Tensor) -> None:
@@ -335,13 +340,11 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
     restart(seed=0)
-    first_batch = plan_epoch(hyp, own_images, steps, team, seed=0, epoch=1)[0]
-    if not options.no_warmup:  # on noise, which chooses kernels
-        rehearsal = prepare(data.noise_like(images, team), Clock(team.synchronize))
-        train_step(rehearsal, first_batch)
-        evaluate(rehearsal)
+    if not options.no_warmup:
+        train_step(shards, first_batch)
+        evaluate(shards)
 
-    # What was done up to here is not timed.
+    # Timed from here on.
     shards = prepare(images, log.clock)
     step = fast.graph(partial(train_step, shards), [(first_batch,)], team, enabled=not options.no_graph)
     log.ready(hyp.epochs * [steps * hyp.workers * hyp.batch_size], compiled, isinstance(step, fast.CudaGraphs))

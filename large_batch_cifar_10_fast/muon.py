@@ -335,32 +335,6 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
 
     network, optimizers = fresh()
     restart = partial(fast.restart, network, optimizers, fresh, rank=team.rank, keep=["whitening.weight"])
-
-    def stages() -> Iterator[tuple[Stage, int]]:
-        """Yield each kind of step and the first epoch that has it, after setting a fresh network to it."""
-        restart(seed=0)
-        for epoch in range(1, hyp.epochs + 1):
-            stage = stage_of(hyp, epoch)
-            if stage not in [stage_of(hyp, earlier) for earlier in range(1, epoch)]:
-                network.whitening.bias.requires_grad_(stage.trains_whitening)
-                yield stage, epoch
-
-    def noise() -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a batch for each kind of step, on which compiled code is compared with uncompiled."""
-        for stage, _ in stages():
-            yield fast.noise_with_labels(network, workers * hyp.batch_size, stage.resolution, precision)
-
-    forward, predict, batch_of, compiled = fast.compile_all(
-        partial(forward_pass, hyp, network, precision),
-        network,
-        make_batch,
-        optimizers,
-        noise,
-        len(images.test_images),
-        precision,
-        team,
-        enabled=options.compile,
-    )
     own_images = data.count_own(len(images.train_images), team)
     last_losses = torch.full((own_images,), torch.inf, device=team.device)  # of each image, when it was last seen
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
@@ -372,6 +346,34 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
                 whiten(network, shards.images[:: len(team.workers)])
             team.broadcast(network.whitening.weight)
         return shards
+
+    def kinds() -> Iterator[tuple[Tensor, Stage]]:
+        """Set a fresh network to each kind of step, and yield what such a step takes."""
+        restart(seed=0)
+        stages = [stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]
+        for stage in dict.fromkeys(stages):
+            network.whitening.bias.requires_grad_(stage.trains_whitening)
+            yield plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=stages.index(stage) + 1)[0], stage
+
+    def checks() -> Iterator[Tensor]:
+        """Yield images of each kind of step, on which compiled code is compared with uncompiled."""
+        for batch, stage in kinds():
+            part = batch.chunk(options.micro_batches, dim=1)[0]
+            yield make_batch(shards.images, shards.labels, part, stage.resolution)[0]
+
+    # Not timed: compiling, then a step of each kind, which chooses kernels. Both on noise.
+    shards = prepare(data.noise_like(images, team), Clock(team.synchronize))
+    forward, predict, batch_of, compiled = fast.compile_all(
+        partial(forward_pass, hyp, network, precision),
+        make_batch,
+        network,
+        optimizers,
+        checks,
+        data.chunks(shards.test_images),
+        precision,
+        team,
+        enabled=options.compile,
+    )
 
     # On a GPU this runs as a CUDA graph: Python is left out, so a counter or a condition in it would stand still.
     def train_step(shards: data.Shards, batch: Tensor, stage: Stage) -> None:
@@ -401,21 +403,15 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
         losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
-    def batches() -> Iterator[tuple[Tensor, Stage]]:
-        """Yield a batch for each kind of step."""
-        for stage, epoch in stages():
-            yield plan_epoch(hyp, last_losses, 1, team, 0, epoch)[0], stage
+    if not options.no_warmup:
+        for batch, stage in kinds():
+            train_step(shards, batch, stage)
+        evaluate(shards, "one")
+        evaluate(shards, hyp.views)
 
-    if not options.no_warmup:  # on noise, which chooses kernels
-        rehearsal = prepare(data.noise_like(images, team), Clock(team.synchronize))
-        for batch, stage in batches():
-            train_step(rehearsal, batch, stage)
-        evaluate(rehearsal, "one")
-        evaluate(rehearsal, hyp.views)
-
-    # What was done up to here is not timed.
+    # Timed from here on.
     shards = prepare(images, log.clock)
-    step = fast.graph(partial(train_step, shards), batches(), team, enabled=not options.no_graph)
+    step = fast.graph(partial(train_step, shards), kinds(), team, enabled=not options.no_graph)
     log.ready([count * hyp.workers * hyp.batch_size for count in steps], compiled, isinstance(step, fast.CudaGraphs))
     for seed in log.missing_runs():
         restart(seed=seed)

@@ -113,7 +113,7 @@ def wait_for_rows(table: Path, rows: int, process: subprocess.Popen) -> None:
 
 
 def kill_process_1(folder: Path) -> None:
-    trains = b"large_batch_cifar_10_fast.train\0"
+    trains = b"large_batch_cifar_10_fast.apple2019\0"
     trainers = [pid for pid in processes_of(folder) if trains in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(max(trainers), signal.SIGKILL)
 

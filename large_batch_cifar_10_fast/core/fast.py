@@ -191,9 +191,9 @@ CACHE_WARNING = replace_cache_folder()  # on import: without its folder torch en
 
 
 def compile_training(
-    forward: Function, network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], precision: Precision, team: Team
+    forward: Function, network: nn.Module, checks: Iterable[Tensor], precision: Precision, team: Team
 ) -> Function:
-    """Return `forward` compiled for batches of the shapes of these; with a warning as it is, if that fails.
+    """Return `forward` compiled for batches like these images; with a warning as it is, if that fails.
 
     `forward(images, labels)` returns a NamedTuple of tensors, and lists of tensors, with the `loss` to differentiate.
     All that each graph computes is compared with the uncompiled results, because a compiler can be wrong without an
@@ -201,9 +201,13 @@ def compile_training(
     """
 
     def check(compiled: Callable) -> None:
-        for batch in batches:
-            expected = results_of_pass(network, forward, batch)
-            check_all_close(results_of_pass(network, compiled, batch), expected, precision.name)
+        for images in checks:
+            with torch.no_grad(), precision.autocast():
+                predicted = network(images).argmax(1)
+            # All labels are equal, so that gradients add up, and of the most predicted class, so that some are correct.
+            labels = predicted.mode().values.expand_as(predicted).contiguous()
+            expected = results_of_pass(network, forward, (images, labels))
+            check_all_close(results_of_pass(network, compiled, (images, labels)), expected, precision.name)
 
     found = try_to_compile("training", forward, check, team)
     network.zero_grad()
@@ -226,27 +230,25 @@ def results_of_pass(network: nn.Module, forward: Callable, batch: Sequence[Tenso
 
 @out_of_memory_hint("evaluation")
 def compile_evaluation(
-    network: nn.Module, kinds: Iterable, test_images: int, precision: Precision, team: Team
+    network: nn.Module, chunks: Sequence[Tensor], checks: Iterable, precision: Precision, team: Team
 ) -> Callable[[Tensor], Tensor]:
-    """Return `predict` of a network, compiled for chunks of its share of so many test images.
+    """Return `predict` of a network, compiled for test images like these chunks.
 
-    It is checked for each of `kinds`, before which the network is set to a kind of step: each set of frozen parameters
-    has a graph of its own (torch 2.12). With a warning it is the uncompiled one, if that fails.
+    It is checked after each of `checks`, which set the network to a kind of step: each set of frozen parameters has a
+    graph of its own (torch 2.12). With a warning it is the uncompiled one, if that fails.
     """
-    share = len(range(team.rank, test_images, team.world_size))
     eager = partial(predict, network)  # float32 comes from the network's last kernel
 
     @torch.no_grad()
     def check(compiled: Callable) -> None:
-        for _ in kinds:
-            for count in set(evaluation_chunks(share, team.device)):
-                images = noise(count, 32, precision)
+        for _ in checks:
+            network.eval()
+            for images in (chunks[0], chunks[-1]):  # the last may be smaller
                 with precision.autocast():
-                    found = compiled(images)
+                    found = compiled(images.contiguous(memory_format=torch.channels_last))
                     expected = eager(images)
                 check_all_close({"evaluation": found}, {"evaluation": expected}, precision.name)
 
-    network.eval()
     function = try_to_compile("evaluation", eager, check, team)
     network.train()
     # Shifted views are slices, whose strides would need graphs of their own.
@@ -264,24 +266,25 @@ class Functions(NamedTuple):
 
 def compile_all(
     forward: Callable,
-    network: nn.Module,
     make_batch: Callable,
+    network: nn.Module,
     optimizers: Iterable[Optimizer],
-    kinds: Callable[[], Iterable[tuple[Tensor, Tensor]]],
-    test_images: int,
+    checks: Callable[[], Iterable[Tensor]],
+    chunks: Iterable[Tensor],
     precision: Precision,
     team: Team,
     enabled: bool,
 ) -> Functions:
     """Compile what is worth it, if `enabled`: on a CPU the forward pass; on a GPU also batches, updates, evaluation.
 
-    `kinds()` yields a batch of noise for each kind of step, and sets the network to it.
+    `checks()` sets the network to one kind of step after the other, and yields images as that step takes them; `chunks`
+    are test images. Compiled code is compared with uncompiled on them.
     """
     plain = Functions(forward, partial(predict, network), make_batch, compiled=False)
     if not enabled:
         return plain
     team.say("compiling, which takes about a minute; a cache makes the next launch faster")
-    compiled_forward = compile_training(forward, network, kinds(), precision, team)
+    compiled_forward = compile_training(forward, network, checks(), precision, team)
     if compiled_forward is forward:
         return plain
     if not team.on_gpu:
@@ -289,7 +292,7 @@ def compile_all(
     for optimizer in optimizers:
         if hasattr(optimizer, "compile"):  # ours; this makes an update few launches
             optimizer.compile()
-    evaluation = compile_evaluation(network, kinds(), test_images, precision, team)
+    evaluation = compile_evaluation(network, list(chunks), checks(), precision, team)
     return Functions(compiled_forward, evaluation, torch.compile(make_batch, dynamic=False), compiled=True)
 
 
@@ -327,24 +330,6 @@ def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], tea
         team.warn(f"not compiled ({failure}): {what} continues uncompiled; --no_compile skips the attempt")
         return eager
     return compiled
-
-
-def noise(count: int, resolution: int, precision: Precision) -> Tensor:
-    """Return images [count, 3, H, W], in memory as in training."""
-    images = torch.randn(count, resolution, resolution, 3, generator=torch.Generator().manual_seed(0))
-    return images.to(precision.device, precision.images).permute(0, 3, 1, 2)
-
-
-@torch.no_grad()
-def noise_with_labels(network: nn.Module, count: int, resolution: int, precision: Precision) -> tuple[Tensor, Tensor]:
-    """Return a batch on which to check gradients.
-
-    All labels are equal, so that gradients add up, and of the most predicted class, so that some are correct.
-    """
-    images = noise(count, resolution, precision)
-    with precision.autocast():
-        predicted = network(images).argmax(1)
-    return images, predicted.mode().values.expand_as(predicted).contiguous()
 
 
 def check_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], precision: str) -> None:
