@@ -7,17 +7,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from attack import processes_of
-from conftest import DIFFERENT, LAUNCHER, TINY, environment, train_here, train_together, without_progress
+from conftest import DIFFERENT, LAUNCHER, TINY, environment, run_here, train_together, without_progress
 
-from large_batch_cifar_10_fast import ConfigError, train
-from large_batch_cifar_10_fast import log as train_log
+from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast.core import campaign, fast, log
+from large_batch_cifar_10_fast.core.log import Log
 from large_batch_cifar_10_fast.data.cifar10 import load_images
 from large_batch_cifar_10_fast.read_logs import read_log
 from large_batch_cifar_10_fast.runs import COLUMNS
@@ -190,19 +190,19 @@ def small(tiny_npz) -> list[object]:
 @pytest.fixture(scope="module")
 def whole(small, tmp_path_factory) -> Path:
     """Return the table of a campaign of five runs."""
-    train_here(*small, "--runs", 5, "--campaign", "whole", "--out", folder := tmp_path_factory.mktemp("whole"))
+    run_here(*small, "--runs", 5, "--campaign", "whole", "--out", folder := tmp_path_factory.mktemp("whole"))
     return folder / "runs.tsv"
 
 
 def test_only_missing_runs_are_trained_and_more_runs_can_be_added(small, whole, monkeypatch, tmp_path):
-    trained, train_once = [], train.train_once
-    monkeypatch.setattr(train, "train_once", lambda run, *others: trained.append(run) or train_once(run, *others))
+    trained, finish = [], Log.finish
+    monkeypatch.setattr(Log, "finish", lambda log, weights: trained.append(log.run) or finish(log, weights))
     (table := tmp_path / "runs.tsv").write_text("".join(whole.read_text().splitlines(keepends=True)[:3]))
-    train_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
+    run_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
     assert trained == [2], "of three, two were finished"
-    train_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
+    run_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
     assert trained == [2]
-    train_here(*small, "--runs", 5, "--campaign", "whole", "--out", tmp_path)
+    run_here(*small, "--runs", 5, "--campaign", "whole", "--out", tmp_path)
     assert trained == [2, 3, 4]
     pd.testing.assert_frame_equal(results(table), results(whole))
 
@@ -214,43 +214,44 @@ def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, 
     before = table.read_bytes()
     options = ["--lr_scaler", 1.25, "--seed", 3, "--data", "synthetic", "--precision", "bf16", "--resume"]
     with pytest.raises(ConfigError, match=r"^campaign whole cannot be continued with [^\n]*$") as error:
-        train_here(*small, *options, "--out", tmp_path)
+        run_here(*small, *options, "--out", tmp_path)
     found = "lr_scaler (1.25, not 1.0)", "seed (3, not 7)", "digest (", "precision (bf16, not fp32)", "code ("
     for condition in (*found, "torch (", "device (CPU ", "processes (1, not 2)", "environment (-, not MKL_CBWR=AVX2)"):
         assert condition in str(error.value)
     assert table.read_bytes() == before
-    train_here(*small, "--campaign", "another", "--out", tmp_path)
+    run_here(*small, "--campaign", "another", "--out", tmp_path)
     assert table.read_bytes().startswith(before)
-    monkeypatch.setattr(train, "compiled", lambda model, *_: replace(model, compiled=True))
+    of_compiler = fast.Functions(1, 2, 3, compiled=True)
+    monkeypatch.setattr(fast, "compile_all", lambda forward, make_batch, network, *_, **__: of_compiler)
     with pytest.raises(ConfigError, match=r"campaign another cannot be continued with compile \(True, not False\)"):
-        train_here(*small, "--compile", "--resume", "--runs", 2, "--out", tmp_path)
+        run_here(*small, "--compile", "--resume", "--runs", 2, "--no_warmup", "--out", tmp_path)
 
 
 def test_variables_that_decide_arithmetic_are_a_condition_and_others_are_not(small, whole, tmp_path, monkeypatch):
     (table := tmp_path / "runs.tsv").write_text(whole.read_text())
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    train_here(*small, "--runs", 6, "--resume", "--out", tmp_path)
+    run_here(*small, "--runs", 6, "--resume", "--out", tmp_path)
     monkeypatch.setenv("NCCL_ALGO", "Ring,Tree\t\nx y")
     monkeypatch.setenv("TORCHINDUCTOR_USE_FAST_MATH", "1")
     both = "NCCL_ALGO=Ring%2CTree%09%0Ax%20y,TORCHINDUCTOR_USE_FAST_MATH=1"
     with pytest.raises(ConfigError, match=rf"environment \({both}, not -\)"):
-        train_here(*small, "--runs", 7, "--resume", "--out", tmp_path)
-    train_here(*small, "--runs", 1, "--campaign", "another", "--out", tmp_path)
+        run_here(*small, "--runs", 7, "--resume", "--out", tmp_path)
+    run_here(*small, "--runs", 1, "--campaign", "another", "--out", tmp_path)
     assert pd.read_csv(table, sep="\t")["environment"].tolist() == 6 * ["-"] + [both]
 
 
 def test_epochs_are_written_and_shown_while_a_run_is_made(tiny_npz, tmp_path, capsys, monkeypatch):
     """A run that was interrupted has epochs, but no row; when it is made again, its epochs are written again."""
-    monkeypatch.setattr(train_log, "LONG_EPOCH", 0)
-    options, evaluate = ["--demo", *TINY, "--data", tiny_npz, "--out", tmp_path, "--campaign", "a"], train.evaluate
+    monkeypatch.setattr(log, "LONG_EPOCH", 0)
+    options, epoch = ["--demo", *TINY, "--data", tiny_npz, "--out", tmp_path, "--campaign", "a"], Log.epoch
     first = iter([True])
-    monkeypatch.setattr(train, "evaluate", lambda *given: evaluate(*given) if next(first, None) else 1 / 0)
+    monkeypatch.setattr(Log, "epoch", lambda *given: epoch(*given) if next(first, None) else 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train_here(*options)
+        run_here(*options)
     assert pd.read_csv(tmp_path / "runs.tsv", sep="\t").empty
-    monkeypatch.setattr(train, "evaluate", evaluate)
-    train_here(*options)
+    monkeypatch.setattr(Log, "epoch", epoch)
+    run_here(*options)
     epochs = pd.read_csv(tmp_path / "epochs.tsv", sep="\t")
     assert epochs["epoch"].tolist() == [1, 1, 2]
     assert epochs["train_loss"][0] == epochs["train_loss"][1]
@@ -266,7 +267,7 @@ def test_a_finished_run_is_not_lost_if_a_file_cannot_be_written(small, tmp_path,
     (tmp_path / "timing_log.tsv").mkdir()
     (tmp_path / "epochs.tsv").write_text("epoch\tmine\n1\t2\n")
     (weights := tmp_path / "gone").mkdir()
-    append, full = train_log.append, iter([OSError(28, "No space left on device")])
+    append, full = campaign.append, iter([OSError(28, "No space left on device")])
 
     def fails_once(path, *others):
         if path.name == "runs.tsv" and others[-1] and (error := next(full, None)):
@@ -275,8 +276,8 @@ def test_a_finished_run_is_not_lost_if_a_file_cannot_be_written(small, tmp_path,
             raise error
         append(path, *others)
 
-    monkeypatch.setattr(train_log, "append", fails_once)
-    train_here(*small, "--runs", 2, "--out", tmp_path, "--save", weights / "w.pt")
+    monkeypatch.setattr(campaign, "append", fails_once)
+    run_here(*small, "--runs", 2, "--out", tmp_path, "--save", weights / "w.pt")
     errors = capsys.readouterr().err
     for name in ("runs.tsv", "epochs.tsv", "timing_log.tsv", "w.pt"):
         assert re.search(f"Warning: .*{name} is not written", errors), errors

@@ -3,16 +3,20 @@
 import functools
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 import pytest
 import torch
-from conftest import REPO, TINY, launch, run_here, train_here, train_together
+from conftest import CPU, REPO, TINY, launch, run_here, train_here, train_together
 
 from large_batch_cifar_10_fast import PACKAGE, ConfigError, compare
-from large_batch_cifar_10_fast.core import source
+from large_batch_cifar_10_fast.core import data, fast, layers, source
 from large_batch_cifar_10_fast.core.fast import restart
+from large_batch_cifar_10_fast.core.log import Log, Score
+from large_batch_cifar_10_fast.core.optim import NesterovSGD
 from large_batch_cifar_10_fast.core.program import load_program, read_command
+from large_batch_cifar_10_fast.core.team import Team
 
 pytestmark = pytest.mark.slow
 
@@ -219,3 +223,114 @@ def test_sets_of_hyper_parameters_are_recipes_of_a_program():
     assert (name, options.runs, hyp.epochs, hyp.pixels, hyp.whitening_epochs) == ("muon2024", 1, 4, (32,), 2)
     with pytest.raises(ConfigError, match=r"--recipe page is not of muon.py, which has muon, muon2024"):
         read_command(program("muon"), ["--recipe", "page"])
+
+
+def test_upload_preprocessing_whitening_and_training_count_and_validation_does_not(tiny_npz, tmp_path, monkeypatch):
+    """Work takes seconds of its own kind on a device, for which the clock waits; validations say 90%, 95%, 93%, 96%."""
+    now, queued = [0.0], []
+    scores = iter([90, 0, 95, 0, 93, 0, 96, 0] * 2)  # of validation and of training in turn
+
+    def taking(seconds, work):
+        def slower(*arguments, **named):
+            queued.append(seconds)
+            return work(*arguments, **named)
+
+        return slower
+
+    def synchronize(team):
+        now[0] += sum(queued)
+        queued.clear()
+
+    def read_score(sums, team):
+        score = next(scores)
+        queued.append(1000 if score else 0)
+        return Score(score, 100, 1.0)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.process_time", lambda: 2 * now[0])
+    monkeypatch.setattr(Team, "synchronize", synchronize)
+    monkeypatch.setattr(fast, "place", taking(500, fast.place))
+    monkeypatch.setattr(data, "copy_to_device", taking(0.125, data.copy_to_device))
+    monkeypatch.setattr(data, "normalize", taking(0.25, data.normalize))
+    monkeypatch.setattr(layers, "whitening_filters", taking(0.125, layers.whitening_filters))
+    monkeypatch.setattr(NesterovSGD, "step", taking(1, NesterovSGD.step))
+    monkeypatch.setattr(program("apple2019"), "read_score", read_score)
+    run_here("--demo", *TINY, "--epochs", 4, "--runs", 2, "--data", tiny_npz, "--out", tmp_path)
+    steps = 643 // 8 // 16
+    parts = {"upload": 0.5, "preprocessing": 0.5, "whitening": 0.125, "training": 4 * steps}
+    parts |= {"seconds": 1.125 + 4 * steps, "last_validation": 1000, "validation_accuracy": 0.96}
+    parts |= {"cpu_seconds": 2 * parts["seconds"]}
+    parts |= {"goal_epoch": 2, "goal_seconds": 1.125 + 2 * steps}  # the first epoch at 94%, not the last
+    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    assert rows[[*parts]].to_dict("records") == [parts, parts]
+    hours = pd.read_csv(tmp_path / "timing_log.tsv", sep="\t")["hours"] * 3600
+    assert hours.tolist() == pytest.approx([1.125 + epoch * steps for epoch in (1, 2, 3, 4)])
+
+
+def test_a_run_whose_loss_is_not_finite_stops_and_its_time_does_not_count(tiny_npz, tmp_path, capsys):
+    run_here("--demo", *TINY, "--lr_scaler", 1e5, "--data", tiny_npz, "--out", tmp_path, "--epochs", 4)
+    output = capsys.readouterr()
+    assert "Warning: run 0 (seed 0) stopped after epoch 1 of 4: its loss is not finite" in output.err
+    assert "Maximum training time nan median nan" in output.out
+
+
+# Compiled code, and a stand-in for the compiler
+
+
+def test_compiled_programs_train_as_uncompiled_ones_and_compile_nothing_in_a_run(tiny_npz, tmp_path, monkeypatch):
+    """Graphs are made and guarded as usual, and run uncompiled: C++ takes seconds a kernel."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    progress = Log.progress
+
+    def without_compiling(log, steps):
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            yield from progress(log, steps)
+
+    monkeypatch.setattr(Log, "progress", without_compiling)
+    for recipe in ("muon", "apple2019"):
+        for how in ("--compile", "--no_compile"):
+            options = [*SMALL[recipe], "--data", tiny_npz, "--precision", "fp64", "--out", tmp_path, how]
+            run_here(*options, "--campaign", recipe + how)
+    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    assert rows["compile"].tolist() == 2 * [True, True, False, False]
+    for start in (0, 4):
+        compiled, plain = rows["validation_loss"][start : start + 2], rows["validation_loss"][start + 2 : start + 4]
+        assert compiled.tolist() == pytest.approx(plain.tolist(), rel=1e-9)
+
+
+class Pass(NamedTuple):
+    loss: torch.Tensor
+    losses: torch.Tensor
+    statistics: list[torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda made: made, ""),
+        (lambda made: made._replace(loss=0 * made.loss), "gradient of weight is 100% off"),  # as torch 2.11's
+        (lambda made: made._replace(loss=made.loss.detach().requires_grad_()), "pass has no gradient of weight"),
+        (lambda made: made._replace(loss=made.loss + 0.05 * made.loss.detach()), "loss is 5% off"),
+        (lambda made: made._replace(losses=2 * made.losses), "losses is 100% off"),
+        (
+            lambda made: made._replace(statistics=[made.statistics[0], 0.9 * made.statistics[1]]),
+            "statistics 1 is 10% off",
+        ),
+    ],
+)
+def test_every_result_of_a_compiled_pass_is_checked(fault, message, monkeypatch, capsys):
+    """A pass with the fault stands in for the compiled one."""
+    network = torch.nn.Linear(4, 3)
+
+    def forward(x, y):
+        losses = torch.nn.functional.cross_entropy(network(x), y, reduction="none")
+        return Pass(losses.sum(), losses.detach(), [x.mean(), x.var()])
+
+    monkeypatch.setattr(torch, "compile", lambda eager, **_: lambda *inputs: (fault(eager(*inputs)[0]), True))
+    precision, team = fast.Precision("fp32", CPU, half_weights=False), Team(0, 1, CPU, 1)
+    images = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    found = fast.compile_training(forward, network, [images], precision, team)
+    assert (found is forward) == bool(message)
+    assert all(weight.grad is None for weight in network.parameters())
+    shown = capsys.readouterr().err
+    assert re.search(f"^Warning: not compiled .the compiled {message}", shown) if message else shown == ""
