@@ -215,7 +215,7 @@ def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none", label_smoothing=hyp.label_smoothing)
 
 
-def make_optimizer(hyp: Hyp, network: Network, device: torch.device) -> Optimizer:
+def make_optimizer(hyp: Hyp, network: Network, team: Team) -> Optimizer:
     """Return Nesterov for weights, and for biases, which learn 64 times as fast."""
     weights = [weight for weight in network.parameters() if weight.ndim > 1]
     biases = [weight for weight in network.parameters() if weight.ndim == 1]
@@ -225,7 +225,7 @@ def make_optimizer(hyp: Hyp, network: Network, device: torch.device) -> Optimize
         {"params": biases, "weight_decay": decay / BIAS_FACTOR},
     ]
     optimizer = NesterovSGD(groups, MOMENTUM)
-    fast.keep_rates_on_gpu([optimizer], device)
+    fast.keep_rates_on_gpu([optimizer], team)
     return optimizer
 
 
@@ -278,10 +278,10 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes, workers)
         fast.place(network, precision)
-        return network, [make_optimizer(hyp, network, team.device)]
+        return network, [make_optimizer(hyp, network, team)]
 
     network, (optimizer,) = fresh()
-    restart = partial(fast.restart, network, [optimizer], fresh, rank=team.rank, keep=["whitening.weight"])
+    restart = partial(fast.restart, network, [optimizer], fresh, team, keep=["whitening.weight"])
 
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
     first_batch = plan_epoch(hyp, own_images, steps, team, seed=0, epoch=1)[0]

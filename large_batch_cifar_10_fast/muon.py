@@ -255,7 +255,7 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
         group["weight_decay"] = WEIGHT_DECAY * hyp.batch_size / group["first_rate"]
         group["first_rate"] *= hyp.workers  # it is for the sum of a step's losses; ours is the mean of workers' sums
     optimizers = [muon, SGD(groups, lr=0.0, momentum=hyp.momentum, nesterov=True)]
-    fast.keep_rates_on_gpu(optimizers, team.device)
+    fast.keep_rates_on_gpu(optimizers, team)
     return optimizers
 
 
@@ -334,7 +334,7 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
         return network, make_optimizers(hyp, network, team)
 
     network, optimizers = fresh()
-    restart = partial(fast.restart, network, optimizers, fresh, rank=team.rank, keep=["whitening.weight"])
+    restart = partial(fast.restart, network, optimizers, fresh, team, keep=["whitening.weight"])
     own_images = data.count_own(len(images.train_images), team)
     last_losses = torch.full((own_images,), torch.inf, device=team.device)  # of each image, when it was last seen
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch

@@ -98,7 +98,7 @@ def test_a_restart_keeps_memory_and_what_is_named():
     network, optimizers = fresh()
     places = [weight.data_ptr() for weight in network.parameters()]
     kept = network.bias.clone()
-    restart(network, optimizers, fresh, seed=1, keep=["bias"])
+    restart(network, optimizers, fresh, Team(0, 1, CPU, 1), seed=1, keep=["bias"])
     assert [weight.data_ptr() for weight in network.parameters()] == places
     torch.manual_seed(1)
     assert torch.equal(network.weight, torch.nn.Linear(2, 2).weight)

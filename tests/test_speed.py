@@ -7,15 +7,17 @@ the paths of a GPU, where learning rates are tensors, SGD is fused, steps are ca
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
-from conftest import Recorder, prepared, train_prepared
+from conftest import TINY, Recorder, prepared, run_here, train_prepared
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from large_batch_cifar_10_fast import train
+from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.data.cifar10 import Images, random_images
 from large_batch_cifar_10_fast.data.synthetic import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
@@ -181,7 +183,12 @@ def graphs(monkeypatch) -> list[RecordedGraph]:
     stand_ins |= {"set_stream": current.append, "graph_pool_handle": object, "synchronize": lambda device: None}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    stand_ins = {"reset_peak_memory_stats": lambda device: None, "get_device_capability": lambda gpu: (9, 0)}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(Images, "pinned", lambda images: images)
     monkeypatch.setattr(DistContext, "on_gpu", True)
+    monkeypatch.setattr(Team, "on_gpu", True)
     return captured
 
 
@@ -226,6 +233,42 @@ def test_runs_by_graphs_equal_runs_without_each_alone(recipe, count, how, graphs
     on_cpu = run(recipe, 2, **how).weights[0]
     for name, tensor in replayed.weights[1].items():
         torch.testing.assert_close(tensor, on_cpu[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+MUON_OPTIONS = ["--recipe", "muon", "--epochs", 4, "--width", 4, "--pixels", "12,12,16,16", "--kept", "1,0.7,1,0.7"]
+OF_PROGRAMS = {
+    "apple2019": (["--demo", *TINY], 1),
+    "apple2019 micro-batches": (["--demo", *TINY, "--micro_batches", 2, "--eval_stats", "average"], 1),
+    "muon bf16": ([*MUON_OPTIONS, "--batch_size", 24, "--precision", "bf16"], 3),
+    "muon 4 workers": ([*MUON_OPTIONS, "--batch_size", 8, "--workers", 4, "--micro_batches", 2], 3),
+}
+
+
+@pytest.mark.parametrize("name", OF_PROGRAMS)
+def test_runs_of_programs_by_graphs_equal_runs_without_each_alone(name, graphs, monkeypatch, tiny_npz, tmp_path):
+    options, count = OF_PROGRAMS[name]
+    options = ["--precision", "fp32", *options, "--data", tiny_npz, "--no_compile", "--out", tmp_path]
+    run_here(*options, "--campaign", "replayed", "--runs", 2, "--seed", 1, "--save", tmp_path / "replayed.pt")
+    assert len(graphs) == count, "one for each kind of step"
+    run_here(*options, "--campaign", "alone", "--seed", 2, "--no_graph", "--save", tmp_path / "alone.pt")
+    assert len(graphs) == count
+    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
+    assert rows["no_graph"].tolist() == [False, False, True]
+    for column in ("train_loss", "train_accuracy", "validation_loss", "validation_count"):
+        assert rows[column][1] == rows[column][2], column
+    replayed, alone = (torch.load(tmp_path / f"{n}.pt", weights_only=True)["weights"] for n in ("replayed", "alone"))
+    assert same(replayed, alone)
+
+
+@pytest.mark.parametrize("other", ["", "no graphs there"], ids=["here", "on another process"])
+def test_if_a_capture_fails_a_program_trains_without_graphs(other, graphs, monkeypatch, capsys, tiny_npz, tmp_path):
+    if other:
+        monkeypatch.setattr(Team, "first_failure", lambda team, key, failure: failure or other)
+    else:
+        monkeypatch.setattr(RecordedGraph, "failing", {"_foreach_div_"})  # once gradients are computed
+    run_here("--demo", *TINY, "--data", tiny_npz, "--out", tmp_path)
+    assert capsys.readouterr().err.startswith(f"Warning: no CUDA graphs ({other or 'aten._foreach_div_'}")
+    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["no_graph"].tolist() == [True]
 
 
 def test_no_graph_is_captured_where_the_momentum_changes(graphs):

@@ -59,7 +59,7 @@ def train(hyp, options, images, team, log) -> None:
         pass
     log.ready(hyp.epochs * [steps * hyp.workers * hyp.batch_size], compiled=False, graphs=False)
     for seed in log.missing_runs():
-        fast.restart(network, [optimizer], fresh, seed, team.rank)
+        fast.restart(network, [optimizer], fresh, team, seed)
         for epoch in range(1, hyp.epochs + 1):
             plans = []
             for number, worker in enumerate(team.workers):

@@ -105,16 +105,16 @@ def restart(
     network: nn.Module,
     optimizers: Sequence[Optimizer],
     fresh: Callable[[], tuple[nn.Module, Sequence[Optimizer]]],
+    team: Team,
     seed: int,
-    rank: int = 0,
     keep: Sequence[str] = (),
 ) -> None:
     """Let a run begin as if it were the only one: its seed alone decides its weights and all that it draws.
 
     `fresh()` makes network and optimizers anew. Their values are copied to the same memory, so that compiled code and
     CUDA graphs stay valid: all parameters and buffers (but those named in `keep`), all that the optimizers keep. What
-    an optimizer makes in its first step is removed; on a GPU, where a graph may use it, it becomes zero. Then torch's
-    generators start from seed and rank, for what a network draws itself.
+    an optimizer makes in its first step is removed; on a GPU, where a graph may use it, it becomes zero (which NAdam's,
+    ASGD's and Rprop's is not at first). Then torch's generators start from seed and rank, for what a network draws.
     """
     torch.manual_seed(seed)
     new_network, new_optimizers = fresh()
@@ -128,9 +128,9 @@ def restart(
         for group, new_group in zip(optimizer.param_groups, new.param_groups, strict=True):
             restore(group, {name: value for name, value in new_group.items() if isinstance(value, float | Tensor)})
             for weight, new_weight in zip(group["params"], new_group["params"], strict=True):
-                forget(optimizer.state[weight], new.state[new_weight])
+                forget(optimizer.state[weight], new.state[new_weight], team.on_gpu)
                 restore(optimizer.state[weight], new.state[new_weight])
-    torch.manual_seed(int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0] >> 1))
+    torch.manual_seed(int(np.random.SeedSequence((seed, team.rank)).generate_state(1, np.uint64)[0] >> 1))
 
 
 def restore(entries: dict, first: dict) -> None:
@@ -142,24 +142,22 @@ def restore(entries: dict, first: dict) -> None:
             entries[name] = value
 
 
-def forget(state: dict, first: dict) -> None:
-    """Remove what an optimizer keeps of a weight and did not have at first; on a GPU set it to zero."""
-    later = [name for name in state if name not in first]
-    on_gpu = any(isinstance(state[name], Tensor) and state[name].is_cuda for name in later)
-    for name in later:
-        if on_gpu and isinstance(state[name], Tensor):
+def forget(state: dict, first: dict, in_place: bool) -> None:
+    """Remove what an optimizer keeps of a weight and did not have at first, or set it to zero in place."""
+    for name in [name for name in state if name not in first]:
+        if in_place and isinstance(state[name], Tensor):
             state[name].zero_()
         else:
             del state[name]
 
 
-def keep_rates_on_gpu(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+def keep_rates_on_gpu(optimizers: Iterable[Optimizer], team: Team) -> None:
     """Keep learning rates on a GPU, where a graph or compiled code reads them, and fuse torch's SGD."""
-    if device.type == "cpu":
+    if not team.on_gpu:
         return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = torch.zeros((), device=device)
+            group["lr"] = torch.zeros((), device=team.device)
             if isinstance(optimizer, SGD):
                 group["fused"] = True
 
