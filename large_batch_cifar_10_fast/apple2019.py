@@ -145,7 +145,8 @@ class Network(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         mix, norm, celu = self.prep
-        x = celu(norm(whiten_and_mix(images, self.whitening.weight, mix.weight)))
+        x = whiten_and_mix(images, self.whitening.weight, mix.weight)  # type: ignore[arg-type]  # Tensors
+        x = celu(norm(x))
         return self.head(self.layer3(self.layer2(self.layer1(x)))) / 16
 
 
@@ -333,9 +334,9 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
         team.broadcast(*network.buffers())  # rank 0's statistics, which are worker 0's
         with torch.no_grad(), precision.autocast():
             # An image and its mirror image have the same class. Without: predict(x) alone.
-            logits = [(predict(x) + predict(data.mirrored(x))) / 2 for x in data.chunks(shards.test_images)]
+            views = [(predict(x) + predict(data.mirrored(x))) / 2 for x in data.chunks(shards.test_images)]
+            logits = torch.cat(views)
         network.train()
-        logits = torch.cat(logits)
         losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 

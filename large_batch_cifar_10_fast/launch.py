@@ -79,8 +79,8 @@ def read_command(arguments: Sequence[str]) -> tuple[list[str], Any, int]:
 
     recipe = program.recipe_of(arguments, "apple2019")
     if (recipe in config.RECIPES and recipe not in program.PROGRAMS) or ".py:" in recipe:
-        options, older = config.parse(arguments)
-        return [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments], options, older.workers
+        older, its_recipe = config.parse(arguments)
+        return [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments], older, its_recipe.workers
     _, options, hyp = program.read_command(program.load_program(recipe), arguments)
     start = [recipe] if recipe.endswith(".py") else ["-m", f"large_batch_cifar_10_fast.{program.PROGRAMS[recipe]}"]
     return [sys.executable, *start, *arguments], options, program.workers_of(hyp)

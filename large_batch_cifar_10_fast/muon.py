@@ -117,6 +117,10 @@ def stage_of(hyp: Hyp, epoch: int) -> Stage:
     return Stage(resolution, trains_whitening=epoch <= hyp.whitening_epochs)
 
 
+def set_stage(network: "Network", stage: Stage) -> None:
+    network.get_parameter("whitening.bias").requires_grad_(stage.trains_whitening)
+
+
 def steps_by_epoch(hyp: Hyp, train_images: int) -> list[int]:
     """Return the number of steps of each epoch."""
     kept = [spread(hyp.kept, epoch, hyp.epochs) for epoch in range(1, hyp.epochs + 1)]
@@ -246,7 +250,7 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     # Muon: m = 0.6 m + g;  w = w sqrt(out) / |w|;  w = w - rate * orthogonal(g + 0.6 m). All directions of an update
     # have about the same size, so that rare ones are learned, too. A fixed norm takes the place of weight decay.
     muon = Muon([{"params": filters, "first_rate": hyp.filter_rate, "epochs": hyp.epochs}], hyp.filter_momentum, team)
-    groups = [
+    groups: list[dict] = [
         {"params": biases, "first_rate": hyp.bias_rate, "epochs": hyp.epochs},
         {"params": [network.whitening.bias], "first_rate": hyp.bias_rate, "epochs": hyp.whitening_epochs},
         {"params": [network.linear.weight], "first_rate": hyp.head_rate, "epochs": hyp.epochs},
@@ -352,7 +356,7 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
         restart(seed=0)
         stages = [stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]
         for stage in dict.fromkeys(stages):
-            network.whitening.bias.requires_grad_(stage.trains_whitening)
+            set_stage(network, stage)
             yield plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=stages.index(stage) + 1)[0], stage
 
     def checks() -> Iterator[Tensor]:
@@ -378,7 +382,7 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
     # On a GPU this runs as a CUDA graph: Python is left out, so a counter or a condition in it would stand still.
     def train_step(shards: data.Shards, batch: Tensor, stage: Stage) -> None:
         """Update the weights once, from one batch of every worker."""
-        losses = []
+        losses: list[Tensor] = []
         for part in batch.chunk(options.micro_batches, dim=1):
             made = forward(*batch_of(shards.images, shards.labels, part, stage.resolution))
             made.loss.backward()
@@ -419,7 +423,7 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
         for epoch in range(1, hyp.epochs + 1):
             stage = stage_of(hyp, epoch)
             with log.clock.timed("training"):
-                network.whitening.bias.requires_grad_(stage.trains_whitening)
+                set_stage(network, stage)
                 sums.zero_()
                 plan = plan_epoch(hyp, last_losses, steps[epoch - 1], team, seed, epoch)
                 for number, batch in log.progress(plan):

@@ -68,7 +68,7 @@ def batch_statistics(network: nn.Module) -> list[Tensor]:
 def update_running_statistics(network: nn.Module, latest: Iterable[Tensor]) -> None:
     """Move the running statistics of all ghost norms towards the `batch_statistics` of a pass, in one launch."""
     norms = ghost_norms(network)
-    running = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+    running: list[Tensor] = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
     if running:
         torch._foreach_lerp_(running, list(latest), norms[0].momentum)
 

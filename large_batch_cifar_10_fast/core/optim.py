@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .team import Team
 
-Tensors = Sequence[Tensor]
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 # ---- Schedules
 
@@ -58,8 +58,8 @@ class NesterovSGD(Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # no closure
         for group in self.param_groups:
-            for weights in by_dtype(group["params"]):
-                gradients = [weight.grad for weight in weights]
+            for weights in by_dtype(weight for weight in group["params"] if weight.grad is not None):  # not frozen
+                gradients = [weight.grad for weight in weights if weight.grad is not None]
                 velocities = [self.state[weight]["momentum_buffer"] for weight in weights]
                 self.update(weights, gradients, velocities, group["lr"], group["weight_decay"], group["momentum"])
 
@@ -107,8 +107,8 @@ class Muon(Optimizer):
     in half precision under autocast. torch.optim.Muon (2.9) takes only matrices, one by one, and keeps no norm.
     """
 
-    def __init__(self, weights: Iterable[Tensor], momentum: float, team: Team) -> None:
-        super().__init__(weights, {"lr": 0.0, "momentum": momentum})
+    def __init__(self, groups: Iterable[dict], momentum: float, team: Team) -> None:
+        super().__init__(groups, {"lr": 0.0, "momentum": momentum})
         self.team = team
         self.directions = orthogonal_directions
         self.move = move

@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help lists the options")
 
 
-def parse_options(arguments: Sequence[str], name: str, hyp: type, demo: dict[str, Any]) -> tuple[Options, Any]:
+def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str, Any]) -> tuple[Options, Any]:
     """Return the options and the hyper-parameters that a command line asks for. Raise ConfigError.
 
     `demo` has the hyper-parameters of --demo; it is empty for a program that has none.

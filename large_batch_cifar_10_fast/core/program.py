@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -183,4 +183,4 @@ def choose_computation(options: Options, half: str, flop: float, team: Team) -> 
     precision = choose_precision(asked, half, team)
     is_long = team.on_gpu or estimate_seconds(flop, team.world_size, "fp32") > LONG
     use_compiler = options.compile or (is_long and not options.demo and not options.no_compile)
-    return replace(options, precision=precision, compile=use_compiler, no_compile=not use_compiler)
+    return replace(options, precision=cast(Any, precision), compile=use_compiler, no_compile=not use_compiler)

@@ -61,8 +61,10 @@ def file_of_module(name: str, folder: Path) -> Path | None:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):  # a.b, where a is a module, or not there
         return None
-    file = Path(spec.origin).resolve() if spec and spec.has_location and spec.origin else None
-    return file if file and file.suffix == ".py" and not INSTALLED & set(file.parents) else None
+    if not spec or not spec.has_location or not spec.origin:
+        return None
+    origin = Path(spec.origin).resolve()
+    return origin if origin.suffix == ".py" and not INSTALLED & set(origin.parents) else None
 
 
 def digest(program: Path) -> str:
