@@ -8,7 +8,7 @@ Published: 94.19% in 7.8 s on eight V100s (n = 50). The file reads in the order 
 To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`. Sections are those of docs/method.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -254,6 +254,14 @@ def set_rates(hyp: Hyp, optimizer: Optimizer, epoch: float) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def average_over_views(predict: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the mean logits of images [B, 3, 32, 32] and their mirror images, which have the same class.
+
+    Without: return predict(x)
+    """
+    return (predict(x) + predict(data.mirrored(x))) / 2
+
+
 class Pass(NamedTuple):
     """The results of a forward pass over images [B]."""
 
@@ -272,20 +280,24 @@ def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: 
 def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log) -> None:
     """Make the missing runs of a campaign."""
     precision = fast.Precision(options.precision, team.device, half_weights=True)
-    workers = len(team.workers) // options.micro_batches  # whose batches are computed together
+    workers_at_once = len(team.workers) // options.micro_batches
     steps = len(images.train_images) // hyp.workers // hyp.batch_size  # of an epoch
     own_images = data.count_own(len(images.train_images), team)
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
 
     def fresh() -> tuple[Network, list[Optimizer]]:
-        network = Network(hyp, images.classes, workers)
+        network = Network(hyp, images.classes, workers_at_once)
         fast.place(network, precision)
         return network, [make_optimizer(hyp, network, team)]
 
     network, (optimizer,) = fresh()
     restart = partial(fast.restart, network, [optimizer], fresh, team, keep=["whitening.weight"])
-
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
-    first_batch = plan_epoch(hyp, own_images, steps, team, seed=0, epoch=1)[0]
+    calls = fast.Functions(
+        forward=partial(forward_pass, hyp, network, precision),
+        predict=partial(fast.predict, network),
+        make_batch=make_batch,
+        compiled=False,
+    )
 
     def prepare(images: data.Images, clock: Clock) -> data.Shards:
         shards = data.upload(images, team, precision, clock)
@@ -295,31 +307,16 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
             team.broadcast(network.whitening.weight)
         return shards
 
-    def checks() -> list[Tensor]:
-        """Return images of a step, on which compiled code is compared with uncompiled."""
+    def kinds() -> Iterator[tuple[Tensor]]:
+        """Make the network fresh, and yield what a step takes; there is one kind of it."""
         restart(seed=0)
-        part = first_batch.chunk(options.micro_batches, dim=1)[0]
-        return [make_batch(shards.images, shards.labels, part)[0]]
+        yield (plan_epoch(hyp, own_images, steps, team, seed=0, epoch=1)[0],)
 
-    # Not timed: compiling, then a step, which chooses kernels. Both on noise.
-    shards = prepare(data.noise_like(images, team), Clock(team.synchronize))
-    forward, predict, batch_of, compiled = fast.compile_all(
-        partial(forward_pass, hyp, network, precision),
-        make_batch,
-        network,
-        [optimizer],
-        checks,
-        data.chunks(shards.test_images),
-        precision,
-        team,
-        enabled=options.compile,
-    )
-
-    # On a GPU this runs as a CUDA graph: Python is left out, so a counter or a condition in it would stand still.
+    # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.
     def train_step(shards: data.Shards, batch: Tensor) -> None:
         """Update the weights once, from one batch of every worker."""
         for number, part in enumerate(batch.chunk(options.micro_batches, dim=1)):
-            made = forward(*batch_of(shards.images, shards.labels, part))
+            made = calls.forward(*calls.make_batch(shards.images, shards.labels, part))
             made.loss.backward()
             if number == 0:  # it begins with worker 0's images, whose statistics count
                 layers.update_running_statistics(network, made.statistics)
@@ -330,25 +327,26 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
 
     def evaluate(shards: data.Shards) -> Score:
         """Return the score on the test images, of which each process evaluates its share."""
-        network.eval()
-        team.broadcast(*network.buffers())  # rank 0's statistics, which are worker 0's
-        with torch.no_grad(), precision.autocast():
-            # An image and its mirror image have the same class. Without: predict(x) alone.
-            views = [(predict(x) + predict(data.mirrored(x))) / 2 for x in data.chunks(shards.test_images)]
-            logits = torch.cat(views)
-        network.train()
+        with fast.evaluating(network, precision, team):
+            logits = torch.cat([average_over_views(calls.predict, x) for x in fast.chunks(shards.test_images)])
         losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
-    restart(seed=0)
+    # Not timed: compiling, and a step, which chooses kernels; on noise.
+    noise = prepare(data.noise_like(images, team), Clock(team.synchronize))
+    if options.compile:
+        calls = fast.compile_all(calls, network, [optimizer], kinds, noise, options.micro_batches, precision, team)
     if not options.no_warmup:
-        train_step(shards, first_batch)
-        evaluate(shards)
+        for (batch,) in kinds():
+            train_step(noise, batch)
+        evaluate(noise)
+    del noise
 
-    # Timed from here on.
+    # Timed: this, then each epoch's training.
     shards = prepare(images, log.clock)
-    step = fast.graph(partial(train_step, shards), [(first_batch,)], team, enabled=not options.no_graph)
-    log.ready(hyp.epochs * [steps * hyp.workers * hyp.batch_size], compiled, isinstance(step, fast.CudaGraphs))
+    step = fast.graph(partial(train_step, shards), kinds(), team, enabled=not options.no_graph)
+    images_by_epoch = hyp.epochs * [steps * hyp.workers * hyp.batch_size]
+    log.ready(images_by_epoch, calls.compiled, graphs=isinstance(step, fast.CudaGraphs))
     for seed in log.missing_runs():
         restart(seed=seed)
         for epoch in range(1, hyp.epochs + 1):

@@ -82,6 +82,9 @@ def read_command(arguments: Sequence[str]) -> tuple[list[str], Any, int]:
         older, its_recipe = config.parse(arguments)
         return [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments], older, its_recipe.workers
     _, options, hyp = program.read_command(program.load_program(recipe), arguments)
+    if recipe.endswith(".py"):  # it may import what is beside it, which PYTHONSAFEPATH forbids
+        paths = [os.environ.get("PYTHONPATH", ""), program.folder_of(recipe)]
+        os.environ["PYTHONPATH"] = ":".join(filter(None, paths))
     start = [recipe] if recipe.endswith(".py") else ["-m", f"large_batch_cifar_10_fast.{program.PROGRAMS[recipe]}"]
     return [sys.executable, *start, *arguments], options, program.workers_of(hyp)
 

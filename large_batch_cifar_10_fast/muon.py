@@ -146,12 +146,12 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
         draws = data.generator(team.device, seed, worker, epoch)
         crops = data.independent_assignment(len(rows), (2 * PADDING + 1) ** 2, draws)
         flips = data.independent_assignment(len(rows), 2, draws)
+        order = torch.randperm(len(rows), generator=draws, device=team.device)
         # Alternating flip: an image is mirrored at random in the first epoch, then in every other one. So two epochs
         # show both of its sides; independent flips show one side of half of the images twice. Without: delete the next
         # two lines.
         first_side = data.independent_assignment(len(rows), 2, data.generator(team.device, seed, worker, 0))
         flips = (first_side + epoch) % 2
-        order = torch.randperm(len(rows), generator=draws, device=team.device)
         if spread(hyp.kept, epoch, hyp.epochs) < 1:
             order = order[hardest(last_losses[rows[order]], steps * hyp.batch_size)]
         plans.append(torch.stack([rows, crops, flips])[:, order])
@@ -166,12 +166,12 @@ def hardest(losses: Tensor, count: int) -> Tensor:
     return losses.topk(count, sorted=False).indices.sort().values
 
 
-def make_batch(images: Tensor, labels: Tensor, batch: Tensor, resolution: int) -> tuple[Tensor, Tensor]:
+def make_batch(images: Tensor, labels: Tensor, batch: Tensor, stage: Stage) -> tuple[Tensor, Tensor]:
     """Return augmented images [B, 3, resolution, resolution], channels-last, and their labels [B]."""
     rows, crops, flips = batch
     x = data.crop_and_flip(images, rows, crops, flips, PADDING)
-    if resolution < data.SIZE:
-        x = F.interpolate(x, size=(resolution, resolution), mode="bilinear", align_corners=False)
+    if stage.resolution < data.SIZE:
+        x = F.interpolate(x, size=(stage.resolution, stage.resolution), mode="bilinear", align_corners=False)
     return x, labels[rows]
 
 
@@ -292,16 +292,14 @@ def average_over_views(predict: Callable[[Tensor], Tensor], x: Tensor, views: st
     """
     if views == "one":
         return predict(x)
-    mean = predict(x) / 2 + predict(data.mirrored(x)) / 2
     if views == "two":
-        return mean
+        return predict(x) / 2 + predict(data.mirrored(x)) / 2
     up_left = data.shifted(x, 1)
     down_right = data.shifted(x, -1)
-    shifted = [up_left, down_right, data.mirrored(up_left), data.mirrored(down_right)]
-    mean = mean / 2
-    for view in shifted:
-        mean = mean + predict(view) / 8
-    return mean
+    total = predict(x) / 4 + predict(data.mirrored(x)) / 4
+    for view in (up_left, down_right, data.mirrored(up_left), data.mirrored(down_right)):
+        total = total + predict(view) / 8
+    return total
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,19 +327,25 @@ def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: 
 def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log) -> None:
     """Make the missing runs of a campaign."""
     precision = fast.Precision(options.precision, team.device, half_weights=False)
-    workers = len(team.workers) // options.micro_batches  # whose batches are computed together
+    workers_at_once = len(team.workers) // options.micro_batches
     steps = steps_by_epoch(hyp, len(images.train_images))
+    own_images = data.count_own(len(images.train_images), team)
+    last_losses = torch.full((own_images,), torch.inf, device=team.device)  # of each image, when it was last seen
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
 
     def fresh() -> tuple[Network, list[Optimizer]]:
-        network = Network(hyp, images.classes, workers)
+        network = Network(hyp, images.classes, workers_at_once)
         fast.place(network, precision)
         return network, make_optimizers(hyp, network, team)
 
     network, optimizers = fresh()
     restart = partial(fast.restart, network, optimizers, fresh, team, keep=["whitening.weight"])
-    own_images = data.count_own(len(images.train_images), team)
-    last_losses = torch.full((own_images,), torch.inf, device=team.device)  # of each image, when it was last seen
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
+    calls = fast.Functions(
+        forward=partial(forward_pass, hyp, network, precision),
+        predict=partial(fast.predict, network),
+        make_batch=make_batch,
+        compiled=False,
+    )
 
     def prepare(images: data.Images, clock: Clock) -> data.Shards:
         shards = data.upload(images, team, precision, clock)
@@ -352,39 +356,19 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
         return shards
 
     def kinds() -> Iterator[tuple[Tensor, Stage]]:
-        """Set a fresh network to each kind of step, and yield what such a step takes."""
+        """Set a fresh network to each kind of step, one after the other, and yield what such a step takes."""
         restart(seed=0)
         stages = [stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]
         for stage in dict.fromkeys(stages):
             set_stage(network, stage)
             yield plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=stages.index(stage) + 1)[0], stage
 
-    def checks() -> Iterator[Tensor]:
-        """Yield images of each kind of step, on which compiled code is compared with uncompiled."""
-        for batch, stage in kinds():
-            part = batch.chunk(options.micro_batches, dim=1)[0]
-            yield make_batch(shards.images, shards.labels, part, stage.resolution)[0]
-
-    # Not timed: compiling, then a step of each kind, which chooses kernels. Both on noise.
-    shards = prepare(data.noise_like(images, team), Clock(team.synchronize))
-    forward, predict, batch_of, compiled = fast.compile_all(
-        partial(forward_pass, hyp, network, precision),
-        make_batch,
-        network,
-        optimizers,
-        checks,
-        data.chunks(shards.test_images),
-        precision,
-        team,
-        enabled=options.compile,
-    )
-
-    # On a GPU this runs as a CUDA graph: Python is left out, so a counter or a condition in it would stand still.
+    # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.
     def train_step(shards: data.Shards, batch: Tensor, stage: Stage) -> None:
         """Update the weights once, from one batch of every worker."""
         losses: list[Tensor] = []
         for part in batch.chunk(options.micro_batches, dim=1):
-            made = forward(*batch_of(shards.images, shards.labels, part, stage.resolution))
+            made = calls.forward(*calls.make_batch(shards.images, shards.labels, part, stage))
             made.loss.backward()
             if not losses:  # the first part begins with worker 0's images, whose statistics count
                 layers.update_running_statistics(network, made.statistics)
@@ -399,24 +383,28 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
 
     def evaluate(shards: data.Shards, views: str) -> Score:
         """Return the score on the test images, of which each process evaluates its share."""
-        network.eval()
-        team.broadcast(*network.buffers())  # rank 0's statistics, which are worker 0's
-        with torch.no_grad(), precision.autocast():
-            logits = torch.cat([average_over_views(predict, x, views) for x in data.chunks(shards.test_images)])
-        network.train()
+        with fast.evaluating(network, precision, team):
+            chunks = fast.chunks(shards.test_images)
+            logits = torch.cat([average_over_views(calls.predict, chunk, views) for chunk in chunks])
         losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
+    # Not timed: compiling, and a step of each kind, which chooses kernels; on noise.
+    noise = prepare(data.noise_like(images, team), Clock(team.synchronize))
+    if options.compile:
+        calls = fast.compile_all(calls, network, optimizers, kinds, noise, options.micro_batches, precision, team)
     if not options.no_warmup:
         for batch, stage in kinds():
-            train_step(shards, batch, stage)
-        evaluate(shards, "one")
-        evaluate(shards, hyp.views)
+            train_step(noise, batch, stage)
+        evaluate(noise, "one")
+        evaluate(noise, hyp.views)
+    del noise
 
-    # Timed from here on.
+    # Timed: this, then each epoch's training.
     shards = prepare(images, log.clock)
     step = fast.graph(partial(train_step, shards), kinds(), team, enabled=not options.no_graph)
-    log.ready([count * hyp.workers * hyp.batch_size for count in steps], compiled, isinstance(step, fast.CudaGraphs))
+    images_by_epoch = [count * hyp.workers * hyp.batch_size for count in steps]
+    log.ready(images_by_epoch, calls.compiled, graphs=isinstance(step, fast.CudaGraphs))
     for seed in log.missing_runs():
         restart(seed=seed)
         last_losses.fill_(torch.inf)

@@ -221,8 +221,7 @@ def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, 
     assert table.read_bytes() == before
     run_here(*small, "--campaign", "another", "--out", tmp_path)
     assert table.read_bytes().startswith(before)
-    of_compiler = fast.Functions(1, 2, 3, compiled=True)
-    monkeypatch.setattr(fast, "compile_all", lambda forward, make_batch, network, *_, **__: of_compiler)
+    monkeypatch.setattr(fast, "compile_all", lambda plain, *_: plain._replace(compiled=True))
     with pytest.raises(ConfigError, match=r"campaign another cannot be continued with compile \(True, not False\)"):
         run_here(*small, "--compile", "--resume", "--runs", 2, "--no_warmup", "--out", tmp_path)
 

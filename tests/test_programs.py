@@ -134,7 +134,9 @@ def copy_with(name: str, edits: list[tuple[str, str]], path: Path) -> Path:
 
 
 def test_another_activation_is_a_copied_program(tiny_npz, tmp_path):
-    mine = copy_with("muon", SILU, tmp_path / "my_muon.py")
+    (tmp_path / "beside.py").write_text("from torch.nn import SiLU")
+    edits = [*SILU, ("nn.SiLU()", "SiLU()"), ("import torch\n", "from beside import SiLU\nimport torch\n")]
+    mine = copy_with("muon", edits, tmp_path / "my_muon.py")
     options = ["--width", 4, "--batch_size", 100, "--epochs", 1, "--data", tiny_npz, "--no_compile", "--campaign"]
     result = launch("--recipe", "my_muon.py", *options, "silu", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")

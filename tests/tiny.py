@@ -79,7 +79,7 @@ def train(hyp, options, images, team, log) -> None:
             with log.clock.timed("validation"), torch.no_grad():
                 network.eval()
                 team.broadcast(*network.buffers())
-                logits = torch.cat([network(x) for x in data.chunks(shards.test_images)])
+                logits = torch.cat([network(x) for x in fast.chunks(shards.test_images)])
                 network.train()
                 losses = F.cross_entropy(logits, shards.test_labels, reduction="none")
                 validation = read_score(sums_of(logits, shards.test_labels, losses), team)

@@ -1,6 +1,6 @@
 """Images on the device: each worker's own, crops and flips, views of a test image (method, section 2)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from ..data.cifar10 import Images, load_images, random_images
 from ..recipe import CIFAR_10_NORMALIZATION, Normalization
 from .clock import Clock
-from .fast import Precision, evaluation_chunks
+from .fast import Precision
 from .team import Team
 
 __all__ = ["CIFAR_10_NORMALIZATION", "Images", "load_images", "random_images"]
@@ -121,13 +121,7 @@ def split_into_steps(plans: Sequence[Tensor], steps: int, batch_size: int) -> li
     return list(torch.cat(by_worker, 2).transpose(0, 1).contiguous())
 
 
-# ---- Evaluation
-
-
-def chunks(images: Tensor) -> Iterator[Tensor]:
-    """Yield images [n, 32, 32, 3] as chunks [B, 3, 32, 32], channels last, that a device evaluates at once."""
-    for chunk in images.split(evaluation_chunks(len(images), images.device)):
-        yield chunk.permute(0, 3, 1, 2)
+# ---- Test-time augmentation
 
 
 def shifted(images: Tensor, pixels: int) -> Tensor:

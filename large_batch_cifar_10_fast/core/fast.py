@@ -3,12 +3,13 @@
 All of it works on tensors and functions. On a CPU, or if a user says so, a function stays as it is.
 """
 
+import contextlib
 import getpass
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -70,12 +71,10 @@ def choose_precision(asked: str, half: str, team: Team) -> str:
     """
     if asked == "tf32" and not team.on_gpu:
         raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
-    if not team.on_gpu and asked:
-        return asked
-    here = has_bf16(team.device) if team.on_gpu else gains_by_bf16()
+    here = has_bf16(team.device) if team.on_gpu else not asked and gains_by_bf16()
     all_have_bf16 = set(team.gather("bf16", str(here))) == {"True"}
     if not team.on_gpu:
-        return "bf16" if all_have_bf16 else "fp32"
+        return asked or ("bf16" if all_have_bf16 else "fp32")
     if asked in ("bf16", "tf32") and not all_have_bf16:  # torch would emulate it slowly
         instead = "fp16" if asked == "bf16" else "fp32"
         raise ConfigError(f"--precision {asked} needs GPUs of compute capability 8.0 or later: use {instead}")
@@ -119,18 +118,24 @@ def restart(
     torch.manual_seed(seed)
     new_network, new_optimizers = fresh()
     network.zero_grad()
-    values = new_network.state_dict()
+    tensors = tensors_of(network)
+    values = tensors_of(new_network)
     for name in keep:
         del values[name]  # an error if there is no such name
     for name, value in values.items():
-        network.state_dict()[name].copy_(value)
+        tensors[name].copy_(value)
     for optimizer, new in zip(optimizers, new_optimizers, strict=True):
         for group, new_group in zip(optimizer.param_groups, new.param_groups, strict=True):
-            restore(group, {name: value for name, value in new_group.items() if isinstance(value, float | Tensor)})
+            restore(group, {name: value for name, value in new_group.items() if name != "params"})
             for weight, new_weight in zip(group["params"], new_group["params"], strict=True):
                 forget(optimizer.state[weight], new.state[new_weight], team.on_gpu)
                 restore(optimizer.state[weight], new.state[new_weight])
     torch.manual_seed(int(np.random.SeedSequence((seed, team.rank)).generate_state(1, np.uint64)[0] >> 1))
+
+
+def tensors_of(network: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers by name."""
+    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
 def restore(entries: dict, first: dict) -> None:
@@ -189,7 +194,7 @@ CACHE_WARNING = replace_cache_folder()  # on import: without its folder torch en
 
 
 def compile_training(
-    forward: Function, network: nn.Module, checks: Iterable[Tensor], precision: Precision, team: Team
+    forward: Function, network: nn.Module, kinds: Iterable[Tensor], precision: Precision, team: Team
 ) -> Function:
     """Return `forward` compiled for batches like these images; with a warning as it is, if that fails.
 
@@ -199,7 +204,7 @@ def compile_training(
     """
 
     def check(compiled: Callable) -> None:
-        for images in checks:
+        for images in kinds:
             with torch.no_grad(), precision.autocast():
                 predicted = network(images).argmax(1)
             # All labels are equal, so that gradients add up, and of the most predicted class, so that some are correct.
@@ -228,20 +233,20 @@ def results_of_pass(network: nn.Module, forward: Callable, batch: Sequence[Tenso
 
 @out_of_memory_hint("evaluation")
 def compile_evaluation(
-    network: nn.Module, chunks: Sequence[Tensor], checks: Iterable, precision: Precision, team: Team
+    network: nn.Module, test_images: Sequence[Tensor], kinds: Iterable, precision: Precision, team: Team
 ) -> Callable[[Tensor], Tensor]:
-    """Return `predict` of a network, compiled for test images like these chunks.
+    """Return `predict` of a network, compiled for test images like these.
 
-    It is checked after each of `checks`, which set the network to a kind of step: each set of frozen parameters has a
+    It is checked for each of `kinds`, which set the network to a kind of step: each set of frozen parameters has a
     graph of its own (torch 2.12). With a warning it is the uncompiled one, if that fails.
     """
     eager = partial(predict, network)  # float32 comes from the network's last kernel
 
     @torch.no_grad()
     def check(compiled: Callable) -> None:
-        for _ in checks:
+        for _ in kinds:
             network.eval()
-            for images in (chunks[0], chunks[-1]):  # the last may be smaller
+            for images in (test_images[0], test_images[-1]):  # the last may be smaller
                 with precision.autocast():
                     found = compiled(images.contiguous(memory_format=torch.channels_last))
                     expected = eager(images)
@@ -263,35 +268,37 @@ class Functions(NamedTuple):
 
 
 def compile_all(
-    forward: Callable,
-    make_batch: Callable,
+    plain: Functions,
     network: nn.Module,
     optimizers: Iterable[Optimizer],
-    checks: Callable[[], Iterable[Tensor]],
-    chunks: Iterable[Tensor],
+    kinds: Callable[[], Iterable[tuple]],
+    noise: Any,
+    micro_batches: int,
     precision: Precision,
     team: Team,
-    enabled: bool,
 ) -> Functions:
-    """Compile what is worth it, if `enabled`: on a CPU the forward pass; on a GPU also batches, updates, evaluation.
+    """Compile what is worth it: on a CPU the forward pass; on a GPU also batches, updates, evaluation.
 
-    `checks()` sets the network to one kind of step after the other, and yields images as that step takes them; `chunks`
-    are test images. Compiled code is compared with uncompiled on them.
+    `kinds()` sets the network to one kind of step after the other, and yields what such a step takes; `noise` are
+    images, labels and test_images of random numbers. Compiled code is compared with uncompiled on them.
     """
-    plain = Functions(forward, partial(predict, network), make_batch, compiled=False)
-    if not enabled:
-        return plain
+
+    def images() -> Iterator[Tensor]:
+        for batch, *kind in kinds():
+            part = batch.chunk(micro_batches, dim=1)[0]
+            yield plain.make_batch(noise.images, noise.labels, part, *kind)[0]
+
     team.say("compiling, which takes about a minute; a cache makes the next launch faster")
-    compiled_forward = compile_training(forward, network, checks(), precision, team)
-    if compiled_forward is forward:
+    forward = compile_training(plain.forward, network, images(), precision, team)
+    if forward is plain.forward:
         return plain
     if not team.on_gpu:
-        return plain._replace(forward=compiled_forward, compiled=True)
+        return plain._replace(forward=forward, compiled=True)
     for optimizer in optimizers:
         if hasattr(optimizer, "compile"):  # ours; this makes an update few launches
             optimizer.compile()
-    evaluation = compile_evaluation(network, list(chunks), checks(), precision, team)
-    return Functions(compiled_forward, evaluation, torch.compile(make_batch, dynamic=False), compiled=True)
+    evaluation = compile_evaluation(network, list(chunks(noise.test_images)), kinds(), precision, team)
+    return Functions(forward, evaluation, torch.compile(plain.make_batch, dynamic=False), compiled=True)
 
 
 def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], team: Team) -> Any:
@@ -407,6 +414,17 @@ def graph(step: Function, batches: Iterable[tuple], team: Team, enabled: bool = 
 
 # ---- Evaluation
 
+
+@contextlib.contextmanager
+def evaluating(network: nn.Module, precision: Precision, team: Team) -> Iterator[None]:
+    """Run the body in evaluation mode, with rank 0's statistics, which are worker 0's."""
+    network.eval()
+    team.broadcast(*network.buffers())
+    with out_of_memory_hint("evaluation"), torch.no_grad(), precision.autocast():
+        yield
+    network.train()
+
+
 AT_ONCE = 1000  # images evaluated at once on a CPU; on a GPU as many for each 4 GiB. Each takes up to 1.6 MiB in fp32
 
 
@@ -420,3 +438,9 @@ def evaluation_chunks(count: int, device: torch.device) -> list[int]:
 def predict(network: nn.Module, images: Tensor) -> Tensor:
     """Return logits of at least float32."""
     return at_least_float32(network(images))
+
+
+def chunks(images: Tensor) -> Iterator[Tensor]:
+    """Yield images [n, 32, 32, 3] as chunks [B, 3, 32, 32], channels last, that a device evaluates at once."""
+    for chunk in images.split(evaluation_chunks(len(images), images.device)):
+        yield chunk.permute(0, 3, 1, 2)

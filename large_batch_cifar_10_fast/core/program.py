@@ -91,7 +91,7 @@ def load_program(recipe: str) -> ModuleType:
         if not recipe.endswith(".py"):
             raise LookupError(f"neither one of {', '.join(PROGRAMS)} nor FILE.py")
         name = Path(recipe).stem
-        sys.path.insert(0, str(Path(recipe).resolve().parent))  # as Python does for a program: it may import others
+        sys.path.append(folder_of(recipe))  # it may import what is beside it
         spec: Any = importlib.util.spec_from_file_location(name, recipe)
         program = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(program)
@@ -100,6 +100,10 @@ def load_program(recipe: str) -> ModuleType:
     except Exception as error:  # of whatever the file does
         raise ConfigError(f"--recipe {recipe} cannot be used ({type(error).__name__}: {first_line(error)})") from error
     return program
+
+
+def folder_of(file: str) -> str:
+    return str(Path(file).resolve().parent)
 
 
 def recipe_of(arguments: Sequence[str], default: str) -> str:
