@@ -40,7 +40,7 @@ hyp = SimpleNamespace(
     whitening_epochs=1,  # that train the whitening's bias  # without freezing: whitening_epochs=9,
     # Weights stop growing once the right class is likely, which limits overfitting (method.md, section 4).
     label_smoothing=0.2,  # part of a label spread over all classes  # without label smoothing: label_smoothing=0.0,
-    # Coarse features are learned first and need few pixels; a step at 24 has 0.56 of the work (recipes.md, muon).
+    # Coarse features are learned first and need few pixels; a step at 24 has half of the work (recipes.md, muon).
     resolution=4 * [24] + 5 * [32],  # pixels a side, by epoch  # without low resolution first: resolution=9 * [32],
     # Late epochs skip the easiest third: images whose loss was lowest when last seen teach little (recipes.md, muon).
     keep_fraction=5 * [1.0] + 4 * [0.68],  # of the images, by epoch  # without hard examples: keep_fraction=9 * [1.0],

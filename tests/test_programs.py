@@ -103,6 +103,11 @@ def test_a_restart_keeps_memory_and_what_is_named():
     torch.manual_seed(1)
     assert torch.equal(network.weight, torch.nn.Linear(2, 2).weight)
     assert torch.equal(network.bias, kept)
+    draws = []
+    for rank in (0, 1, 0):  # processes draw their own numbers
+        restart(network, optimizers, fresh, Team(rank, 2, CPU, 2), seed=1)
+        draws.append(torch.rand(3).tolist())
+    assert draws[0] == draws[2] != draws[1]
 
 
 # Ideas: each is a copy of a program with some lines changed.
