@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from . import ConfigError, exit_on_config_error, first_line
 from . import train as training
 from .config import Options, as_words
+from .core import program
 from .data.cifar10 import DATA, load_images
 from .data.shards import normalize
 from .devices import Precision, take_device
@@ -35,6 +36,8 @@ def train(recipe: str | Recipe = "apple2019", **options: Any) -> pd.DataFrame:
     """
     if isinstance(recipe, Recipe):
         rows = training.train_campaign(Options(**options), recipe)
+    elif program.is_program(recipe):
+        rows = program.run_program(program.load_program(recipe), ["--recipe", recipe, *as_words(options)])
     else:
         rows = training.main(["--recipe", recipe, *as_words(options)])
     table = pd.DataFrame(rows)

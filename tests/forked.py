@@ -25,7 +25,7 @@ def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, o
     torch.set_num_threads(1)
     with exit_on_config_error("train_cifar_parallel.sh"):
         recipe = program.recipe_of(arguments, "apple2019")
-        if recipe in program.PROGRAMS or recipe.endswith(".py"):
+        if program.is_program(recipe):
             program.run_program(program.load_program(recipe), arguments)
         else:
             train.main(arguments)

@@ -53,7 +53,9 @@ def test_what_cannot_work_is_one_line_whatever_an_outer_launcher_set_and_the_fol
 
 
 def test_under_torchrun_train_needs_no_launcher_and_goes_on_if_its_log_cannot_be_written(tiny_npz, tmp_path):
-    train = f"'{sys.executable}' -m torch.distributed.run --nproc_per_node 2 -m large_batch_cifar_10_fast.train --demo"
+    train = (
+        f"'{sys.executable}' -m torch.distributed.run --nproc_per_node 2 -m large_batch_cifar_10_fast.apple2019 --demo"
+    )
     train += f" {' '.join(TINY)} --runs 2 --data '{tiny_npz}' >/dev/full"
     result = run_program("bash", "-c", train, cwd=tmp_path, PYTHONPATH=REPO)
     assert result.returncode == 0, result.stderr

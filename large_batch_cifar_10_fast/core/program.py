@@ -83,6 +83,11 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
 # ---- The command line
 
 
+def is_program(recipe: str) -> bool:
+    """Return whether a recipe is a program; the others are classes of the older package."""
+    return recipe in PROGRAMS or recipe.endswith(".py")
+
+
 def load_program(recipe: str) -> ModuleType:
     """Return the program of a recipe's name, or of FILE.py. Raise ConfigError."""
     if recipe in PROGRAMS:
