@@ -10,6 +10,9 @@ import torch
 from conftest import GPUS, REPO, environment, write_program
 
 from large_batch_cifar_10_fast import ConfigError, config, devices
+from large_batch_cifar_10_fast.core import fast, program
+from large_batch_cifar_10_fast.core.options import Options
+from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.devices import matrix_rate
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.recipes import Apple2019, FastAI, MuonRecipe
@@ -79,6 +82,55 @@ def test_a_precision_that_a_gpu_lacks_is_an_error(monkeypatch):
         assert precision_on(monkeypatch, (8, 0), Apple2019(), precision) == precision
         with pytest.raises(ConfigError, match=f"--precision {precision} needs .* 8.0 or later: use {other}"):
             precision_on(monkeypatch, (7, 5), Apple2019(), precision)
+
+
+@pytest.mark.parametrize(
+    ("capability", "others", "asked", "half", "precision"),
+    [
+        ((9, 0), "True", "", "bf16", "bf16"),
+        ((9, 0), "False", "", "bf16", "fp16"),
+        ((7, 5), "False", "", "bf16", "fp16"),
+        ((9, 0), "True", "", "fp16", "fp16"),
+        ((8, 0), "True", "tf32", "fp16", "tf32"),
+        ((7, 5), "False", "fp32", "fp16", "fp32"),
+    ],
+)
+def test_a_program_computes_in_its_half_precision_if_all_gpus_have_it(
+    capability, others, asked, half, precision, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(Team, "gather", lambda team, key, text: [text, others])
+    team = Team(0, 2, torch.device("cuda:0"), 8)
+    assert fast.precision_on_gpu(asked, half, team) == precision
+    for refused, instead in (("bf16", "fp16"), ("tf32", "fp32")) if others == "False" else ():
+        with pytest.raises(ConfigError, match=f"--precision {refused} needs .* 8.0 or later: use {instead}"):
+            fast.precision_on_gpu(refused, half, team)
+
+
+@pytest.mark.parametrize(
+    ("gains", "asked", "precision"), [("True", "", "bf16"), ("False", "", "fp32"), ("", "fp64", "fp64")]
+)
+def test_a_cpu_computes_in_bf16_where_that_is_faster_everywhere(gains, asked, precision, monkeypatch):
+    monkeypatch.setattr(fast, "gains_by_bf16", lambda: True)
+    monkeypatch.setattr(Team, "gather", lambda team, key, text: [text, gains])
+    team = Team(0, 2, torch.device("cpu"), 8)
+    assert fast.precision_on_cpu(asked, team) == precision
+    with pytest.raises(ConfigError, match="tf32 is for GPUs"):
+        fast.precision_on_cpu("tf32", team)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "options", "compiles"),
+    [
+        *((700, {}, True), (500, {}, False), (500, {"compile": True}, True), (700, {"no_compile": True}, False)),
+        (700, {"demo": True}, False),
+    ],
+)
+def test_a_program_compiles_on_a_cpu_for_long_runs(seconds, options, compiles, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    team = Team(0, 1, torch.device("cpu"), 8)
+    chosen = program.choose_computation(Options(precision="fp32", **options), "fp16", seconds * program.CORE, team)
+    assert (chosen.precision, chosen.compile, chosen.no_compile) == ("fp32", compiles, not compiles)
 
 
 def test_float32_is_ieee_unless_tf32_is_chosen():

@@ -63,22 +63,27 @@ class Precision:
         return torch.autocast(self.device.type, self.compute, enabled=self.compute != self.weights)
 
 
-def choose_precision(asked: str, half: str, team: Team) -> str:
-    """Return the precision that was asked for, or the fastest, alike on all processes. All must call this.
+def precision_on_gpu(asked: str, half: str, team: Team) -> str:
+    """Return the precision that was asked for; by default `half`, or fp16 if a GPU has no bf16. All must call this.
 
-    By default a GPU computes in `half` (fp16 if it has no bf16), a CPU in bf16 where that is faster. Raise ConfigError
-    for a precision that the device does not have.
+    Raise ConfigError for a precision that a GPU would emulate slowly.
     """
-    if asked == "tf32" and not team.on_gpu:
-        raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
-    here = has_bf16(team.device) if team.on_gpu else not asked and gains_by_bf16()
-    all_have_bf16 = set(team.gather("bf16", str(here))) == {"True"}
-    if not team.on_gpu:
-        return asked or ("bf16" if all_have_bf16 else "fp32")
-    if asked in ("bf16", "tf32") and not all_have_bf16:  # torch would emulate it slowly
+    has = team.gather("GPU has bf16", str(has_bf16(team.device)))
+    all_have = set(has) == {"True"}
+    if asked in ("bf16", "tf32") and not all_have:
         instead = "fp16" if asked == "bf16" else "fp32"
         raise ConfigError(f"--precision {asked} needs GPUs of compute capability 8.0 or later: use {instead}")
-    return asked or (half if all_have_bf16 else "fp16")
+    return asked or (half if all_have else "fp16")
+
+
+def precision_on_cpu(asked: str, team: Team) -> str:
+    """Return the precision that was asked for; by default bf16 if it is faster everywhere, else fp32. All must call
+    this. Raise ConfigError for tf32, which is a GPU's."""
+    if asked == "tf32":
+        raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
+    gains = team.gather("CPU gains by bf16", str(not asked and gains_by_bf16()))
+    all_gain = set(gains) == {"True"}
+    return asked or ("bf16" if all_gain else "fp32")
 
 
 def place(network: nn.Module, precision: Precision) -> None:

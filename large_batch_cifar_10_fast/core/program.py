@@ -28,7 +28,7 @@ from ..devices import out_of_memory_hint
 from . import source
 from .campaign import Campaign, conditions
 from .data import Images, load_images
-from .fast import choose_precision
+from .fast import precision_on_cpu, precision_on_gpu
 from .log import LONG, Log, warned
 from .options import Options, check_save, parse_options
 from .table import Row
@@ -189,7 +189,7 @@ def choose_computation(options: Options, half: str, flop: float, team: Team) -> 
     The demo is in fp32 and not compiled. Else a GPU compiles, and a CPU if a run takes ten minutes by an estimate.
     """
     asked = options.precision or ("fp32" if options.demo else "")
-    precision = choose_precision(asked, half, team)
+    precision = precision_on_gpu(asked, half, team) if team.on_gpu else precision_on_cpu(asked, team)
     is_long = team.on_gpu or estimate_seconds(flop, team.world_size, "fp32") > LONG
     use_compiler = options.compile or (is_long and not options.demo and not options.no_compile)
     return replace(options, precision=cast(Any, precision), compile=use_compiler, no_compile=not use_compiler)
