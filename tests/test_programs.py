@@ -115,7 +115,7 @@ SILU = [("nn.GELU()", "nn.SiLU()"), ("F.gelu(", "F.silu(")]
 AVERAGE = [  # of the weights, over the steps of the last two epochs
     (
         "        for epoch in range(1, hyp.epochs + 1):\n",
-        "        averaged = torch.optim.swa_utils.AveragedModel(network)\n"
+        "        averaged = torch.optim.swa_utils.AveragedModel(network, use_buffers=True)\n"
         "        for epoch in range(1, hyp.epochs + 1):\n",
     ),
     (
@@ -167,7 +167,7 @@ def test_an_average_of_the_weights_is_a_copied_program(tiny_npz, tmp_path):
     steps = [torch.load(path, weights_only=True) for path in (tmp_path / "plain").glob("*_*.pt")]
     assert len(steps) == 2 * (643 // 8 // 16)
     averaged = weights_of(tmp_path / "averaged")
-    for name in ("prep.0.weight", "head.2.weight", "layer2.2.bias"):
+    for name in ("prep.0.weight", "head.2.weight", "layer2.2.bias", "layer2.2.running_mean"):
         mean = torch.stack([step[name] for step in steps]).mean(0)
         torch.testing.assert_close(averaged[name], mean, rtol=1e-4, atol=1e-6)
 
