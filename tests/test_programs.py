@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import CPU, REPO, TINY, launch, run_here, train_here, train_together
 
-from large_batch_cifar_10_fast import PACKAGE, ConfigError, compare
+from large_batch_cifar_10_fast import PACKAGE, ConfigError, api, compare
 from large_batch_cifar_10_fast.core import data, fast, layers, source
 from large_batch_cifar_10_fast.core.fast import restart
 from large_batch_cifar_10_fast.core.log import Log, Score
@@ -279,6 +279,16 @@ def test_a_run_whose_loss_is_not_finite_stops_and_its_time_does_not_count(tiny_n
     output = capsys.readouterr()
     assert "Warning: run 0 (seed 0) stopped after epoch 1 of 4: its loss is not finite" in output.err
     assert "Maximum training time nan median nan" in output.out
+
+
+@pytest.mark.parametrize("name", ["muon2024", "apple2019"])
+def test_weights_that_a_program_saved_evaluate_as_at_the_end_of_their_run(name, tiny_npz, tmp_path):
+    how = ["--data", tiny_npz, "--out", tmp_path, "--save", tmp_path / "w.pt", "--no_compile", "--precision", "fp32"]
+    run_here(*SMALL[name], *how)
+    row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[-1]
+    score = api.evaluate(tmp_path / "w.pt", tiny_npz)
+    assert score.correct == row["validation_count"]
+    assert score.loss == pytest.approx(row["validation_loss"], rel=1e-6)
 
 
 # Compiled code, and a stand-in for the compiler
