@@ -48,7 +48,7 @@ class Hyp:
     eval_stats: Literal["first", "average"] = "first"  # ghost groups whose statistics evaluation uses
     workers: int = 8  # replicas, each with its own training images
 
-    half = "fp16"  # precision on a GPU
+    half = "fp16"  # precision on a GPU; without a type it is no option
 
     def __post_init__(self) -> None:
         check_range(self, 1, 100_000, "epochs", "warmup_fraction", "batch_size", "width", "workers")
@@ -292,7 +292,7 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
 
     network, (optimizer,) = fresh()
     restart = partial(fast.restart, network, [optimizer], fresh, team, keep=["whitening.weight"])
-    calls = fast.Functions(
+    calls = fast.Functions(  # later those that are compiled
         forward=partial(forward_pass, hyp, network, precision),
         predict=partial(fast.predict, network),
         make_batch=make_batch,
@@ -342,8 +342,8 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
         evaluate(noise)
     del noise
 
-    # Timed: this, then each epoch's training.
-    shards = prepare(images, log.clock)
+    shards = prepare(images, log.clock)  # timed, as is each epoch's training
+    # Not timed: the capture of a CUDA graph, after trial steps on these images. `restart` makes weights fresh again.
     step = fast.graph(partial(train_step, shards), kinds(), team, enabled=not options.no_graph)
     images_by_epoch = hyp.epochs * [steps * hyp.workers * hyp.batch_size]
     log.ready(images_by_epoch, calls.compiled, graphs=isinstance(step, fast.CudaGraphs))

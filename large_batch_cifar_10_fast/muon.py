@@ -1,4 +1,4 @@
-"""Muon, 2024 to 2026: the least work to 94%, a small network with orthogonalized updates (docs/recipes.md).
+"""Muon, 2024 to 2026: a small network with orthogonalized updates, the least work of all recipes (docs/recipes.md).
 
     bash train_cifar_parallel.sh --recipe muon              # or muon2024, the recipe that it started from
     python -m large_batch_cifar_10_fast.muon --runs 5       # the same without the launcher, in one process
@@ -56,6 +56,7 @@ class Hyp:
     views: Literal["one", "two", "six"] = "six"  # views of a test image after the last epoch
     workers: int = 1  # replicas, each with its own training images
 
+    # Without a type these are no options.
     half = "bf16"  # precision on a GPU that has it
     whitening_share = 1 / 9  # of the epochs
 
@@ -92,7 +93,7 @@ class Hyp:
 
 @dataclass(frozen=True)
 class Hyp2024(Hyp):
-    """Airbench's recipe with Muon (2024): 94.01% on one A100 in 2.59 s."""
+    """Airbench's recipe with Muon (2024); its authors publish 94.01% on one A100 in 2.59 s."""
 
     epochs: int = 8  # passes over the training images, over which the rates fall to 0
     pixels: tuple[int, ...] = (32,)  # resolutions, spread evenly over the epochs
@@ -145,7 +146,7 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
         rows = data.shard(number, len(team.workers), len(last_losses), team.device)
         draws = data.generator(team.device, seed, worker, epoch)
         crops = data.independent_assignment(len(rows), (2 * PADDING + 1) ** 2, draws)
-        flips = data.independent_assignment(len(rows), 2, draws)
+        flips = data.independent_assignment(len(rows), 2, draws)  # replaced below; without it, `order` would differ
         order = torch.randperm(len(rows), generator=draws, device=team.device)
         # Alternating flip: an image is mirrored at random in the first epoch, then in every other one. So two epochs
         # show both of its sides; independent flips show one side of half of the images twice. Without: delete the next
@@ -340,7 +341,7 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
 
     network, optimizers = fresh()
     restart = partial(fast.restart, network, optimizers, fresh, team, keep=["whitening.weight"])
-    calls = fast.Functions(
+    calls = fast.Functions(  # later those that are compiled
         forward=partial(forward_pass, hyp, network, precision),
         predict=partial(fast.predict, network),
         make_batch=make_batch,
@@ -400,8 +401,8 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
         evaluate(noise, hyp.views)
     del noise
 
-    # Timed: this, then each epoch's training.
-    shards = prepare(images, log.clock)
+    shards = prepare(images, log.clock)  # timed, as is each epoch's training
+    # Not timed: the capture of CUDA graphs, after trial steps on these images. `restart` makes weights fresh again.
     step = fast.graph(partial(train_step, shards), kinds(), team, enabled=not options.no_graph)
     images_by_epoch = [count * hyp.workers * hyp.batch_size for count in steps]
     log.ready(images_by_epoch, calls.compiled, graphs=isinstance(step, fast.CudaGraphs))
