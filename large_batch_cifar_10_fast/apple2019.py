@@ -310,7 +310,7 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
     def kinds() -> Iterator[tuple[Tensor]]:
         """Make the network fresh, and yield what a step takes; there is one kind of it."""
         restart(seed=0)
-        yield (plan_epoch(hyp, own_images, steps, team, seed=0, epoch=1)[0],)
+        yield (plan_epoch(hyp, own_images, 1, team, seed=0, epoch=1)[0],)
 
     # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.
     def train_step(shards: data.Shards, batch: Tensor) -> None:

@@ -36,11 +36,11 @@ class Shards(NamedTuple):
 
 def upload(images: Images, team: Team, precision: Precision, clock: Clock) -> Shards:
     """Copy this process's images to its device, and normalize them. Both are parts of the training time."""
-    mine: slice | np.ndarray = slice(None)  # without a copy in host memory
-    if team.world_size > 1:
-        mine = np.isin(np.arange(len(images.train_images)) % team.total_workers, team.workers)
     share = slice(team.rank, None, team.world_size)
     with clock.timed("upload"):
+        mine: slice | np.ndarray = slice(None)  # without a copy in host memory
+        if team.world_size > 1:
+            mine = np.isin(np.arange(len(images.train_images)) % team.total_workers, team.workers)
         train_images = copy_to_device(images.train_images[mine], team.device)
         train_labels = copy_to_device(images.train_labels[mine], team.device)
         test_images = copy_to_device(images.test_images[share], team.device)

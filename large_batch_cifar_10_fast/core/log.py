@@ -117,7 +117,7 @@ class Log:
         }
         row |= {"train_accuracy": train.accuracy, "validation_accuracy": validation.accuracy}
         self.epochs.append(row)
-        self.scores = train, validation
+        self.validation = validation
         self.bar.set_postfix(loss=f"{validation.loss:.3f}", accuracy=f"{validation.accuracy:.4f}", refresh=False)
         if self.team.is_main:
             with warned("epochs.tsv"):
@@ -142,10 +142,9 @@ class Log:
         """Write and print a finished run: first its row, then its curve, and the weights of the last one."""
         if not self.team.is_main:
             return
-        validation = self.scores[1]
         seconds = self.clock.seconds
         row: dict[str, Any] = {"run": self.run, "seed": self.options.seed + self.run, **self.epochs[-1]}
-        row |= {"validation_count": validation.correct, "validation_images": validation.images}
+        row |= {"validation_count": self.validation.correct, "validation_images": self.validation.images}
         row |= {part: seconds[part] for part in PARTS} | {"cpu_seconds": self.clock.cpu_seconds}
         row |= {"last_validation": self.clock.laps["validation"][-1], "peak_memory": peak_memory(self.team.device)}
         at_goal = [e for e in self.epochs if e["validation_accuracy"] >= GOAL and not diverged(row)]
@@ -176,7 +175,7 @@ class Log:
 
     # ---- Lines
 
-    def print_head(self, images: Images, hyp: Any) -> None:
+    def print_head(self, images: Images) -> None:
         common = self.campaign.common
         processes = "1 process" if self.team.world_size == 1 else f"{self.team.world_size} processes"
         code = f"commit {common['commit']}, code {common['code']}, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"

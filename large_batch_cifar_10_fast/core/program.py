@@ -49,7 +49,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
     """Make the missing runs of a campaign. Return the rows of all runs of this launch, on rank 0."""
     name, options, hyp = read_command(program, arguments)
     check_save(options.save)
-    if (options.nproc or options.teams > 1) and not launched():
+    if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
         raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
     with join_team(workers_of(hyp), options.device, options.timeout) as team:
         here = len(team.workers)
@@ -59,7 +59,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             )
         images = load_images(options.data)
         check_images(images, team, hyp)
-        flop = estimate_flop(program, hyp, images)
+        flop = 0.0 if team.on_gpu else estimate_flop(program, hyp, images)  # a GPU compiles, however long it takes
         options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team)
         file = file_of(program)
         campaign = Campaign(options, conditions(options, name, hyp, file, images, team), team)
@@ -68,9 +68,9 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         log = Log(options, team, campaign, expected, for_use | {"options": asdict(hyp)})
         if team.is_main and campaign.missing:
             with warned("the program's source"):
-                source.store(file, campaign.out)
+                source.store(file, campaign.out, campaign.common["code"])
         if team.is_first:
-            log.print_head(images, hyp)
+            log.print_head(images)
         if campaign.missing:
             if team.on_gpu and team.world_size == 1:  # each of several processes copies its share of the images anyway
                 images = images.pinned()
@@ -140,11 +140,6 @@ def read_command(program: ModuleType, arguments: Sequence[str]) -> tuple[str, Op
 
 def file_of(program: ModuleType) -> Path:
     return Path(str(inspect.getsourcefile(program.train)))
-
-
-def launched() -> bool:
-    """Return whether our launcher started this process."""
-    return RENDEZVOUS in os.environ
 
 
 # ---- Checks and choices

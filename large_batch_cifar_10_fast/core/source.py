@@ -86,20 +86,19 @@ def commit() -> str:
     return git("describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
-def store(program: Path, folder: Path) -> None:
-    """Write the program's text to source-DIGEST.py; and what it imports to source-DIGEST.zip, if no commit holds that.
+def store(program: Path, folder: Path, code: str) -> None:
+    """Write the program's text to source-CODE.py; and what it imports to source-CODE.zip, if no commit holds that.
 
-    Raise OSError.
+    `code` is the program's digest. Raise OSError.
     """
-    name = f"source-{digest(program)}"
-    text = folder / f"{name}.py"
+    text = folder / f"source-{code}.py"
     if not text.exists():
         with write_atomically(text) as unfinished:
             unfinished.write_bytes(program.read_bytes())
-    others = [file for file in own_files(program)[1:] if not is_ours(file)]
-    if commit() == "unknown" or git("status", "--porcelain", "--", str(PACKAGE)):
-        others = own_files(program)[1:]
-    archive = folder / f"{name}.zip"
+    others = own_files(program)[1:]
+    if commit() != "unknown" and not git("status", "--porcelain", "--", str(PACKAGE)):
+        others = [file for file in others if not is_ours(file)]
+    archive = text.with_suffix(".zip")
     if others and not archive.exists():
         with write_atomically(archive) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as zipped:
             for file in others:
