@@ -1,11 +1,9 @@
 """How a step is made fast: torch.compile, checked against the uncompiled network, and CUDA graphs; once per launch."""
 
-import getpass
 import itertools
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import first_line
+from .core.fast import CACHE_WARNING
 from .data.shards import Sample
 from .devices import out_of_memory_hint
 from .distributed import DistContext
@@ -32,23 +31,6 @@ Step = Callable[[Sample], None]  # a training step
 
 
 # torch.compile
-
-
-def replace_cache_folder() -> str:
-    """Choose another folder for compiled code if torch's cannot be made. Return why, or ""."""
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    try:
-        if folder is None:
-            getpass.getuser()  # torch names its folder so
-        else:
-            os.makedirs(folder, exist_ok=True)
-    except (OSError, KeyError) as error:  # KeyError: the user has no name
-        other = os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-        return f"TORCHINDUCTOR_CACHE_DIR cannot be made ({error}): compiled code is kept in {other}"
-    return ""
-
-
-CACHE_WARNING = replace_cache_folder()  # on import: without its folder torch ends uncompiled runs, too
 
 
 def compiled(model: Model, train_images: int = 0, test_images: int = 0) -> Model:

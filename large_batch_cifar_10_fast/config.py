@@ -15,6 +15,7 @@ from typing import Any, NoReturn, cast, get_type_hints
 import torch
 
 from . import RENDEZVOUS, ConfigError, __version__, first_line, program
+from .core.options import check_save
 from .data.cifar10 import DATA, SYNTHETIC
 from .devices import gains_by_bf16, has_bf16
 from .distributed import DistContext
@@ -192,20 +193,6 @@ def check_images(recipe: Recipe, train_count: int, test_count: int, processes: i
         if not images_of_an_epoch(recipe, train_count, stage.first_epoch):
             kept = f"epoch {stage.first_epoch} keeps {stage.keep_fraction:g} of {train_count} images"
             raise ConfigError(f"{kept}, less than a step's {needed}: raise --kept, or use a smaller batch")
-
-
-def check_save(save: str) -> None:
-    """Raise ConfigError if the weights cannot be written, or would replace a file that has no weights."""
-    path = Path(save)
-    try:
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        if save and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            raise OSError(f"{folder} is not a folder that you may write")
-        # torch.save writes this name first.
-        if save and path.exists() and not (path.is_file() and b"/data.pkl" in path.open("rb").read(300)):
-            raise OSError("it would replace another file")
-    except OSError as error:
-        raise ConfigError(f"--save {save} cannot be written ({error}): choose another name") from error
 
 
 def estimate_seconds(recipe: Recipe, train_images: int, processes: int, precision: str) -> float:

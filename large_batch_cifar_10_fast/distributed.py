@@ -2,23 +2,21 @@
 
 import contextlib
 import os
-import re
 import sys
-import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
-from tqdm import tqdm
 
-from . import INVALID, RENDEZVOUS, ConfigError, first_line, program
+from . import RENDEZVOUS, ConfigError
+from .core.team import exit_process, launched_world_size, on_one_machine, show, warn
 from .devices import take_device
+
+__all__ = ["DistContext", "exit_process", "init_distributed", "launched_world_size", "on_one_machine", "show", "warn"]
 
 
 @dataclass(frozen=True)
@@ -96,27 +94,6 @@ class DistContext:
         return next(filter(None, self.all_gather_strings(key, failure)), "")
 
 
-def warn(text: str) -> None:
-    show(f"Warning: {text}")
-
-
-def show(text: str) -> None:
-    """Print a line on STDERR, clear of the progress bar."""
-    if sys.stderr:  # None if it was closed: then print would take STDOUT
-        with tqdm.external_write_mode():
-            print(text, file=sys.stderr, flush=True)
-
-
-def launched_world_size() -> int:
-    """Return the number of processes from the launcher's or torchrun's environment; 1 without."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def on_one_machine() -> bool:
-    """Return whether all processes run on this machine."""
-    return launched_world_size() <= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
 @contextlib.contextmanager
 def init_distributed(total_workers: int = 1, device: str = "", timeout: int = 3600) -> Iterator[DistContext]:
     """Join the process group, and leave it at the end. Waits of more than `timeout` seconds raise torch's errors.
@@ -142,33 +119,3 @@ def init_distributed(total_workers: int = 1, device: str = "", timeout: int = 36
         error.reported = store.add("errors", 1) > 1
         raise
     dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def exit_process() -> Iterator[None]:
-    """Run the body, print an error, and end the process. Each process names its own error, whatever its rank.
-
-    Children of a launcher end with os._exit: PyTorch's static destructors aborted 5 of 90 launches.
-    """
-    status = 0
-    try:
-        yield
-    except ConfigError as error:
-        status = INVALID
-        if launched := os.environ.get(RENDEZVOUS):  # our launcher prints it
-            Path(launched.removeprefix("file://")).with_name(f"error.{os.getpid()}").write_text(str(error))
-        elif error.reported:
-            time.sleep(3)  # until the process that prints it has done so: torchrun ends all with the first
-        else:
-            print(f"{program()}: {error}", file=sys.stderr)
-    except Exception as error:
-        if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
-            time.sleep(3)  # the process that is lost caused this error, and the launcher ends this one, too
-        traceback.print_exc()
-        print(f"process {os.environ.get('RANK', 0)} failed ({first_line(repr(error))})", file=sys.stderr)
-        status = 1
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed
-        stream.flush()
-    if "LOCAL_RANK" in os.environ:
-        os._exit(status)
-    sys.exit(status)

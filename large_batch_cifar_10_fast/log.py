@@ -1,14 +1,9 @@
 """The clock, the log on STDOUT, the rows of the tables, and progress on a terminal."""
 
-import contextlib
 import json
-import math
 import os
-import statistics
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -19,8 +14,10 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from . import ConfigError, __version__, first_line, runs
+from . import ConfigError, __version__, runs
 from .config import LONG, Options, as_pairs, estimate_seconds
+from .core.clock import Clock
+from .core.log import print_line, print_summary, warned
 from .data.cifar10 import SYNTHETIC, Images
 from .devices import driver_and_clocks, hardware_name, peak_memory, software
 from .distributed import DistContext, show, warn
@@ -28,45 +25,10 @@ from .evaluate import Score
 from .recipe import CIFAR_10_NORMALIZATION, Recipe, images_of_an_epoch
 from .runs import COLUMNS, CONDITIONS, EPOCHS, PARTS, PLACE, Row, append
 
+__all__ = ["Clock", "RunLog", "print_line", "print_summary"]
 T = TypeVar("T")
 
 LONG_EPOCH = 10  # seconds from which on an epoch is a line on STDERR
-
-
-class Clock:
-    """Add up seconds by part. Every reading waits until the devices of all processes have finished."""
-
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self._synchronize = synchronize
-        self.laps: dict[Hashable, list[float]] = defaultdict(list)  # the durations of each part
-        self.cpu_seconds = 0.0  # of all threads of this process, over the training time
-
-    @contextlib.contextmanager
-    def timed(self, part: Hashable) -> Iterator[None]:
-        """Add the seconds of the body to a part."""
-        self._synchronize()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        yield
-        self._synchronize()
-        self.laps[part].append(time.perf_counter() - start)
-        if part in PARTS:
-            self.cpu_seconds += time.process_time() - cpu_start
-
-    def fork(self) -> "Clock":
-        """Return a clock that continues from here: each run counts what was done once for all of them."""
-        clock = Clock(self._synchronize)
-        clock.laps |= {part: [*laps] for part, laps in self.laps.items()}
-        clock.cpu_seconds = self.cpu_seconds
-        return clock
-
-    @property
-    def seconds(self) -> dict[Hashable, float]:
-        return {part: sum(laps) for part, laps in self.laps.items()}
-
-    @property
-    def total(self) -> float:
-        """The training time (method, section 6)."""
-        return sum(sum(laps) for part, laps in self.laps.items() if part in PARTS)
 
 
 class RunLog:
@@ -266,32 +228,3 @@ class RunLog:
             last, memory = number["last_validation"], number["peak_memory"] / 2**30
             with_it = f"the last validation {last:.3f}s (with it {number['seconds'] + last:.3f}s)"
             print_line(f"# not in it: {with_it}; peak memory {memory:.2f} GiB")
-
-
-@contextlib.contextmanager
-def warned(name: str) -> Iterator[None]:
-    """Warn once if the body cannot write a file. The runs go on."""
-    try:
-        yield
-    except (OSError, RuntimeError, ConfigError) as error:  # torch.save raises RuntimeError
-        runs.warn_once(f"{name} is not written ({first_line(error)})")
-
-
-def print_line(line: str) -> None:
-    """Print a line of the log, clear of the progress bar. If it cannot be written, continue without a log."""
-    with tqdm.external_write_mode():
-        try:
-            print(line, flush=True)
-        except OSError as error:  # a full disk, or a pipe whose reader has ended
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            warn(f"the log ends here, the tables do not: STDOUT cannot be written ({error.strerror})")
-
-
-def print_summary(rows: Iterable[Mapping[str, str]]) -> None:
-    """Print the three closing lines of the published log. A run that diverged has no time."""
-    rows = list(rows)
-    seconds = [float(row["seconds"]) for row in rows if not runs.diverged(row)] or [math.nan]
-    accuracies = [float(row["validation_accuracy"]) for row in rows]
-    print_line(f"Maximum training time {max(seconds)!r} median {statistics.median(seconds)!r}")
-    print_line(f"Lowest accuracy {min(accuracies)!r} median {round(statistics.median(accuracies), 6)!r}")
-    print_line(f"{sum(map(runs.reached_goal, rows))} runs reached 0.94 out of {len(rows)}")
