@@ -37,7 +37,8 @@ class Clock:
 
     @property
     def seconds(self) -> dict[Hashable, float]:
-        return {part: sum(laps) for part, laps in self.laps.items()}
+        """Seconds by part; 0 for those of the training time that a program does not have."""
+        return dict.fromkeys(PARTS, 0.0) | {part: sum(laps) for part, laps in self.laps.items()}
 
     @property
     def total(self) -> float:

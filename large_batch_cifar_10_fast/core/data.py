@@ -14,7 +14,7 @@ from .clock import Clock
 from .fast import Precision
 from .team import Team
 
-__all__ = ["CIFAR_10_NORMALIZATION", "Images", "load_images", "random_images"]
+__all__ = ["CIFAR_10_NORMALIZATION", "Images", "Normalization", "load_images", "random_images"]
 
 SIZE = 32  # pixels a side of an image
 
@@ -111,14 +111,18 @@ def crop_and_flip(images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor, pa
     return images[rows[:, None, None], y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
 
 
-def split_into_steps(plans: Sequence[Tensor], steps: int, batch_size: int) -> list[Tensor]:
+def split_into_steps(plans: Sequence[Tensor], steps: int, batch_size: int, remaining: int = 0) -> list[Tensor]:
     """Return the batch of each step, [rows, workers * batch_size], from each worker's plan [rows, images].
 
-    A batch has `batch_size` images of each worker, one worker after the other. The remaining images are dropped. All
-    batches are alike in memory, as compiled code and CUDA graphs need them.
+    A batch has `batch_size` images of each worker, one worker after the other. `remaining` images of each make a short
+    last step; the others are dropped. All batches are alike in memory, as compiled code and CUDA graphs need them.
     """
-    by_worker = [plan[:, : steps * batch_size].unflatten(1, (steps, batch_size)) for plan in plans]
-    return list(torch.cat(by_worker, 2).transpose(0, 1).contiguous())
+    full = steps * batch_size
+    by_worker = [plan[:, :full].unflatten(1, (steps, batch_size)) for plan in plans]
+    batches = list(torch.cat(by_worker, 2).transpose(0, 1).contiguous())
+    if remaining:
+        batches.append(torch.cat([plan[:, full : full + remaining] for plan in plans], 1))
+    return batches
 
 
 # ---- Test-time augmentation

@@ -1,6 +1,6 @@
-"""Layers that the programs share: ghost batch norm, whitening, max-pooling, 3x3 convolutions."""
+"""Layers that the programs share: ghost batch norm, whitening, max-pooling, convolutions, a pre-activation block."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 
 import torch
@@ -17,7 +17,7 @@ class GhostBatchNorm(nn.Module):
     crosses the boundary of a worker's batch if `groups` is a multiple of the workers that are computed together: so
     several workers are computed as one larger batch. With one group a worker it is plain batch norm per worker.
 
-    The scale is fixed at 1. Bias and statistics are float32 (float64 if the input is).
+    The bias is trained, the scale only with `scaled`. Both and the statistics are float32 (float64 if the input is).
 
     Unlike nn.BatchNorm2d's, a forward pass in training mode leaves the running statistics alone. It stores mean and
     unbiased variance of its first `tracked` groups as `batch_statistics`, for `update_running_statistics`. Each tracked
@@ -25,7 +25,13 @@ class GhostBatchNorm(nn.Module):
     """
 
     def __init__(
-        self, channels: int, groups: int = 1, momentum: float = 0.1, eps: float = 1e-5, tracked: int = 1
+        self,
+        channels: int,
+        groups: int = 1,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+        tracked: int = 1,
+        scaled: bool = False,
     ) -> None:
         super().__init__()
         self.groups = groups
@@ -33,13 +39,14 @@ class GhostBatchNorm(nn.Module):
         self.eps = eps
         self.tracked = tracked
         self.batch_statistics: tuple[Tensor, ...] = ()
+        self.weight = nn.Parameter(torch.ones(channels)) if scaled else None
         self.bias = nn.Parameter(torch.zeros(channels))
         self.running_mean = nn.Buffer(torch.zeros(tracked, channels))
         self.running_var = nn.Buffer(torch.ones(tracked, channels))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            scale = torch.rsqrt(self.running_var.mean(0) + self.eps)
+            scale = self.scale(self.running_var.mean(0))
             shift = self.bias - self.running_mean.mean(0) * scale
             return torch.addcmul(shift.view(-1, 1, 1), x.to(shift.dtype), scale.view(-1, 1, 1)).to(x.dtype)
         # [groups, images, H, W, C], as in memory: the CPU compiler stores intermediate tensors in the order of their
@@ -49,10 +56,15 @@ class GhostBatchNorm(nn.Module):
         values = grouped[0, ..., 0].numel()
         unbiased = variance[: self.tracked].detach() * (values / (values - 1))
         self.batch_statistics = mean[: self.tracked].detach(), unbiased
-        scale = torch.rsqrt(variance + self.eps)
+        scale = self.scale(variance)
         shift = self.bias - mean * scale
         normalized = torch.addcmul(shift[:, None, None, None], grouped, scale[:, None, None, None])
         return normalized.to(x.dtype).flatten(0, 1).permute(0, 3, 1, 2)
+
+    def scale(self, variance: Tensor) -> Tensor:
+        """Return the factor of each channel, for a variance [C] or [groups, C]."""
+        inverse = torch.rsqrt(variance + self.eps)
+        return inverse if self.weight is None else inverse * self.weight
 
 
 def ghost_norms(network: nn.Module) -> list[GhostBatchNorm]:
@@ -210,3 +222,40 @@ def window(place: int, size: int) -> tuple[slice, slice]:
 def convolution(channels_in: int, channels_out: int, size: int = 3, stride: int = 1) -> nn.Conv2d:
     """Return a convolution without bias that keeps the image size at stride 1."""
     return nn.Conv2d(channels_in, channels_out, size, stride, padding=size // 2, bias=False)
+
+
+# ---- The pre-activation block of page and fastai
+
+# With torch 2.12.1 the gradient of a strided 1x1 convolution in channels-last memory crashes the process if there are
+# fewer channels than floats in a vector register (8 with AVX2, 16 with AVX-512).
+NARROWEST = 16
+
+
+class PreactivationBlock(nn.Module):
+    """x + convolution(ReLU(norm(convolution(a)))), with a = ReLU(norm(x)); the first convolution has the stride.
+
+    The shortcut is x, or a with `shortcut_after_activation`; where the shape changes it is a 1x1 convolution of a.
+    Input [B, channels_in, H, W], output [B, channels_out, H / stride, W / stride].
+    """
+
+    def __init__(
+        self,
+        channels_in: int,
+        channels_out: int,
+        stride: int,
+        norm: Callable[[int], nn.Module],
+        shortcut_after_activation: bool = False,
+    ) -> None:
+        super().__init__()
+        changes = stride > 1 or channels_in != channels_out
+        self.from_activated = changes or shortcut_after_activation
+        self.norm1 = norm(channels_in)
+        self.conv1 = convolution(channels_in, channels_out, stride=stride)
+        self.norm2 = norm(channels_out)
+        self.conv2 = convolution(channels_out, channels_out)
+        self.shortcut = convolution(channels_in, channels_out, 1, stride) if changes else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        activated = F.relu(self.norm1(x))
+        shortcut = self.shortcut(activated if self.from_activated else x)
+        return shortcut + self.conv2(F.relu(self.norm2(self.conv1(activated))))

@@ -34,7 +34,8 @@ from .options import Options, check_save, parse_options
 from .table import Row
 from .team import Team, exit_process, join_team
 
-PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}  # recipes, and the programs that have them
+PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
+PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 CORE = 70e9  # FLOP/s of a CPU core in float32, as measured: 30 images/s of the default recipe
 BF16 = 4  # times as fast, compiled: 2.6 to 6.0 as measured on two AMD EPYC and an Intel Xeon with AMX
 

@@ -1,0 +1,332 @@
+"""fast.ai, 2018: super-convergence, a wide ResNet 22-6 under a 1cycle of rate and momentum (docs/recipes.md).
+
+    bash train_cifar_parallel.sh --recipe fastai                    # the entry on eight V100s: 8 workers of 128 images
+    bash train_cifar_parallel.sh --recipe fastai --entry one_gpu    # the entry on one: 1 worker of 512
+
+Large rates regularize, so they are reached slowly, while the momentum falls, and left as slowly.
+
+To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import pi
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core.clock import Clock
+from large_batch_cifar_10_fast.core.log import Log, Score, read_score, sums_of
+from large_batch_cifar_10_fast.core.optim import interpolate, set_rate
+from large_batch_cifar_10_fast.core.options import Options, check_range
+from large_batch_cifar_10_fast.core.program import main
+from large_batch_cifar_10_fast.core.team import Team
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hyper-parameters. Each is an option: --epochs 12
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """The differences between the two entries to DAWNBench."""
+
+    workers: int  # replicas, each with its own training images
+    batch_size: int  # images a worker takes each step
+    knots: tuple[float, ...]  # epochs, at which rate and momentum have their values
+    rates: tuple[float, ...]
+    weight_decay: float  # of all parameters
+
+
+ENTRIES = {
+    "eight_gpus": Entry(8, 128, (0, 17.5, 35, 40), (0.04, 2.0, 0.04, 0.0004), 2e-4),
+    "one_gpu": Entry(1, 512, (0, 12, 24, 30), (0.075, 1.5, 0.075, 0.00075), 1e-4),
+}
+MOMENTA = (0.95, 0.85, 0.95, 0.95)  # at the knots
+
+
+@dataclass(frozen=True)
+class Hyp:
+    """The eight-GPU entry, or the other with --entry one_gpu."""
+
+    entry: Literal["eight_gpus", "one_gpu"] = "eight_gpus"  # which of the two entries
+    epochs: int = 0  # the first so many of the schedule, which is not stretched; 0: all, 40 or 30
+    batch_size: int = 0  # images a worker takes each step; 0: 128, or 512 on one GPU
+    width: int = 16  # channels of the first convolution; the others scale with it
+
+    half = "fp16"  # precision on a GPU; without a type it is no option
+
+    def __post_init__(self) -> None:
+        entry = ENTRIES[self.entry]
+        last = int(entry.knots[-1])
+        object.__setattr__(self, "epochs", self.epochs or last)
+        object.__setattr__(self, "batch_size", self.batch_size or entry.batch_size)
+        check_range(self, 1, last, "epochs")
+        check_range(self, 1, 100_000, "batch_size")
+        check_range(self, layers.NARROWEST // 6 + 1, 100_000, "width")
+
+    @property
+    def workers(self) -> int:
+        return ENTRIES[self.entry].workers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+PADDING = 4  # pixels by which a crop is shifted, at most
+STRENGTH = 0.25  # by which brightness, contrast and saturation change, at most
+DEGREES = 2.0  # by which an image is rotated, at most
+LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in gray (ITU-R 601, like PIL)
+
+
+def plan_epoch(hyp: Hyp, images: int, team: Team, seed: int, epoch: int) -> list[Tensor]:
+    """Return the batch of each step, float64 [7, workers * batch_size].
+
+    Its rows are images, crops, flips; factors of brightness, contrast and saturation; angles in radians. Each worker
+    has its own images of so many, and its own random numbers, whatever process computes it. Those of its images that
+    fill no batch make a short last one.
+    """
+    own_images = data.count_own(images, team)
+    steps, remaining = divmod(images // hyp.workers, hyp.batch_size)
+    plans = []
+    for number, worker in enumerate(team.workers):
+        rows = data.shard(number, len(team.workers), own_images, team.device)
+        draws = data.generator(team.device, seed, worker, epoch)
+        crops = data.independent_assignment(len(rows), (2 * PADDING + 1) ** 2, draws)
+        flips = data.independent_assignment(len(rows), 2, draws)
+        changes = [symmetric_draws(len(rows), draws) for _ in range(4)]
+        factors = [1 + STRENGTH * change for change in changes[:3]]
+        angles = DEGREES * pi / 180 * changes[3]
+        order = torch.randperm(len(rows), generator=draws, device=team.device)
+        whole_numbers = torch.stack([rows, crops, flips])
+        plan = torch.cat([whole_numbers.double(), torch.stack([*factors, angles]).double()])
+        plans.append(plan[:, order])
+    return data.split_into_steps(plans, steps, hyp.batch_size, remaining)
+
+
+def symmetric_draws(count: int, draws: torch.Generator) -> Tensor:
+    """Draw numbers of -1 to 1 (float32 [count])."""
+    return 2 * torch.rand(count, generator=draws, device=draws.device) - 1
+
+
+def make_batch(
+    images: Tensor, labels: Tensor, batch: Tensor, normalization: data.Normalization
+) -> tuple[Tensor, Tensor]:
+    """Return augmented images [B, 3, 32, 32], channels-last, and their labels [B].
+
+    As published: crop, color jitter, rotation, flip. Colors are changed on the scale of 0 to 1.
+    """
+    rows, crops, flips = batch[:3].long()
+    brightness, contrast, saturation, angles = batch[3:].float()
+    mean, std = normalization
+    crop = data.crop_and_flip(images, rows, crops, torch.zeros_like(flips), PADDING)
+    crop = fast.at_least_float32(crop)
+    x = torch.stack([crop[:, c] * (std[c] / 255) + mean[c] / 255 for c in range(3)], 1)
+    x = color_jitter(x, brightness, contrast, saturation)
+    x = rotate_and_flip(x, angles, flips)
+    x = torch.stack([(x[:, c] - mean[c] / 255) * (255 / std[c]) for c in range(3)], -1)
+    return x.permute(0, 3, 1, 2).to(images.dtype), labels[rows]
+
+
+def color_jitter(images: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
+    """Blend images [B, 3, H, W] of 0 to 1 with black, mean gray and gray by factors [B], in this order; clip each."""
+    images = blend(images, torch.zeros_like(images), brightness)
+    images = blend(images, gray(images).mean((2, 3), keepdim=True), contrast)
+    return blend(images, gray(images), saturation)
+
+
+def blend(images: Tensor, other: Tensor, factors: Tensor) -> Tensor:
+    factors = factors.to(images.dtype)[:, None, None, None]
+    return (factors * images + (1 - factors) * other).clamp(0, 1)
+
+
+def gray(images: Tensor) -> Tensor:
+    return LUMA[0] * images[:, 0:1] + LUMA[1] * images[:, 1:2] + LUMA[2] * images[:, 2:3]
+
+
+def rotate_and_flip(images: Tensor, angles: Tensor, flips: Tensor) -> Tensor:
+    """Rotate images [B, 3, H, W] counter-clockwise by `angles` (radians), nearest pixel; mirror where `flips` is 1."""
+    cos = angles.cos()
+    sin = angles.sin()
+    zero = torch.zeros_like(angles)
+    sign = 1 - 2 * flips
+    # From an output pixel to its source: undo the flip, then the rotation. Rows are x and y; y points down.
+    origins = torch.stack([cos * sign, -sin, zero, sin * sign, cos, zero], 1).view(-1, 2, 3).to(images.dtype)
+    grid = F.affine_grid(origins, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, mode="nearest", padding_mode="zeros", align_corners=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Network
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Images [B, 3, 32, 32] to logits [B, classes]; 9,658,458 parameters and 1.385 G multiply-adds at width 16."""
+
+    def __init__(self, hyp: Hyp, classes: int, workers: int = 1) -> None:
+        """`workers` are those whose batches are computed together, one after the other."""
+        super().__init__()
+        width = hyp.width
+        a = 6 * width
+        b = 12 * width
+        c = 24 * width
+        norm = partial(layers.GhostBatchNorm, groups=workers, scaled=True)  # over each worker's batch
+        block = partial(layers.PreactivationBlock, norm=norm)
+        self.prep = layers.convolution(3, width)
+        self.blocks = nn.Sequential(
+            block(width, a, stride=1),
+            block(a, a, stride=1),
+            block(a, a, stride=1),
+            block(a, b, stride=2),
+            block(b, b, stride=1),
+            block(b, b, stride=1),
+            block(b, c, stride=2),
+            block(c, c, stride=1),
+            block(c, c, stride=1),
+        )
+        self.tail = nn.Sequential(norm(c), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.linear = nn.Linear(c, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out")  # N(0, sqrt(2 / (k k channels_out)))
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.linear(self.tail(self.blocks(self.prep(images))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss and optimizer
+# ---------------------------------------------------------------------------------------------------------------------
+
+LOSS_SCALE = 512  # multiplies the loss and divides gradients: half precision loses small gradients
+
+
+def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of each image, [B], in float32 at least."""
+    return F.cross_entropy(fast.at_least_float32(logits), labels, reduction="none")
+
+
+def make_optimizer(hyp: Hyp, network: Network, team: Team) -> SGD:
+    decay = ENTRIES[hyp.entry].weight_decay
+    optimizer = SGD(network.parameters(), lr=0.0, momentum=MOMENTA[0], weight_decay=decay)
+    fast.keep_rates_on_gpu([optimizer], team)
+    return optimizer
+
+
+def follow_cycle(hyp: Hyp, optimizer: SGD, epoch: float) -> None:
+    """Set rate and momentum at a time in epochs: while one rises, the other falls."""
+    entry = ENTRIES[hyp.entry]
+    group = optimizer.param_groups[0]
+    set_rate(group, interpolate(epoch, entry.knots, entry.rates))
+    group["momentum"] = interpolate(epoch, entry.knots, MOMENTA)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Pass(NamedTuple):
+    """The results of a forward pass over images [B]."""
+
+    loss: Tensor  # to differentiate: the sum of the workers' means
+    sums: Tensor  # [3]
+    statistics: list[Tensor]  # of the norms
+
+
+def forward_pass(network: Network, precision: fast.Precision, workers: int, images: Tensor, labels: Tensor) -> Pass:
+    """Compute images of so many workers, one worker's batch after the other."""
+    with precision.autocast():
+        logits = network(images)
+    losses = losses_of(logits, labels)
+    loss = losses.sum() / (len(losses) // workers)
+    return Pass(loss * LOSS_SCALE, sums_of(logits, labels, losses), layers.batch_statistics(network))
+
+
+def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log) -> None:
+    """Make the missing runs of a campaign."""
+    precision = fast.Precision(options.precision, team.device, half_weights=False)
+    workers_at_once = len(team.workers) // options.micro_batches
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
+    plan_for = partial(plan_epoch, hyp, len(images.train_images), team)
+
+    def fresh() -> tuple[Network, list[SGD]]:
+        network = Network(hyp, images.classes, workers_at_once)
+        fast.place(network, precision)
+        return network, [make_optimizer(hyp, network, team)]
+
+    network, (optimizer,) = fresh()
+    restart = partial(fast.restart, network, [optimizer], fresh, team)
+    calls = fast.Functions(  # later those that are compiled
+        forward=partial(forward_pass, network, precision, workers_at_once),
+        predict=partial(fast.predict, network),
+        make_batch=partial(make_batch, normalization=images.normalization),
+        compiled=False,
+    )
+
+    def kinds() -> Iterator[tuple[Tensor]]:
+        """Make the network fresh, and yield what each kind of step takes: a full batch, and the short last one."""
+        restart(seed=0)
+        plan = plan_for(seed=0, epoch=1)
+        for batch in {batch.shape: batch for batch in plan}.values():
+            yield (batch,)
+
+    # It is never a CUDA graph, which would keep the momentum of its capture.
+    def train_step(shards: data.Shards, batch: Tensor) -> None:
+        """Update the weights once, from one batch of every worker."""
+        for number, part in enumerate(batch.chunk(options.micro_batches, dim=1)):
+            made = calls.forward(*calls.make_batch(shards.images, shards.labels, part))
+            made.loss.backward()
+            if number == 0:  # it begins with worker 0's images, whose statistics count
+                layers.update_running_statistics(network, made.statistics)
+            sums.add_(made.sums)
+        team.average_gradients(network.parameters(), LOSS_SCALE)  # over all workers, here and nowhere else
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def evaluate(shards: data.Shards) -> Score:
+        """Return the score on the test images, of which each process evaluates its share."""
+        with fast.evaluating(network, precision, team):
+            logits = torch.cat([calls.predict(chunk) for chunk in fast.chunks(shards.test_images)])
+        losses = losses_of(logits, shards.test_labels)
+        return read_score(sums_of(logits, shards.test_labels, losses), team)
+
+    # Not timed: compiling, and a step of each kind, which chooses kernels; on noise.
+    noise = data.upload(data.noise_like(images, team), team, precision, Clock(team.synchronize))
+    if options.compile:
+        calls = fast.compile_all(calls, network, [optimizer], kinds, noise, options.micro_batches, precision, team)
+    if not options.no_warmup:
+        for (batch,) in kinds():
+            train_step(noise, batch)
+        evaluate(noise)
+    del noise
+
+    shards = data.upload(images, team, precision, log.clock)  # timed, as is each epoch's training
+    step = fast.graph(partial(train_step, shards), kinds(), team, enabled=False)
+    images_by_epoch = hyp.epochs * [len(images.train_images) // hyp.workers * hyp.workers]
+    log.ready(images_by_epoch, calls.compiled, graphs=False)
+    for seed in log.missing_runs():
+        restart(seed=seed)
+        for epoch in range(1, hyp.epochs + 1):
+            with log.clock.timed("training"):
+                sums.zero_()
+                plan = plan_for(seed=seed, epoch=epoch)
+                for number, batch in log.progress(plan):
+                    follow_cycle(hyp, optimizer, epoch - 1 + number / len(plan))
+                    step(batch)
+            with log.clock.timed("validation"):  # shown, but not part of the training time
+                validation = evaluate(shards)
+            if not log.epoch(read_score(sums, team), validation):
+                break
+        log.finish(network.state_dict())
+
+
+if __name__ == "__main__":
+    main(train)
