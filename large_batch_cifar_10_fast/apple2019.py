@@ -48,7 +48,9 @@ class Hyp:
     eval_stats: Literal["first", "average"] = "first"  # ghost groups whose statistics evaluation uses
     workers: int = 8  # replicas, each with its own training images
 
-    half = "fp16"  # precision on a GPU; without a type it is no option
+    # Without a type these are no options.
+    half = "fp16"  # precision on a GPU
+    views = "two"  # of a test image: itself and its mirror image, of the same class; their mean is wrong less often
 
     def __post_init__(self) -> None:
         check_range(self, 1, 100_000, "epochs", "warmup_fraction", "batch_size", "width", "workers")
@@ -254,14 +256,6 @@ def set_rates(hyp: Hyp, optimizer: Optimizer, epoch: float) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def average_over_views(predict: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return the mean logits of images [B, 3, 32, 32] and their mirror images, which have the same class.
-
-    Without: return predict(x)
-    """
-    return (predict(x) + predict(data.mirrored(x))) / 2
-
-
 class Pass(NamedTuple):
     """The results of a forward pass over images [B]."""
 
@@ -328,7 +322,8 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
     def evaluate(shards: data.Shards) -> Score:
         """Return the score on the test images, of which each process evaluates its share."""
         with fast.evaluating(network, precision, team):
-            logits = torch.cat([average_over_views(calls.predict, x) for x in fast.chunks(shards.test_images)])
+            chunks = fast.chunks(shards.test_images)
+            logits = torch.cat([data.average_over_views(calls.predict, chunk, hyp.views) for chunk in chunks])
         losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 

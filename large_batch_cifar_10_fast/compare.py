@@ -17,11 +17,10 @@ from pathlib import Path
 import pandas as pd
 
 from . import ConfigError, exit_on_config_error
-from .data.cifar10 import CIFAR_10
-from .read_logs import Log, find_files, read_log
-from .recipes import RECIPES
-from .runs import PLACE, differences
-from .stats import SIGNIFICANCE, compare_means, verdict, wilson
+from .core.images import CIFAR_10
+from .core.program import hyp_class
+from .core.table import PLACE, differences
+from .results import SIGNIFICANCE, Log, compare_means, find_files, read_log, verdict, wilson
 
 TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
 BUSY = 0.95  # of the other side's CPU seconds a second: less is no equal share of the machine
@@ -40,8 +39,9 @@ def read_both(mine: str, reference: str) -> tuple[Log, Log]:
         raise ConfigError(f"{mine} needs a REFERENCE: only runs of apple2019 on {CIFAR_10} have one by default")
     logs = log, read_log(reference or "published")
     for log in logs:
-        if recipe := RECIPES.get(log.conditions.get("recipe", "")):  # not every recipe has the option
-            log.conditions.setdefault("label_smoothing", str(recipe.label_smoothing))
+        hyp = hyp_class(log.conditions.get("recipe", ""))
+        if hyp:  # not every recipe has the option
+            log.conditions.setdefault("label_smoothing", str(getattr(hyp, "label_smoothing", 0.0)))
     return logs
 
 

@@ -46,16 +46,19 @@ def main() -> None:
 
 def launch(arguments: Sequence[str]) -> int:
     """Start the processes of a launch and wait for their end. Return the exit status; raise ConfigError."""
-    from . import devices, log, runs
+    from .core import devices, log, table
 
     command, options, workers = read_command(arguments)
-    gpus, cores, teams, out = devices.count_gpus(options.device), devices.count_cores(), options.teams, options.out
+    gpus = devices.count_gpus(options.device)
+    cores = devices.count_cores()
+    teams = options.teams
+    out = Path(options.out)
     if teams > len(options.planned):
         raise ConfigError(f"--teams {teams} is more than the runs to make ({len(options.planned)}): use fewer")
     processes = plan_processes(options.nproc, teams, workers, gpus, cores)
     if teams > 1 and not (gpus or options.precision or options.demo):  # measured once, for all teams
         command = [*command, "--precision", "bf16" if devices.gains_by_bf16() else "fp32"]
-    campaign = runs.campaign_named(Path(out), options.campaign, options.resume)[0]
+    campaign = table.campaign_named(out, options.campaign, options.resume)[0]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (processes * teams))))
     try:
         how, status = run_processes([*command, "--campaign", campaign], options.planned, teams, processes)
@@ -63,7 +66,7 @@ def launch(arguments: Sequence[str]) -> int:
         how, status = end.args
     if status == INVALID:
         raise ConfigError(how)
-    rows = [row for row in runs.campaign_named(Path(out), campaign, False)[1] if int(row["run"]) in options.planned]
+    rows = [row for row in table.campaign_named(out, campaign, False)[1] if int(row["run"]) in options.planned]
     if status:
         again = f"; the same command with --campaign {campaign} continues" if rows else ""
         print(f"{program()}: {how}; {len(rows)} of {len(options.planned)} runs are finished{again}", file=sys.stderr)
@@ -74,13 +77,9 @@ def launch(arguments: Sequence[str]) -> int:
 
 def read_command(arguments: Sequence[str]) -> tuple[list[str], Any, int]:
     """Return the command that starts a process, the options, and the number of workers. Raise ConfigError."""
-    from . import config
     from .core import program
 
     recipe = program.recipe_of(arguments, "apple2019")
-    if (recipe in config.RECIPES and recipe not in program.PROGRAMS) or ".py:" in recipe:
-        older, its_recipe = config.parse(arguments)
-        return [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments], older, its_recipe.workers
     _, options, hyp = program.read_command(program.load_program(recipe), arguments)
     if recipe.endswith(".py"):  # it may import what is beside it, which PYTHONSAFEPATH forbids
         paths = [os.environ.get("PYTHONPATH", ""), program.folder_of(recipe)]

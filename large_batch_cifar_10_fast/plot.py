@@ -18,10 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from . import ConfigError, exit_on_config_error
-from .config import recipe_of
-from .read_logs import Log, read_log
-from .recipe import run_flop
-from .runs import CONDITIONS, GOAL, PLACE, write_atomically
+from .core.program import flop_of_conditions
+from .core.table import CONDITIONS, GOAL, PLACE, write_atomically
+from .results import Log, read_log
 
 ACCURACY = "test accuracy, %"
 PANELS = {  # columns of x and y, and texts
@@ -53,9 +52,8 @@ def short_labels(logs: Sequence[Log]) -> list[str]:
 
 def table_of(log: Log, label: str, color: str) -> pd.DataFrame:
     """Return a row per run and one per epoch of a run, NaN where unknown: accuracies in percent, work in PFLOP."""
-    recipe = recipe_of(log.conditions)
     last = float(log.conditions.get("epochs", "nan")) if log.epochs is None else np.nan
-    work = run_flop(recipe, 50_000) / 1e15 if recipe else np.nan
+    work = flop_of_conditions(log.conditions, 50_000) / 1e15
     runs = log.runs.assign(epoch=last, final=100 * log.runs["accuracy"], work=work)
     table = pd.concat([runs, log.epochs]).rename(columns={"validation_loss": "loss"}).assign(label=label, color=color)
     return table.assign(accuracy=100 * table["accuracy"]).replace([np.inf, -np.inf], np.nan)

@@ -15,15 +15,13 @@ import torch
 import torch.distributed as dist
 from forked import FORKS, train_forked
 
-from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.core import program
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.log import Clock
-from large_batch_cifar_10_fast.runs import PARTS
+from large_batch_cifar_10_fast.core.shapes import draw_shapes
+from large_batch_cifar_10_fast.core.table import PARTS
+from large_batch_cifar_10_fast.core.team import Team
 
 CPU = torch.device("cpu")
-ALONE = DistContext(0, 1, CPU, 1)  # one process with one worker
+ALONE = Team(0, 1, CPU, 1)  # one process with one worker
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER = REPO / "train_cifar_parallel.sh"
 DIFFERENT = ("campaign", "commit", *PARTS, "seconds", "cpu_seconds", "last_validation", "goal_seconds", "peak_memory")
@@ -109,11 +107,6 @@ def error_line(capsys):
     return call
 
 
-def train_here(*arguments: object) -> None:
-    """Train in this process: there is no interpreter to start and no torch to import. The tables go to --out."""
-    train.main([*map(str, arguments)])
-
-
 def run_here(*arguments: object) -> None:
     """Run a program in this process; which, says --recipe. The tables go to --out."""
     words = [*map(str, arguments)]
@@ -153,30 +146,3 @@ def _train_forked(commands, folders: list[Path], on_a_machine: int) -> subproces
     output, errors = "".join(read[0]), without_progress("".join(read[1]))
     assert status or not running, f"a process hangs: {output}{errors}"
     return subprocess.CompletedProcess(commands, status, output, errors)
-
-
-def prepared(recipe, images, precision="fp64", micro_batches=1) -> tuple[train.Model, train.Data]:
-    """Return a model of one process, and its data."""
-    model = train.make_model(recipe, DistContext(0, 1, CPU, recipe.workers), precision, micro_batches)
-    return model, train.prepare(images, model, Clock(lambda: None))
-
-
-def train_prepared(model, data, seed, log, step=None) -> None:
-    train.train_once(0, seed, model, data, step or train.make_step(model, data), Clock(lambda: None), log)
-
-
-class Recorder:
-    """Record each epoch's scores, of training and of evaluation, and each run's weights, in place of a run's log."""
-
-    def __init__(self) -> None:
-        self.scores, self.weights = [], []
-
-    def progress(self, steps, run, epoch):
-        return steps
-
-    def epoch(self, clock, train, validation):
-        self.scores.append((train, validation))
-
-    def run(self, run, clock, train, validation, network):
-        assert (train, validation) == self.scores[-1]
-        self.weights.append({name: tensor.clone() for name, tensor in network.state_dict().items()})

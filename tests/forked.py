@@ -6,13 +6,11 @@ from pathlib import Path
 
 import torch
 
-from large_batch_cifar_10_fast import apple2019, exit_on_config_error, train
+from large_batch_cifar_10_fast import apple2019, exit_on_config_error
 from large_batch_cifar_10_fast.core import program
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [train.__name__, apple2019.__name__, "torch._dynamo"]
-)  # every optimizer of torch imports the latter
+FORKS.set_forkserver_preload([apple2019.__name__, "torch._dynamo"])  # every optimizer of torch imports the latter
 
 
 def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, output: Path) -> None:
@@ -24,8 +22,4 @@ def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, o
     os.environ |= environment
     torch.set_num_threads(1)
     with exit_on_config_error("train_cifar_parallel.sh"):
-        recipe = program.recipe_of(arguments, "apple2019")
-        if program.is_program(recipe):
-            program.run_program(program.load_program(recipe), arguments)
-        else:
-            train.main(arguments)
+        program.run_program(program.load_program(program.recipe_of(arguments, "apple2019")), arguments)

@@ -15,7 +15,7 @@ from torch import nn
 
 from large_batch_cifar_10_fast import apple2019
 from large_batch_cifar_10_fast.core.team import Team
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.core.shapes import draw_shapes
 
 SEED, WORKERS, BATCH, GHOST, WIDTH, EPOCHS, STEPS = 11, 2, 32, 16, 3, 4, 3
 OPTIONS = {
@@ -107,7 +107,7 @@ def trained(tmp_path_factory):
     how = ["--data", data, "--seed", SEED, "--precision", "fp64", "--save", folder / "w.pt", "--out", folder]
     # Its own mean and deviation would be taken for other images than CIFAR-10's.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("large_batch_cifar_10_fast.data.cifar10.Images.normalization", (MEAN, STD))
+        patch.setattr("large_batch_cifar_10_fast.core.images.Images.normalization", (MEAN, STD))
         run_here("--recipe", "apple2019", *options, *how)
     weights = torch.load(folder / "w.pt", weights_only=True)["weights"]
     return arrays, weights, pd.read_csv(folder / "epochs.tsv", sep="\t")

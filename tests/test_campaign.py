@@ -18,9 +18,9 @@ from conftest import DIFFERENT, LAUNCHER, TINY, environment, run_here, train_tog
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.core import campaign, fast, log
 from large_batch_cifar_10_fast.core.log import Log
-from large_batch_cifar_10_fast.data.cifar10 import load_images
-from large_batch_cifar_10_fast.read_logs import read_log
-from large_batch_cifar_10_fast.runs import COLUMNS
+from large_batch_cifar_10_fast.core.images import load_images
+from large_batch_cifar_10_fast.results import read_log
+from large_batch_cifar_10_fast.core.table import COLUMNS
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,9 @@ from test_read_logs import run_lines, write_runs
 from large_batch_cifar_10_fast import compare, plot
 from large_batch_cifar_10_fast.log import print_summary
 from large_batch_cifar_10_fast.plot import draw_picture
-from large_batch_cifar_10_fast.read_logs import PUBLISHED
-from large_batch_cifar_10_fast.runs import EPOCHS
-from large_batch_cifar_10_fast.stats import compare_means, verdict, wilson
+from large_batch_cifar_10_fast.results import PUBLISHED
+from large_batch_cifar_10_fast.core.table import EPOCHS
+from large_batch_cifar_10_fast.results import compare_means, verdict, wilson
 
 
 @pytest.fixture

@@ -14,14 +14,14 @@ from torch._inductor import config as inductor
 
 from large_batch_cifar_10_fast import evaluate as evaluation
 from large_batch_cifar_10_fast.compiling import compiled, compiled_evaluation, noise, results_of_pass
-from large_batch_cifar_10_fast.data.cifar10 import random_images
+from large_batch_cifar_10_fast.core.images import random_images
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.evaluate import evaluate
 from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.optim import follow_schedules
 from large_batch_cifar_10_fast.recipe import Model, apply_stage, make_network, reset, stage_of
 from large_batch_cifar_10_fast.recipes import Apple2019, MuonRecipe
-from large_batch_cifar_10_fast.runs import read
+from large_batch_cifar_10_fast.core.table import read
 from large_batch_cifar_10_fast.train import make_model, prepare, train_step, warm_up
 
 pytestmark = pytest.mark.slow

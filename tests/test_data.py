@@ -22,8 +22,8 @@ from PIL import Image
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.data import cifar10
-from large_batch_cifar_10_fast.data.cifar10 import ARCHIVES, Images, load_images
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.core.images import ARCHIVES, Images, load_images
+from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.recipe import CIFAR_10_NORMALIZATION
 
 ARCHIVE = ARCHIVES[0].file
@@ -245,7 +245,7 @@ def test_the_documented_script_makes_images_of_a_folder_of_pictures(tmp_path):
     assert loaded.test_images.shape == (20, 32, 32, 3)
 
 
-DRAW = "from large_batch_cifar_10_fast.data.cifar10 import load_images; print(load_images('synthetic').digest)"
+DRAW = "from large_batch_cifar_10_fast.core.images import load_images; print(load_images('synthetic').digest)"
 
 
 def test_every_machine_draws_the_same_synthetic_images(tmp_path):

@@ -13,7 +13,7 @@ from large_batch_cifar_10_fast import ConfigError, config, devices
 from large_batch_cifar_10_fast.core import fast, program
 from large_batch_cifar_10_fast.core.options import Options
 from large_batch_cifar_10_fast.core.team import Team
-from large_batch_cifar_10_fast.devices import matrix_rate
+from large_batch_cifar_10_fast.core.devices import matrix_rate
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.recipes import Apple2019, FastAI, MuonRecipe
 from large_batch_cifar_10_fast.train import make_model

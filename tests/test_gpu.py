@@ -19,7 +19,7 @@ ONE_GRAPH = "graphs=True"
 IMPORTS = f"""
 import sys, torch
 from large_batch_cifar_10_fast.compiling import compiled
-from large_batch_cifar_10_fast.data.cifar10 import random_images
+from large_batch_cifar_10_fast.core.images import random_images
 from large_batch_cifar_10_fast.distributed import init_distributed
 from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.optim import follow_schedules

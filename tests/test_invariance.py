@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import TINY, train_on_machines, train_together, write_npz
 
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.recipes import RECIPES
 
 pytestmark = pytest.mark.slow

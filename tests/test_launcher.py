@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import LAUNCHER, REPO, TINY, launch, python, run_program, train_here, write_npz, write_program
+from conftest import LAUNCHER, REPO, TINY, launch, python, run_program, run_here, write_npz, write_program
 
 from large_batch_cifar_10_fast.config import parse
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.runs import read
+from large_batch_cifar_10_fast.core.shapes import draw_shapes
+from large_batch_cifar_10_fast.core.table import read
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def test_the_demo_passes_94_percent_from_inside_the_package_folder(tmp_path):
 def test_progress_is_shown_on_a_terminal(tiny_npz, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
     stderr.isatty = lambda: True
-    train_here("--demo", *TINY, "--no_compile", "--data", tiny_npz, "--out", tmp_path)
+    run_here("--demo", *TINY, "--no_compile", "--data", tiny_npz, "--out", tmp_path)
     assert "run 1 epoch 2: " in stderr.getvalue()
 
 

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import optim, train
 from large_batch_cifar_10_fast.config import as_pairs
-from large_batch_cifar_10_fast.data.cifar10 import Images, random_images
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.core.images import Images, random_images
+from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.evaluate import Score
 from large_batch_cifar_10_fast.recipe import Stage, run_flop, stage_of
 from large_batch_cifar_10_fast.recipes.muon import Muon2024, MuonRecipe

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast.compiling import noise, results_of_pass
 from large_batch_cifar_10_fast.config import parse
-from large_batch_cifar_10_fast.data.cifar10 import Images
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.core.images import Images
+from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.evaluate import evaluate
 from large_batch_cifar_10_fast.layers import norms_of, whitening_buffers

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pandas as pd
 import pytest
 import torch
-from conftest import CPU, REPO, TINY, launch, run_here, train_here, train_together
+from conftest import CPU, REPO, TINY, launch, run_here, run_here, train_together
 
 from large_batch_cifar_10_fast import PACKAGE, ConfigError, api, compare
 from large_batch_cifar_10_fast.core import data, fast, layers, source
@@ -39,7 +39,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_program_makes_the_weights_and_rows_of_the_package_to_the_last_bit(name, tiny_npz, tmp_path):
-    for door, folder in ((train_here, tmp_path / "package"), (run_here, tmp_path / "program")):
+    for door, folder in ((run_here, tmp_path / "package"), (run_here, tmp_path / "program")):
         options = ["--data", tiny_npz, "--out", folder, "--save", folder / "w.pt", "--no_compile"]
         door("--precision", "fp32", *SMALL[name], *options, "--seed", 3, "--campaign", "c")
     expected, found = weights_of(tmp_path / "package"), weights_of(tmp_path / "program")

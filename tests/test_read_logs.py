@@ -8,7 +8,7 @@ import pytest
 from conftest import REPO
 
 from large_batch_cifar_10_fast import ConfigError
-from large_batch_cifar_10_fast.read_logs import PUBLISHED, read_log
+from large_batch_cifar_10_fast.results import PUBLISHED, read_log
 
 RUNS = pd.read_csv(PUBLISHED / "apple_8xv100_50_runs.tsv", sep="\t")
 PUBLISHED_LOG = (REPO / "run_log.txt").read_text()

@@ -11,7 +11,7 @@ from typing import get_origin, get_type_hints
 
 import pytest
 import torch
-from conftest import ALONE, REPO, TINY, python, run_here, run_program, train_here
+from conftest import ALONE, REPO, TINY, python, run_here, run_program, run_here
 
 from large_batch_cifar_10_fast import PACKAGE, ConfigError, config, devices, log
 from large_batch_cifar_10_fast.config import Options, check_images, check_save, parse
@@ -64,7 +64,7 @@ CASES = {  # the words of a command line and the error; no word is written to --
 def test_a_request_that_cannot_be_met_is_refused_before_anything_is_written(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
-        train_here(*words.split(" "))
+        run_here(*words.split(" "))
     assert CASES[words] in str(error.value)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
@@ -232,7 +232,7 @@ def test_a_long_campaign_on_a_cpu_says_how_long_it_takes_and_whether_the_machine
     monkeypatch.setattr(config, "run_flop", lambda recipe, images: cores * seconds * config.CORE)
     monkeypatch.setattr(log, "LONG_EPOCH", 0)
     monkeypatch.setattr(time, "perf_counter", itertools.count(step=1600).__next__)
-    train_here(*words, "--runs", 2, "--out", tmp_path)
+    run_here(*words, "--runs", 2, "--out", tmp_path)
     errors = capsys.readouterr().err
     each = seconds / {"fp32": 1, "bf16": 4}[precision]
     hours = f"takes about {2 * each / 3600:.1f} hours; --recipe muon takes minutes, --demo shows"

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ALONE, REPO, TINY, train_here, write_npz
+from conftest import ALONE, REPO, TINY, run_here, write_npz
 from torch import nn
 from torchvision.io import write_png
 
@@ -21,15 +21,15 @@ from large_batch_cifar_10_fast import ConfigError, api, runs, train
 from large_batch_cifar_10_fast import log as run_log
 from large_batch_cifar_10_fast.config import recipe_named
 from large_batch_cifar_10_fast.data.shards import CropAndFlip, assign_independent
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
-from large_batch_cifar_10_fast.devices import out_of_memory_hint
+from large_batch_cifar_10_fast.core.shapes import draw_shapes
+from large_batch_cifar_10_fast.core.devices import out_of_memory_hint
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.evaluate import Score, chunk_sizes, evaluate, predict
 from large_batch_cifar_10_fast.layers import GhostBatchNorm
 from large_batch_cifar_10_fast.optim import PiecewiseLinear
 from large_batch_cifar_10_fast.recipe import TWO_VIEWS, Recipe, option
 from large_batch_cifar_10_fast.recipes import DEMO, RECIPES, Apple2019, Page
-from large_batch_cifar_10_fast.runs import code_digest
+from large_batch_cifar_10_fast.core.table import code_digest
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
     monkeypatch.setattr(train, "whitening_buffers", taking(0.125, train.whitening_buffers))
     monkeypatch.setattr(train, "train_step", taking(1, train.train_step))
     monkeypatch.setattr(train, "evaluate", taking(1000, lambda *_, **__: Score(next(scores), 100, 1.0)))
-    train_here("--demo", *TINY, "--epochs", 4, "--runs", 2, "--data", tiny_npz, "--out", tmp_path)
+    run_here("--demo", *TINY, "--epochs", 4, "--runs", 2, "--data", tiny_npz, "--out", tmp_path)
     steps = 643 // 8 // 16
     parts = {"upload": 0.5, "preprocessing": 0.5, "whitening": 0.125, "training": 4 * steps}
     parts |= {"seconds": 1.125 + 4 * steps, "last_validation": 1000, "validation_accuracy": 0.96}
@@ -105,10 +105,10 @@ def test_a_recipe_without_a_part_that_has_no_default_cannot_be_made(name):
 def test_a_campaign_of_another_recipe_is_written_and_continued(tiny_npz, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(RECIPES, "stock", Stock)
     base = ["--data", tiny_npz, "--out", tmp_path, "--no_warmup", "--precision", "fp32"]
-    train_here("--recipe", "stock", *base, "--epochs", 1)
+    run_here("--recipe", "stock", *base, "--epochs", 1)
     with pytest.raises(ConfigError, match=r"continued with recipe \(apple2019, not stock\)"):
-        train_here("--resume", *base, *TINY)
-    train_here("--recipe", "stock", *base, "--epochs", 1, "--resume", "--runs", 2)
+        run_here("--resume", *base, *TINY)
+    run_here("--recipe", "stock", *base, "--epochs", 1, "--resume", "--runs", 2)
     rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")[["run", "recipe", "options"]]
     assert rows.to_numpy().tolist() == [[run, "stock", "batch_size=16 epochs=1"] for run in (0, 1)]
     assert "# recipe stock batch_size=16 epochs=1\n" in capsys.readouterr().out
@@ -144,7 +144,7 @@ def saved(request, tiny_npz, tmp_path_factory):
     """Weights of a single run after a warm-up, the options they were trained with, and the run's row."""
     folder, options = tmp_path_factory.mktemp("saved"), [*SMALL[request.param], "--data", tiny_npz, "--no_compile"]
     options += ["--precision", "fp32"]
-    train_here(*options, "--seed", 6, "--save", folder / "w.pt", "--out", folder)
+    run_here(*options, "--seed", 6, "--save", folder / "w.pt", "--out", folder)
     return folder / "w.pt", options, pd.read_csv(folder / "runs.tsv", sep="\t").iloc[0]
 
 
@@ -152,7 +152,7 @@ def saved(request, tiny_npz, tmp_path_factory):
 def test_the_last_run_of_a_campaign_equals_a_single_run_with_its_seed_after_a_warm_up(saved, tmp_path):
     """Each run begins anew: weights, statistics, resolution, frozen weights, hard examples and the order of flips."""
     file, options, row = saved
-    train_here(*options, "--no_warmup", "--runs", 2, "--seed", 5, "--save", tmp_path / "w.pt", "--out", tmp_path)
+    run_here(*options, "--no_warmup", "--runs", 2, "--seed", 5, "--save", tmp_path / "w.pt", "--out", tmp_path)
     result = ["train_accuracy", "train_loss", "validation_count", "validation_loss"]
     assert pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[-1][result].tolist() == row[result].tolist()
     weights, expected = (torch.load(path, weights_only=True)["weights"] for path in (tmp_path / "w.pt", file))
@@ -227,7 +227,7 @@ def test_images_of_twelve_classes_train_a_network_of_twelve_and_name_their_norma
     parts = draw_shapes(400, 20)
     parts[1][:], parts[2][:3] = np.arange(400) % 12, parts[0][:3]
     data, weights = write_npz(tmp_path / "twelve.npz", *parts), tmp_path / "w.pt"
-    train_here(*MUON, "--data", data, "--out", tmp_path, "--save", weights, "--precision", "fp32")
+    run_here(*MUON, "--data", data, "--out", tmp_path, "--save", weights, "--precision", "fp32")
     output = capsys.readouterr()
     assert re.search(r"# 12 classes, normalized by .* mean \(12\d\.", output.out)
     assert output.err.count("Warning: ") == output.err.count("3 of 20 test images are also training images") == 1
@@ -281,7 +281,7 @@ def test_a_recipe_in_a_file_of_its_own_is_trained_from_the_command_line(tiny_npz
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     few = [word for pair in (("--epochs", 1), ("--ema_ep", 0.5), ("--width", 4), ("--surplus", 2)) for word in pair]
-    train_here("--recipe", "own.py:Mine", *few, "--data", tiny_npz, "--out", tmp_path, "--save", "w.pt", "--no_compile")
+    run_here("--recipe", "own.py:Mine", *few, "--data", tiny_npz, "--out", tmp_path, "--save", "w.pt", "--no_compile")
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert row["recipe"] == "mine"
     assert {"batch_size=32", "surplus=2.0"} <= set(row["options"].split())
@@ -298,15 +298,15 @@ def test_a_recipe_in_a_file_of_its_own_is_trained_from_the_command_line(tiny_npz
     invalid |= {"own.py:Undecorated": r"put @dataclass\(frozen=True\) above it", "own.py:dataclass": "TypeError"}
     for name, reason in invalid.items():
         with pytest.raises(ConfigError, match=rf"^--recipe {name} cannot be used \([^\n]*{reason}"):
-            train_here("--recipe", name)
+            run_here("--recipe", name)
     with pytest.raises(ConfigError, match=r"^Nameless is not apple2019: give your recipe a name of its own"):
-        train_here("--recipe", "own.py:Nameless")
+        run_here("--recipe", "own.py:Nameless")
 
 
 @pytest.mark.slow
 def test_weights_are_trained_and_saved_in_half_precision(tiny_npz, tmp_path):
     small = ["--demo", *TINY, "--epochs", 1, "--data", tiny_npz, "--precision", "fp16"]
-    train_here(*small, "--out", tmp_path, "--save", tmp_path / "w.pt")
+    run_here(*small, "--out", tmp_path, "--save", tmp_path / "w.pt")
     weights = torch.load(tmp_path / "w.pt", weights_only=True)["weights"]
     assert weights["prep.0.weight"].dtype == torch.float16
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
@@ -324,7 +324,7 @@ def test_views_of_half_precision_are_averaged_in_float32():
 @pytest.mark.slow
 def test_a_diverged_run_is_a_result_with_a_warning_and_never_reached_the_goal(tiny_npz, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train, "evaluate", lambda *_, **__: Score(95, 101, math.nan))
-    train_here("--demo", *TINY, "--data", tiny_npz, "--lr_scaler", "100000", "--out", tmp_path)
+    run_here("--demo", *TINY, "--data", tiny_npz, "--lr_scaler", "100000", "--out", tmp_path)
     out, err = capsys.readouterr()
     assert re.match(r"Warning: run 0 \(seed 0\) stopped after epoch 1 of 2: its loss is not finite; .*\n$", err), err
     assert (tmp_path / "timing_log.tsv").read_text().count("\n") == 2, "its second epoch is not trained"
@@ -362,7 +362,7 @@ def test_clocks_are_read_after_the_warm_up(tiny_npz, tmp_path, capsys, monkeypat
     asked, found = [], {"driver": "550.54", "clocks": "SM 1980 MHz"}
     monkeypatch.setattr(train, "warm_up", lambda *_: asked.append("warm-up"))
     monkeypatch.setattr(run_log, "driver_and_clocks", lambda _: asked.append("clocks") or found)
-    train_here(*SMALL["apple2019"], "--no_compile", "--data", tiny_npz, "--out", tmp_path)
+    run_here(*SMALL["apple2019"], "--no_compile", "--data", tiny_npz, "--out", tmp_path)
     assert asked == ["warm-up", "clocks"]
     assert "\n# driver 550.54, clocks SM 1980 MHz\nUploaded" in capsys.readouterr().out
     assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["clocks"].tolist() == ["SM 1980 MHz"]

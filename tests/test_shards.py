@@ -16,7 +16,7 @@ from large_batch_cifar_10_fast.data.shards import (
     rotate_and_flip,
     upload_shards,
 )
-from large_batch_cifar_10_fast.devices import Precision
+from large_batch_cifar_10_fast.core.devices import Precision
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.recipe import CIFAR_10_NORMALIZATION, images_of_an_epoch
 from large_batch_cifar_10_fast.recipes import Apple2019, Basenet, FastAI, MuonRecipe

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from large_batch_cifar_10_fast import train
 from large_batch_cifar_10_fast.core.team import Team
-from large_batch_cifar_10_fast.data.cifar10 import Images, random_images
-from large_batch_cifar_10_fast.data.synthetic import draw_shapes
+from large_batch_cifar_10_fast.core.images import Images, random_images
+from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.distributed import DistContext
 from large_batch_cifar_10_fast.log import Clock
 from large_batch_cifar_10_fast.recipes import Apple2019, Basenet, FastAI, MuonRecipe, Page

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from large_batch_cifar_10_fast import ConfigError, runs
-from large_batch_cifar_10_fast.runs import COLUMNS, read
+from large_batch_cifar_10_fast.core.table import COLUMNS, read
 
 FAIL = Mock(side_effect=OSError(errno.ENOLCK, "full or without locks"))
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import ConfigError, __version__
-from ..data.cifar10 import SYNTHETIC
-from ..devices import hardware_name
 from . import source
 from .data import Images
+from .devices import hardware_name
+from .images import SYNTHETIC
 from .options import Options, as_pairs
 from .table import (
     COLUMNS,

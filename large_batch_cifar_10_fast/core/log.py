@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,13 +14,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import ConfigError, __version__, first_line
-from ..devices import driver_and_clocks, peak_memory, software
 from .campaign import Campaign, save_weights
 from .clock import Clock
-from .data import CIFAR_10_NORMALIZATION, Images
+from .devices import driver_and_clocks, matrix_rate, peak_memory, software
+from .images import CIFAR_10_NORMALIZATION, Images
 from .options import Options, as_pairs
+from .profile import profiled
 from .table import GOAL, NUMBERS, PARTS, diverged, reached_goal, warn_once
-from .team import Team, show, warn
+from .team import Team, print_line, show, warn
 
 T = TypeVar("T")
 
@@ -60,12 +60,20 @@ class Log:
     """The log of a launch, on rank 0. Of several teams on a machine, all print their runs, and the first the head."""
 
     def __init__(
-        self, options: Options, team: Team, campaign: Campaign, expected: float, for_use: Mapping[str, object]
+        self,
+        options: Options,
+        team: Team,
+        campaign: Campaign,
+        flop: float,
+        expected: float,
+        for_use: Mapping[str, object],
     ) -> None:
-        """`expected` is about how many seconds a run takes, 0 if unknown; `for_use` is saved with weights."""
+        """`flop` are a run's floating-point operations, `expected` about its seconds (0: unknown); `for_use` is saved
+        with weights."""
         self.options = options
         self.team = team
         self.campaign = campaign
+        self.flop = flop
         self.expected = expected
         self.for_use = for_use
         self.clock = Clock(team.synchronize)  # of the set-up, then of a run
@@ -87,6 +95,7 @@ class Log:
         if self.team.is_main:
             self.campaign.common |= driver_and_clocks(self.team.device)  # after the warm-up: an idle GPU slows down
         if self.team.is_first:
+            self.matrix_rate = matrix_rate(self.options.precision, self.team.device)  # after the warm-up, too
             self.print_set_up(compiled, graphs)
 
     def missing_runs(self) -> Iterator[int]:
@@ -99,7 +108,9 @@ class Log:
             yield self.options.seed + run
 
     def progress(self, steps: Sequence[T]) -> Iterator[tuple[int, T]]:
-        """Yield the steps of an epoch, counted from 1, and show them on the progress bar."""
+        """Yield the steps of an epoch, counted from 1, and show them on the progress bar; or profile some of them."""
+        if self.options.profile:
+            yield from profiled(steps[: self.options.profile], self.campaign.out / "trace.json", self.team)
         epoch = len(self.epochs) + 1
         self.bar.set_description(f"run {self.run + 1} epoch {epoch}", refresh=False)
         for number, step in enumerate(steps, 1):
@@ -155,6 +166,8 @@ class Log:
         if self.campaign.teams > 1:
             print_line(f"# run {self.run}, seed {finished['seed']}")
         self.print_run(finished)
+        if self.team.is_first and self.run == self.campaign.missing[0] and not diverged(finished):
+            self.print_speed(seconds["training"])
         if self.run == self.campaign.of_launch[0]:
             with warned("timing_log.tsv"):
                 self.campaign.write_curve(self.epochs)
@@ -170,7 +183,7 @@ class Log:
         if self.team.is_main and self.campaign.missing:
             self.bar.close()
             self.campaign.write_rows()
-        if self.team.is_main and self.campaign.teams == 1:
+        if self.team.is_main and self.campaign.teams == 1 and self.campaign.rows:  # --profile makes none
             print_summary(self.campaign.rows.values())
 
     # ---- Lines
@@ -220,6 +233,14 @@ class Log:
             with_it = f"the last validation {last:.3f}s (with it {number['seconds'] + last:.3f}s)"
             print_line(f"# not in it: {with_it}; peak memory {memory:.2f} GiB")
 
+    def print_speed(self, seconds: float) -> None:
+        """Print the rates of a run's training steps."""
+        images = sum(self.images_by_epoch) / seconds
+        rate = self.flop / seconds
+        share = rate / self.team.world_size / self.matrix_rate
+        text = f"{images:.0f} images/s, {rate / 1e12:.3g} TFLOP/s, {share:.0%} of the matrix rate"
+        print_line(f"# speed of run {self.run}: {text}")
+
 
 @contextlib.contextmanager
 def warned(name: str) -> Iterator[None]:
@@ -228,16 +249,6 @@ def warned(name: str) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ConfigError) as error:  # torch.save raises RuntimeError
         warn_once(f"{name} is not written ({first_line(error)})")
-
-
-def print_line(line: str) -> None:
-    """Print a line of the log, clear of the progress bar. If it cannot be written, continue without a log."""
-    with tqdm.external_write_mode():
-        try:
-            print(line, flush=True)
-        except OSError as error:  # a full disk, or a pipe whose reader has ended
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            warn(f"the log ends here, the tables do not: STDOUT cannot be written ({error.strerror})")
 
 
 def print_summary(rows: Iterable[Mapping[str, str]]) -> None:

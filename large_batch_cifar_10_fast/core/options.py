@@ -10,13 +10,13 @@ import inspect
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from .. import ConfigError, __version__, program
-from ..data.cifar10 import DATA
+from .images import DATA
 from .source import commit
 
 MOST = 100_000  # the largest number that an option takes, unless it has another limit
@@ -50,13 +50,14 @@ class Options:
     no_graph: bool = False  # launch each kernel; by default the GPUs of one machine replay a CUDA graph
     no_warmup: bool = False  # skip the untimed warm-up; the first run is then slower
     demo: bool = False  # the default recipe, small, on synthetic images, in fp32 and not compiled
+    profile: int = 0  # steps to profile, of a first epoch and instead of runs: trace.json and the costliest kernels
     nproc: int = 0  # processes on this machine (of a team); 0: as many as fit its GPUs or cores
     teams: int = 1  # groups of processes that share the runs, each with its own GPUs or cores
     timeout: int = 3600  # seconds that processes wait for each other
 
     def __post_init__(self) -> None:
         check_range(self, 1, MOST, "runs", "micro_batches", "teams", "timeout")
-        check_range(self, 0, MOST, "nproc")
+        check_range(self, 0, MOST, "nproc", "profile")
         check_range(self, 0, 2**62 - 1, "seed")
         for name in ("data", "out", "save"):
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))  # a shell leaves `--out=~/x` alone
@@ -176,6 +177,12 @@ def text_of(value: object) -> str:
 def as_pairs(options: Any) -> str:
     """Return the fields of options as tables and logs have them: `name=value name=value`."""
     return " ".join(f"{field.name}={text_of(getattr(options, field.name))}" for field in fields(options))
+
+
+def as_words(options: Mapping[str, object]) -> list[str]:
+    """Return options as words of a command line."""
+    texts = {name: text_of(value) for name, value in options.items()}
+    return [f"--{name}" if text == "True" else f"--{name}={text}" for name, text in texts.items() if text != "False"]
 
 
 def check_save(save: str) -> None:

@@ -5,32 +5,35 @@ A program is a Python file with
 * `Hyp`, a frozen dataclass whose fields are its options: `epochs`, `batch_size`, any others; `workers` (1 without it);
 * `Network(hyp, classes)`, from images [B, 3, 32, 32] to logits [B, classes];
 * `train(hyp, options, images, team, log)`, which makes the missing runs of a campaign, and `main(train)` at its end;
-* if it likes, `SETS` (further recipes: names and subclasses of Hyp), `DEMO` (what --demo changes), `Hyp.half` (its
-  precision on a GPU that has it, fp16 or bf16), and `Hyp.check_images(count)` (a ConfigError for too few of them).
+* if it likes, `SETS` (further recipes: their names and classes like Hyp), `DEMO` (what --demo changes), `Hyp.half` (its
+  precision on a GPU that has it, fp16 or bf16), `Hyp.check_images(count)` (a ConfigError for too few of them),
+  `Hyp.views` (of a test image, for `api`), and `flop(hyp, images)` of a run, if not all epochs are alike.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from .. import PACKAGE, RENDEZVOUS, ConfigError, first_line
-from ..devices import out_of_memory_hint
 from . import source
 from .campaign import Campaign, conditions
-from .data import Images, load_images
-from .fast import precision_on_cpu, precision_on_gpu
+from .devices import out_of_memory_hint
+from .fast import count_flop, precision_on_cpu, precision_on_gpu
+from .images import Images, load_images
 from .log import LONG, Log, warned
-from .options import Options, check_save, parse_options
+from .options import Options, as_words, check_save, parse_options
+from .profile import ProfileDone
 from .table import Row
 from .team import Team, exit_process, join_team
 
@@ -60,13 +63,13 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             )
         images = load_images(options.data)
         check_images(images, team, hyp)
-        flop = 0.0 if team.on_gpu else estimate_flop(program, hyp, images)  # a GPU compiles, however long it takes
+        flop = flop_of(program, hyp, len(images.train_images), images.classes)
         options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team)
         file = file_of(program)
         campaign = Campaign(options, conditions(options, name, hyp, file, images, team), team)
         for_use = {"classes": images.class_names, "normalization": images.normalization, "size": (32, 32, 3)}
         expected = 0.0 if team.on_gpu else estimate_seconds(flop, team.world_size, options.precision)
-        log = Log(options, team, campaign, expected, for_use | {"options": asdict(hyp)})
+        log = Log(options, team, campaign, flop, expected, for_use | {"options": asdict(hyp)})
         if team.is_main and campaign.missing:
             with warned("the program's source"):
                 source.store(file, campaign.out, campaign.common["code"])
@@ -75,18 +78,13 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         if campaign.missing:
             if team.on_gpu and team.world_size == 1:  # each of several processes copies its share of the images anyway
                 images = images.pinned()
-            with out_of_memory_hint("training"):
+            with out_of_memory_hint("training"), contextlib.suppress(ProfileDone):
                 program.train(hyp, options, images, team, log)
         log.summary()
     return list(campaign.rows.values())
 
 
 # ---- The command line
-
-
-def is_program(recipe: str) -> bool:
-    """Return whether a recipe is a program; the others are classes of the older package."""
-    return recipe in PROGRAMS or recipe.endswith(".py")
 
 
 def load_program(recipe: str) -> ModuleType:
@@ -129,7 +127,7 @@ def read_command(program: ModuleType, arguments: Sequence[str]) -> tuple[str, Op
     A recipe is named as its program's file, or is one of the program's further `SETS` of hyper-parameters.
     """
     own = file_of(program).stem
-    sets = {own: program.Hyp, **getattr(program, "SETS", {})}
+    sets = sets_of(program)
     recipe = recipe_of(arguments, own)
     name = Path(recipe).stem if recipe.endswith(".py") else recipe
     if name not in sets:
@@ -139,8 +137,38 @@ def read_command(program: ModuleType, arguments: Sequence[str]) -> tuple[str, Op
     return name, options, hyp
 
 
+def sets_of(program: ModuleType) -> dict[str, Any]:
+    """Return a program's sets of hyper-parameters: their classes, by the names of their recipes."""
+    return {file_of(program).stem: program.Hyp, **getattr(program, "SETS", {})}
+
+
 def file_of(program: ModuleType) -> Path:
     return Path(str(inspect.getsourcefile(program.train)))
+
+
+# ---- Recipes of stored results
+
+
+def hyp_class(recipe: str) -> Any:
+    """Return the class of a recipe's hyper-parameters; None if it is none of ours."""
+    return sets_of(load_program(recipe))[recipe] if recipe in PROGRAMS else None
+
+
+def stored_hyp(program: ModuleType, recipe: str, values: Mapping[str, object]) -> Any:
+    """Return the hyper-parameters that were stored with weights or in a table, also as texts. Raise ConfigError."""
+    hyp = sets_of(program).get(recipe, program.Hyp)
+    return parse_options(as_words(values), recipe, hyp, {})[1]
+
+
+def flop_of_conditions(conditions: Mapping[str, str], images: int) -> float:
+    """Return the floating-point operations of a run of ours, by its recipe and options; NaN if it is not ours."""
+    recipe = conditions.get("recipe", "")
+    if recipe not in PROGRAMS:
+        return math.nan
+    names = [field.name for field in fields(hyp_class(recipe))]
+    program = load_program(recipe)
+    hyp = stored_hyp(program, recipe, {name: conditions[name] for name in names if name in conditions})
+    return flop_of(program, hyp, images)
 
 
 # ---- Checks and choices
@@ -165,12 +193,11 @@ def check_images(images: Images, team: Team, hyp: Any) -> None:
         hyp.check_images(count)
 
 
-def estimate_flop(program: ModuleType, hyp: Any, images: Images) -> float:
-    """Return about the floating-point operations of a run: its network's forward pass at 32 pixels, three times."""
-    network = program.Network(hyp, images.classes).eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        network(torch.zeros(2, 3, 32, 32))
-    return 3 * counter.get_total_flops() / 2 * len(images.train_images) * hyp.epochs
+def flop_of(program: ModuleType, hyp: Any, images: int, classes: int = 10) -> float:
+    """Return the floating-point operations of a run's training steps, on so many images."""
+    if hasattr(program, "flop"):
+        return program.flop(hyp, images)
+    return images * hyp.epochs * count_flop(program.Network(hyp, classes))
 
 
 def estimate_seconds(flop: float, processes: int, precision: str) -> float:

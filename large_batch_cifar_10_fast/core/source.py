@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from .. import PACKAGE
-from ..devices import output_of
+from .devices import output_of
 from .table import write_atomically
 
 # Folders of the standard library and of installed packages. What is imported from elsewhere belongs to the program.

@@ -1,4 +1,4 @@
-"""The processes of a run: which am I, which workers are mine; average, broadcast, wait."""
+"""The processes of a run: which am I, which workers are mine; average, broadcast, wait; print once for all."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 from tqdm import tqdm
 
 from .. import INVALID, RENDEZVOUS, ConfigError, first_line, program
-from ..devices import take_device
+from .devices import take_device
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,16 @@ def show(text: str) -> None:
     if sys.stderr:  # None if it was closed: then print would take STDOUT
         with tqdm.external_write_mode():
             print(text, file=sys.stderr, flush=True)
+
+
+def print_line(line: str) -> None:
+    """Print a line of the log, clear of the progress bar. If it cannot be written, continue without a log."""
+    with tqdm.external_write_mode():
+        try:
+            print(line, flush=True)
+        except OSError as error:  # a full disk, or a pipe whose reader has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            warn(f"the log ends here, the tables do not: STDOUT cannot be written ({error.strerror})")
 
 
 def launched_world_size() -> int:

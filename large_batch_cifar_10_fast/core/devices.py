@@ -13,13 +13,12 @@ import sys
 import timeit
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from . import ConfigError, first_line
+from .. import ConfigError, first_line
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 DTYPES |= {"fp64": torch.float64}
@@ -82,37 +81,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no blocks apart from the heap
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return the end of the heap
-
-
-@dataclass(frozen=True)
-class Precision:
-    """How a network computes on a device: what --precision means there.
-
-    With `half_weights` fp16 has fp16 weights; else operations cast float32 weights, as they do for bf16.
-    """
-
-    name: str
-    device: torch.device
-    half_weights: bool = True
-
-    @property
-    def compute(self) -> torch.dtype:
-        """The type in which convolutions and matrix products are computed."""
-        return DTYPES[self.name]
-
-    @property
-    def weights(self) -> torch.dtype:
-        mixed = self.name == "bf16" or (self.name == "fp16" and not self.half_weights)
-        return torch.float32 if mixed else self.compute
-
-    @property
-    def images(self) -> torch.dtype:
-        """On a GPU the type that the network computes in; on a CPU that of the weights."""
-        return self.compute if self.device.type == "cuda" else self.weights
-
-    def autocast(self) -> torch.autocast:
-        """Return a context in which operations compute in this precision, whatever the type of the weights."""
-        return torch.autocast(self.device.type, self.compute, enabled=self.compute != self.weights)
 
 
 def allow_tf32(allowed: bool) -> None:

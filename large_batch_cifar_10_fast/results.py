@@ -1,25 +1,34 @@
-"""Read the results of a campaign into one `Log`: runs.tsv (several are taken together), the lines on STDOUT (ours and
-the published ones), and DAWNBench's tables, such as timing_log.tsv. A spreadsheet may have saved the tables."""
+"""Results: read those of a campaign into one `Log`, and compare the means of two samples of runs.
+
+A campaign's results are its runs.tsv (several are taken together), the lines on STDOUT (ours and the published ones),
+or a DAWNBench table, such as timing_log.tsv.
+"""
 
 import glob
 import io
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from . import ConfigError
-from .data.cifar10 import CIFAR_10
-from .runs import CONDITIONS, GOAL, PLACE, differences, from_pairs
+from .core.images import CIFAR_10
+from .core.table import CONDITIONS, GOAL, PLACE, differences, from_pairs
+
+# ---- Reading
 
 PUBLISHED = Path(__file__).parent / "published"
 OF_PUBLISHED = {"images": CIFAR_10, "recipe": "apple2019", "epochs": "18", "workers": "8", "precision": "fp16"}
 OF_PUBLISHED |= {"device": "8 x Tesla V100-SXM2-32GB", "processes": "8", "clock": "upload and training alone"}
+OF_PUBLISHED |= {"label_smoothing": "0.2"}
 RUN_LINE = r"^Train acc \S+ loss (?P<train_loss>\S+), validation acc (?P<accuracy>\S+) "
 RUN_LINE += r"loss (?P<validation_loss>\S+) wall time (?P<seconds>\S+)s\s*$"
 HEAD_LINE = r"^# (?:large_batch_cifar_10_fast .*, commit (?P<commit>\S+), code (?P<code>\w+),.*"
@@ -88,19 +97,15 @@ def read_log(source: str) -> Log:
 
 
 def read_text(path: Path) -> str:
-    """Decode UTF-8, or a spreadsheet's UTF-16; drop the `0: ` that `srun -l` puts before each line."""
-    content = path.read_bytes()
-    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    return re.sub(r"(?m)^ *\d+: |\r$", "", content.decode(encoding, errors="replace"))
+    return path.read_text("utf-8-sig", errors="replace")
 
 
 def parse_table(path: str, text: str) -> pd.DataFrame:
-    """Return a table of text, indexed by `path, line N`. Leave out a last row that is still being written."""
-    head, last = text.partition("\n")[0], text.rpartition("\n")[2]
-    separator = max("\t,;", key=head.count)
-    text = text.removesuffix(last if last.count(separator) < head.count(separator) else "")
+    """Return a table of text with tabs, indexed by `path, line N`. A half-written last row of ours is left out."""
+    if text.startswith("campaign\t"):
+        text = text[: text.rfind("\n") + 1]
     how: dict[str, Any] = {"header": None, "dtype": str, "na_filter": False, "skip_blank_lines": False}
-    table = pd.read_csv(io.StringIO(text), sep=separator, **how).replace({"TRUE": "True", "FALSE": "False"})
+    table = pd.read_csv(io.StringIO(text), sep="\t", **how)
     table = table.rename(index=lambda i: f"{path}, line {i + 1}").set_axis(table.iloc[0], axis=1).iloc[1:]
     table = table.loc[(table != "").any(axis=1), ~table.columns.duplicated()]
     if table.empty:
@@ -214,3 +219,63 @@ def conditions_of(found: Mapping[Any, str]) -> dict[str, str]:
     names = [name for name in ("images", *CONDITIONS, *MAY_DIFFER) if found.get(name) and name != "options"]
     options = from_pairs(found.get("options", ""))
     return {name: found[name] for name in names} | options | {"clock": "set-up and training, not validation"}
+
+
+# ---- Statistics
+
+SIGNIFICANCE = 0.01  # of a difference
+EQUIVALENCE = 0.05  # of each of the two one-sided tests
+POWER = 0.8  # with which a detectable difference is found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The difference of two means, mine - reference, with its 95% confidence interval."""
+
+    difference: float
+    low: float
+    high: float
+    p: float  # of no difference
+    p_margin: float  # of a difference as large as the margin: the larger one of two one-sided tests
+    detectable: float  # the difference that is found, at SIGNIFICANCE, with POWER
+    paired: bool
+
+
+def compare_means(mine: pd.Series, reference: pd.Series, margin: float = 0.0) -> Comparison | None:
+    """Compare the means of two samples, indexed by seed (NaN: unknown); None if one has a single value.
+
+    Samples of the same seeds are compared in pairs, by Student's test, others by Welch's, which lets variances differ.
+    """
+    if min(len(mine), len(reference)) < 2:
+        return None
+    mine, reference = mine.sort_index(), reference.sort_index()
+    paired = np.array_equal(mine.index, reference.index)  # which two NaN are not
+    a, b = mine.to_numpy(), reference.to_numpy()
+    difference = float(a.mean() - b.mean())
+    if (np.ptp(a - b) if paired else max(np.ptp(a), np.ptp(b))) == 0:  # no variance, so no test
+        p, p_margin = float(difference == 0), float(abs(difference) >= margin)
+        return Comparison(difference, difference, difference, p, p_margin, 0.0, paired)
+    run_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # nearly equal values
+        test = run_test(a, b)
+        above = run_test(a + margin, b, alternative="greater").pvalue
+        below = run_test(a - margin, b, alternative="less").pvalue
+    low, high = map(float, test.confidence_interval(0.95))
+    quantile = partial(stats.t.ppf, df=test.df)
+    error = (high - low) / 2 / quantile(0.975)
+    detectable = float(error * (quantile(1 - SIGNIFICANCE / 2) + quantile(POWER)))
+    return Comparison(difference, low, high, float(test.pvalue), max(above, below), detectable, paired)
+
+
+def verdict(found: Comparison | None, more_is_better: bool) -> str:
+    """Say whether mine is better or worse, or the two are equivalent: their difference is within the margin."""
+    if found and found.p_margin < EQUIVALENCE:
+        return "equivalent"
+    if found and found.p < SIGNIFICANCE:
+        return "mine is better" if (found.difference > 0) == more_is_better else "mine is worse"
+    return "no difference shown"
+
+
+def wilson(count: int, total: int) -> tuple[float, float]:
+    """Return the 95% score interval of a proportion."""
+    return stats.binomtest(count, total).proportion_ci(method="wilson")

@@ -1,0 +1,226 @@
+"""Load the images that `--data` names: CIFAR-10 or CIFAR-100 (downloaded if missing), a .npz file, or shapes."""
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .. import PACKAGE, ConfigError, first_line
+from .shapes import draw_shapes
+
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std of red, green and blue, on the 0..255 scale
+CIFAR_10_NORMALIZATION: Normalization = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)  # as published
+
+DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "run_tests.sh").exists() else Path("data")  # or it is installed
+CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
+CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+SYNTHETIC = "synthetic"  # the --data that needs no file
+TIMEOUT = 30  # seconds without a byte after which a download fails
+ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")  # of a .npz file
+OTHER_FORMS = ("cifar*", "*_batch*", "train*", "test*", "*.npz")  # of a data set, in a folder
+
+
+class Source(NamedTuple):
+    """A data set that torchvision has: its name in logs, the --data that downloads it, class, archive and folder."""
+
+    name: str
+    key: str
+    kind: str
+    archive: str
+    folder: str
+
+
+SOURCES = (
+    Source(CIFAR_10, "cifar10", "CIFAR10", "cifar-10-python.tar.gz", "cifar-10-batches-py"),
+    Source("CIFAR-100", "cifar100", "CIFAR100", "cifar-100-python.tar.gz", "cifar-100-python"),
+)
+
+
+@dataclass(frozen=True)
+class Images:
+    """A data set in host memory: images uint8 [N, 32, 32, 3] (RGB), labels int64 [N] from 0."""
+
+    name: str
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.train_images, self.train_labels, self.test_images, self.test_labels
+
+    @property
+    def classes(self) -> int:
+        return int(self.train_labels.max()) + 1
+
+    @property
+    def class_names(self) -> list[str]:
+        """CIFAR-10's names where its normalization is used, except for the shapes; else numbers."""
+        known = self.normalization == CIFAR_10_NORMALIZATION and self.name != SYNTHETIC
+        return CLASSES if known else [str(number) for number in range(self.classes)]
+
+    @cached_property
+    def normalization(self) -> Normalization:
+        """CIFAR-10's constants for its images and others of its sizes, and for the shapes; else these images' own."""
+        sizes = len(self.train_images), len(self.test_images), self.classes
+        if self.name == SYNTHETIC or sizes == (50_000, 10_000, 10):
+            return CIFAR_10_NORMALIZATION
+        images, count = self.train_images, self.train_images.size // 3
+        mean = np.einsum("nhwc->c", images, dtype=np.float64) / count
+        square = np.einsum("nhwc,nhwc->c", images, images, dtype=np.float64) / count
+        std = np.sqrt(square - mean**2).round(2).clip(0.01)  # of images that are all equal, too
+        return tuple(mean.round(2).tolist()), tuple(std.tolist())
+
+    def doubts(self) -> list[str]:
+        """Return warnings of images that cannot be right."""
+        sets, random = (self.train_images, self.test_images), np.random.default_rng(0).integers(2**62, size=384)
+        train_hash, test_hash = (images.reshape(len(images), -1).view(np.int64) @ random for images in sets)
+        copies = np.isin(test_hash, train_hash).sum()
+        doubts = {
+            "all pixels are 0 or 1: images are bytes from 0 to 255": any(images.max() <= 1 for images in sets),
+            "all images are equal": any(len(each) > 1 and np.ptp(each) == 0 for each in (train_hash, test_hash)),
+            f"{copies} of {len(test_hash)} test images are also training images": copies > len(test_hash) / 100,
+        }
+        return [doubt for doubt, holds in doubts.items() if holds]
+
+    def pinned(self) -> "Images":
+        """Return a copy in page-locked memory, from which uploads are faster; making it takes longer than it saves."""
+        return Images(self.name, *(torch.from_numpy(part).pin_memory().numpy() for part in self.arrays))
+
+    @cached_property
+    def digest(self) -> str:
+        """The first 12 hexadecimal digits of the SHA-256 over all images and labels, labels as bytes if they fit."""
+        total = hashlib.sha256()
+        for part in self.arrays:
+            total.update(np.ascontiguousarray(part, np.uint8 if part.max() < 256 else np.int64).data)
+        return total.hexdigest()[:12]
+
+
+def load_images(data: str) -> Images:
+    """Read `--data` into memory; download CIFAR-10 or CIFAR-100 if it is missing. Raise ConfigError."""
+    path = Path(data)
+    if data == SYNTHETIC:
+        return Images(SYNTHETIC, *draw_shapes())
+    if path.suffix.lower() == ".npz":
+        return Images(path.name, *read_npz(path))
+    folder, source = find_source(path)
+    return Images(source.name, *read_cifar(folder, source))
+
+
+def find_source(path: Path) -> tuple[Path, Source]:
+    """Return the folder that has a data set, or to which it is downloaded, and which it is. Raise ConfigError."""
+    for source in SOURCES:
+        if str(path) == source.key and not path.exists():
+            return DATA, source
+        if path.name == source.archive and path.is_file():
+            return path.parent, source
+        if path != DATA and ((path / source.archive).exists() or (path / source.folder).exists()):
+            return path, source
+    others = sorted({file.name for form in OTHER_FORMS for file in path.glob(form)})
+    if path == DATA or (path.is_dir() and not others):
+        return path, SOURCES[0]
+    found = "does not exist"
+    if others:
+        found = f"has {', '.join(others[:3])}"
+    elif path.exists():
+        found = "is another file"
+    archives = " or ".join(source.archive for source in SOURCES)
+    raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, or another existing folder for a download")
+
+
+def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
+    """Read a data set by torchvision, which checks MD5s before it unpickles. Raise ConfigError.
+
+    One process of a machine downloads and unpacks what is missing, the others wait.
+    """
+    from torchvision import datasets
+    from torchvision.datasets.utils import check_integrity
+
+    kind: Any = getattr(datasets, source.kind)
+    variable = f"{source.kind}_URL"
+    kind.url = os.environ.get(variable) or kind.url
+    archive = folder / source.archive
+    unpacked = folder / source.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            if not unpacked.exists() and not archive.exists():
+                print(f"Downloading {source.name} (170 MB) from {kind.url} to {folder}", file=sys.stderr)
+            elif not unpacked.exists() and not check_integrity(archive, kind.tgz_md5):
+                raise ConfigError(f"{archive} is damaged (its MD5 is not {kind.tgz_md5}): delete it and start again")
+            with downloading():
+                parts = [kind(folder, train=train, download=True) for train in (True, False)]
+    except ConfigError:
+        raise
+    except Exception as error:  # torchvision, urllib and tarfile raise nearly anything
+        hint = f"put {source.archive} there by hand, name a mirror in {variable}, or try --demo"
+        raise ConfigError(f"{source.name} cannot be had in {folder} ({first_line(error)}): {hint}") from error
+    arrays = []
+    for part in parts:
+        arrays += [np.ascontiguousarray(part.data), np.array(part.targets)]  # not left to the timed upload
+    return arrays
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Run the body while no other process of this machine does so with this folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: several may download
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def downloading() -> Iterator[None]:
+    """Run the body with a time limit on sockets; torchvision's progress bar is shown on terminals only."""
+    limit = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(TIMEOUT)
+    on_terminal = sys.stderr and sys.stderr.isatty()
+    try:
+        with contextlib.redirect_stderr(sys.stderr if on_terminal else io.StringIO()):
+            yield
+    finally:
+        socket.setdefaulttimeout(limit)
+
+
+def random_images(train: int, test: int, classes: int = 10) -> Images:
+    """Return noise of the right shapes, for the warm-up and for benchmarks."""
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (train + test, 32, 32, 3), np.uint8)
+    labels = random.integers(0, classes, train + test)
+    return Images("noise", images[:train], labels[:train], images[train:], labels[train:])
+
+
+def read_npz(path: Path) -> list[np.ndarray]:
+    """Read the four ARRAYS of a .npz file: images uint8 [N, 32, 32, 3], labels as int64 [N]. Raise ConfigError."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = [archive[name] for name in ARRAYS]
+        for images, labels in (arrays[:2], arrays[2:]):
+            if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3) or not len(images):
+                raise ValueError(f"images are {images.dtype} {list(images.shape)}, not uint8 [N, 32, 32, 3]")
+            if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
+                raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}, not integers [{len(images)}]")
+            if labels.min() < 0 or labels.max() > (last := int(arrays[1].max())):
+                raise ValueError(f"labels are {labels.min()} to {labels.max()}, not 0 to {last}, training's largest")
+            if not 1 <= last < 1000:
+                raise ValueError(f"labels are of {last + 1} classes, not of 2 to 1000")
+        return [arrays[0], arrays[1].astype(np.int64), arrays[2], arrays[3].astype(np.int64)]
+    except Exception as error:  # zipfile, zlib and NumPy raise nearly anything for a damaged file
+        reason = f"{', '.join(ARRAYS)}: {first_line(error)}"
+        raise ConfigError(f"--data {path} cannot be read as a .npz file of {reason}") from error

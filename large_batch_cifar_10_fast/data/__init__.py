@@ -1,1 +1,0 @@
-"""Images: CIFAR-10, .npz files and synthetic shapes; shards, batches and augmentation."""
