@@ -26,7 +26,7 @@ END
 can_use_gpus() {
     compgen -G "/dev/nvidia[0-9]*" >/dev/null || nvidia-smi --list-gpus 2>/dev/null | grep -q GPU || return 0 # no GPU
     PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" "$1" -P -c \
-        "from large_batch_cifar_10_fast.devices import count_gpus; count_gpus()" 2>/dev/null
+        "from large_batch_cifar_10_fast.core.devices import count_gpus; count_gpus()" 2>/dev/null
 }
 
 # Whether .venv runs, and is made from $PYTHON; without PYTHON any .venv is right.

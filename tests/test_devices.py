@@ -9,14 +9,10 @@ import pytest
 import torch
 from conftest import GPUS, REPO, environment, write_program
 
-from large_batch_cifar_10_fast import ConfigError, config, devices
-from large_batch_cifar_10_fast.core import fast, program
+from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast.core import devices, fast, program
 from large_batch_cifar_10_fast.core.options import Options
 from large_batch_cifar_10_fast.core.team import Team
-from large_batch_cifar_10_fast.core.devices import matrix_rate
-from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.recipes import Apple2019, FastAI, MuonRecipe
-from large_batch_cifar_10_fast.train import make_model
 
 
 @pytest.fixture
@@ -62,26 +58,10 @@ def test_a_gpu_without_kernels_is_an_error_that_names_it(monkeypatch):
         devices.count_gpus("cuda")
 
 
-def precision_on(monkeypatch, capability, recipe, precision="", others=None):
-    """Return the precision on a GPU of this compute capability, where another process has bf16 or not."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(DistContext, "all_gather_strings", lambda ctx, key, text: [text, others or text])
-    ctx = DistContext(0, 1, torch.device("cuda:0"), 8)
-    return config.choose_computation(config.Options(precision=precision), recipe, ctx, 50_000).precision
-
-
-def test_a_gpu_computes_in_the_recipes_half_precision_if_all_have_it(monkeypatch):
-    found = [precision_on(monkeypatch, (9, 0), recipe) for recipe in (Apple2019(), FastAI(), MuonRecipe())]
-    assert found == ["fp16", "fp16", "bf16"]
-    assert [precision_on(monkeypatch, gpu, MuonRecipe()) for gpu in ((7, 5), (8, 0))] == ["fp16", "bf16"]
-    assert precision_on(monkeypatch, (8, 0), MuonRecipe(), others="False") == "fp16"
-
-
-def test_a_precision_that_a_gpu_lacks_is_an_error(monkeypatch):
-    for precision, other in (("bf16", "fp16"), ("tf32", "fp32")):
-        assert precision_on(monkeypatch, (8, 0), Apple2019(), precision) == precision
-        with pytest.raises(ConfigError, match=f"--precision {precision} needs .* 8.0 or later: use {other}"):
-            precision_on(monkeypatch, (7, 5), Apple2019(), precision)
+def test_half_precisions_of_programs_are_the_published_ones():
+    halves = {name: program.hyp_class(name).half for name in program.PROGRAMS}
+    fp16 = ("apple2019", "page", "basenet", "fastai")
+    assert halves == {"muon": "bf16", "muon2024": "bf16", **dict.fromkeys(fp16, "fp16")}
 
 
 @pytest.mark.parametrize(
@@ -135,11 +115,11 @@ def test_a_program_compiles_on_a_cpu_for_long_runs(seconds, options, compiles, m
 
 def test_float32_is_ieee_unless_tf32_is_chosen():
     """The effect on a convolution shows only on a GPU (test_gpu.py)."""
-    cpu, flags = DistContext(0, 1, torch.device("cpu"), 8), (torch.backends.cudnn, torch.backends.cuda.matmul)
+    flags = (torch.backends.cudnn, torch.backends.cuda.matmul)
     for precision in ("fp32", "tf32", "fp32"):
-        make_model(Apple2019(width=8), cpu, precision)
+        fast.place(torch.nn.Linear(2, 2), fast.Precision(precision, torch.device("cpu"), half_weights=False))
         assert [flag.allow_tf32 for flag in flags] == [precision == "tf32"] * 2
-    matrix_rate("tf32", cpu.device)
+    devices.matrix_rate("tf32", torch.device("cpu"))
     assert [flag.allow_tf32 for flag in flags] == [True] * 2
 
 

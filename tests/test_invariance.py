@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import TINY, train_on_machines, train_together, write_npz
 
+from large_batch_cifar_10_fast.core import program
 from large_batch_cifar_10_fast.core.shapes import draw_shapes
-from large_batch_cifar_10_fast.recipes import RECIPES
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,8 @@ def _equal(weights, expected):
 
 
 def test_every_recipe_of_several_workers_is_tried():
-    several = {name for name, kind in RECIPES.items() if kind().workers > 1 or "workers" in kind.__dataclass_fields__}
+    classes = {name: program.hyp_class(name) for name in program.PROGRAMS}
+    several = {name for name, kind in classes.items() if hasattr(kind, "workers")}
     assert {recipe for recipe, *_ in SPLITS} == several - {"muon2024"}, "which is muon with other figures"
 
 

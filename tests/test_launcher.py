@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import LAUNCHER, REPO, TINY, launch, python, run_program, run_here, write_npz, write_program
+from conftest import LAUNCHER, REPO, TINY, launch, python, run_here, run_program, write_npz, write_program
 
-from large_batch_cifar_10_fast.config import parse
+from large_batch_cifar_10_fast import apple2019
+from large_batch_cifar_10_fast.core.program import read_command
 from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.core.table import read
 
@@ -64,12 +65,14 @@ def test_under_torchrun_train_needs_no_launcher_and_goes_on_if_its_log_cannot_be
 
 
 def test_an_error_of_any_process_is_named_with_its_traceback_also_under_torchrun(tmp_path):
-    code = "from large_batch_cifar_10_fast import train, distributed\n"
-    code += "rank, make_step = int(distributed.os.environ['RANK']), train.make_step\n"
-    code += "def fail(*parts, **options): return 1 / (rank - 1) and make_step(*parts, **options)\n"
-    code += "train.make_step = fail\nwith distributed.exit_process(): train.main(['--demo', '--no_warmup'])\n"
+    code = (
+        "import os\nfrom large_batch_cifar_10_fast import apple2019\nfrom large_batch_cifar_10_fast.core import fast\n"
+    )
+    code += "graph = fast.graph\n"
+    code += "def fail(*parts, **options): return 1 / (int(os.environ['RANK']) - 1) and graph(*parts, **options)\n"
+    code += "fast.graph = fail\napple2019.main(apple2019.train)\n"
     (tmp_path / "program.py").write_text(code)
-    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "program.py"]
+    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "program.py", "--demo", "--no_warmup"]
     result = python(*command, cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr.count("process 1 failed (ZeroDivisionError('division by zero'))\n") == 1
@@ -144,7 +147,8 @@ def test_each_task_of_an_array_makes_its_share_of_one_campaign(tmp_path):
     job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": tmp_path, "SLURM_ARRAY_JOB_ID": 9}
     for task in ({"SLURM_ARRAY_TASK_COUNT": 2, "SLURM_ARRAY_TASK_ID": number} for number in (0, 1)):
         script = REPO / "docs" / "slurm_shares.sbatch"
-        options, _ = parse(run_program("bash", script, "--runs", "5", cwd=tmp_path, **job, **task).stdout.split())
+        words = run_program("bash", script, "--runs", "5", cwd=tmp_path, **job, **task).stdout.split()
+        _, options, _ = read_command(apple2019, words)
         number = task["SLURM_ARRAY_TASK_ID"]
         assert (options.runs, options.share, options.campaign) == (5, f"{number}/2", "9")
         assert options.out == f"campaign_9/{number}"

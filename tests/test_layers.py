@@ -6,25 +6,25 @@ import torch.nn.functional as F
 from conftest import ALONE, CPU
 from torch import nn
 
-from large_batch_cifar_10_fast import layers
-from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.layers import Convolution, GhostBatchNorm, MaxPool, MaxPoolFunction
-from large_batch_cifar_10_fast.optim import orthogonal_directions
-from large_batch_cifar_10_fast.recipes import Apple2019, Muon2024
-from large_batch_cifar_10_fast.recipes.apple2019 import whiten_and_mix
+from large_batch_cifar_10_fast import apple2019, muon
+from large_batch_cifar_10_fast.core import layers
+from large_batch_cifar_10_fast.core.layers import Convolution, GhostBatchNorm, MaxPool, MaxPoolFunction
+from large_batch_cifar_10_fast.core.optim import orthogonal_directions
+from large_batch_cifar_10_fast.core.team import Team
 
 
-@pytest.mark.parametrize(("ghost_batch", "affine"), [(16, False), (48, True)])
-def test_it_is_batch_norm_on_each_group_alone_forward_and_backward(ghost_batch, affine):
+@pytest.mark.parametrize(("groups", "scaled"), [(3, False), (1, True)])
+def test_it_is_batch_norm_on_each_group_alone_forward_and_backward(groups, scaled):
     torch.manual_seed(0)
-    ours, theirs = GhostBatchNorm(5, ghost_batch, affine).double(), nn.BatchNorm2d(5, dtype=torch.float64)
-    if not affine:
+    ours = GhostBatchNorm(5, groups, scaled=scaled).double()
+    theirs = nn.BatchNorm2d(5, dtype=torch.float64)
+    if not scaled:
         theirs.weight = None
     for weight, same in zip(ours.parameters(), theirs.parameters(), strict=True):
         same.data.copy_(nn.init.normal_(weight))
     x = 3 * torch.randn(48, 5, 4, 6, dtype=torch.float64) + 2
     x = x.to(memory_format=torch.channels_last).requires_grad_()
-    y, expected = ours(x), torch.cat([theirs(group) for group in x.split(ghost_batch)])
+    y, expected = ours(x), torch.cat([theirs(group) for group in x.chunk(groups)])
     torch.testing.assert_close(y, expected)
     assert y.is_contiguous(memory_format=torch.channels_last)
     factors = torch.randn_like(y)
@@ -55,11 +55,18 @@ def test_pooling_has_its_own_gradient_where_it_is_compiled(compiling, size, side
     assert MaxPool()(pooled).shape == (1, 3, 1, 1)
 
 
-@pytest.mark.parametrize(("recipe", "count"), [(Apple2019(width=4), 10_000), (Muon2024(width=4), 5_000)])
-def test_whitening_looks_at_the_first_images(recipe, count):
-    images, filters = torch.rand(count + 50, 3, 3, 3, generator=torch.Generator().manual_seed(0)), []
+@pytest.mark.parametrize(
+    ("program", "hyp", "count"),
+    [(apple2019, apple2019.Hyp(width=4), 10_000), (muon, muon.Hyp2024(width=4), 5_000)],
+    ids=["apple2019", "muon2024"],
+)
+@torch.no_grad()
+def test_whitening_looks_at_the_first_images(program, hyp, count):
+    images = torch.rand(count + 50, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    filters = []
     for seen in (count + 50, count, count - 1):
-        recipe.whiten(network := recipe.network(), images[:seen])
+        network = program.Network(hyp, 10)
+        program.whiten(network, images[:seen])
         filters.append(network.whitening.weight)
     assert torch.equal(filters[0], filters[1])
     assert not torch.equal(filters[1], filters[2])
@@ -81,39 +88,45 @@ def test_convolutions_and_their_gradients_are_pytorchs_without_what_pooling_drop
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize(("device", "compiling"), [("cpu", True), ("cpu", False), ("meta", True)])
-def test_fast_paths_are_taken_only_where_a_network_is_compiled_for_a_cpu(device, compiling, monkeypatch):
-    fast, sides = device == "cpu" and compiling, []
+@pytest.mark.parametrize(("on_gpu", "compiling"), [(False, True), (False, False), (True, True)])
+def test_fast_paths_are_taken_only_where_a_network_is_compiled_for_a_cpu(on_gpu, compiling, monkeypatch):
+    sides = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
     monkeypatch.setattr(layers, "convolve_by_position", lambda x, weight, side: sides.append(side))
     for side in (2, 4, 5):
-        images = torch.empty(1, 3, side, side, device=device, requires_grad=True)
         for pooled in (False, True):
-            Convolution(3, 4, pooled).to(device)(images)
-    assert sides == ([2, 2, 4, 4, 4] if fast else [])
+            Convolution(3, 4, pooled)(torch.empty(1, 3, side, side))
+    assert sides == ([2, 2, 4, 4, 4] if compiling and not on_gpu else [])
 
 
-def test_whitening_through_32_channels_gives_what_27_give():
+def test_whitening_through_32_channels_gives_what_27_give(monkeypatch):
     torch.manual_seed(0)
-    sizes = (2, 3, 8, 8), (27, 3, 3, 3), (5, 27, 1, 1)
-    images, filters, weight = (torch.randn(size, dtype=torch.float64) for size in sizes)
-    expected = F.conv2d(F.conv2d(images, filters, padding=1), weight.requires_grad_())
-    padded = whiten_and_mix(images, filters, weight, channels=32)
+    images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    filters = torch.randn(27, 3, 3, 3, dtype=torch.float64)
+    weight = torch.randn(5, 27, 1, 1, dtype=torch.float64, requires_grad=True)
+    expected = F.conv2d(F.conv2d(images, filters, padding=1), weight)
+    pads = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(F, "pad", lambda x, widths, pad=F.pad: pads.append(pad(x, widths)) or pads[-1])
+    padded = apple2019.whiten_and_mix(images, filters, weight)
+    assert [tuple(x.shape) for x in pads] == [(32, 3, 3, 3), (5, 32, 1, 1)]
     torch.testing.assert_close(padded, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), weight) for y in (padded, expected)))
+    gradients = [torch.autograd.grad(y.square().sum(), weight) for y in (padded, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_the_processes_share_the_matrices_and_their_sum_is_that_of_one():
     generator, shapes = torch.Generator().manual_seed(0), [(6, 36), (5, 18), (6, 36), (7, 63)]
     gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
-    def directions(ctx):
+    def directions(team):
         momenta = [torch.ones_like(gradient) for gradient in gradients]
-        return orthogonal_directions(gradients, momenta, 0.6, ctx)
+        return orthogonal_directions(gradients, momenta, 0.6, team)
 
     with torch.autocast("cpu", torch.bfloat16):
         assert {each.dtype for each in directions(ALONE)} == {torch.float64}, "whatever products are in"
-    shares = [directions(DistContext(rank, 3, CPU, 3)) for rank in range(3)]
+    shares = [directions(Team(rank, 3, CPU, 3)) for rank in range(3)]
     makers = [[bool(share[i].any()) for share in shares] for i in range(4)]
     assert [sum(made) for made in makers] == [1, 1, 1, 1], "each matrix by one process"
     assert makers[3] == [True, False, False], "the largest first"
