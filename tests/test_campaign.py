@@ -226,11 +226,15 @@ def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, 
         run_here(*small, "--compile", "--resume", "--runs", 2, "--no_warmup", "--out", tmp_path)
 
 
-def test_variables_that_decide_arithmetic_are_a_condition_and_others_are_not(small, whole, tmp_path, monkeypatch):
+def test_variables_that_change_results_are_a_condition_and_others_of_their_families_are_in_the_log(
+    small, whole, tmp_path, monkeypatch, capsys
+):
     (table := tmp_path / "runs.tsv").write_text(whole.read_text())
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     run_here(*small, "--runs", 6, "--resume", "--out", tmp_path)
+    shown = f"\n# environment, not a condition: NCCL_SOCKET_IFNAME=lo TORCHINDUCTOR_CACHE_DIR={tmp_path}\n"
+    assert shown in capsys.readouterr().out
     monkeypatch.setenv("NCCL_ALGO", "Ring,Tree\t\nx y")
     monkeypatch.setenv("TORCHINDUCTOR_USE_FAST_MATH", "1")
     both = "NCCL_ALGO=Ring%2CTree%09%0Ax%20y,TORCHINDUCTOR_USE_FAST_MATH=1"

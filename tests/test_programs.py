@@ -1,6 +1,7 @@
 """The programs: equal to the package that they replace, a run of a campaign equal to the run alone, ideas in copies."""
 
 import functools
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -8,10 +9,11 @@ from typing import NamedTuple
 import pandas as pd
 import pytest
 import torch
-from conftest import CPU, REPO, TINY, launch, run_here, run_here, train_together
+from conftest import CPU, REPO, TINY, launch, run_here, train_together
 
 from large_batch_cifar_10_fast import PACKAGE, ConfigError, api, compare
-from large_batch_cifar_10_fast.core import data, fast, layers, source
+from large_batch_cifar_10_fast.core import data, fast, layers, log, source
+from large_batch_cifar_10_fast.core import program as core_program
 from large_batch_cifar_10_fast.core.fast import restart
 from large_batch_cifar_10_fast.core.log import Log, Score
 from large_batch_cifar_10_fast.core.optim import NesterovSGD
@@ -24,12 +26,15 @@ OWN = REPO / "tests" / "tiny.py"
 RESULTS = ["run", "seed", "train_accuracy", "train_loss", "validation_count", "validation_loss"]
 MUON = ["--recipe", "muon", "--width", 4, "--batch_size", 20, "--epochs", 3, "--pixels", "24,32", "--kept", "1,0.5"]
 SMALL = {
-    "muon": [*MUON, "--runs", 2],
+    "muon": MUON,
     "muon with workers": [*MUON, "--workers", 4, "--micro_batches", 2, "--views", "two"],
     "muon2024": ["--recipe", "muon2024", "--width", 4, "--batch_size", 50, "--epochs", 2, "--views", "one"],
-    "apple2019": ["--demo", *TINY, "--runs", 2],
+    "apple2019": ["--demo", *TINY[:-1]],
     "apple2019 with averaged statistics": ["--demo", *TINY[:-1], "--eval_stats", "average", "--micro_batches", 4],
-    "apple2019 in bf16": ["--demo", *TINY, "--precision", "bf16"],
+    "apple2019 in bf16": ["--demo", *TINY[:-1], "--precision", "bf16"],
+    "page": ["--recipe", "page", "--width", 16, "--batch_size", 100, "--epochs", 1],
+    "basenet": ["--recipe", "basenet", "--width", 16, "--batch_size", 200, "--epochs", 1],
+    "fastai": ["--recipe", "fastai", "--width", 3, "--batch_size", 30, "--epochs", 1],
 }
 
 
@@ -38,30 +43,18 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_program_makes_the_weights_and_rows_of_the_package_to_the_last_bit(name, tiny_npz, tmp_path):
-    for door, folder in ((run_here, tmp_path / "package"), (run_here, tmp_path / "program")):
+def test_the_last_run_of_a_campaign_equals_a_single_run_with_its_seed_after_a_warm_up(name, tiny_npz, tmp_path):
+    """Each run begins anew: weights, statistics, resolution, frozen weights, hard examples and the order of flips."""
+    found = {}
+    for kind, words in (("alone", ["--seed", 6]), ("second", ["--seed", 5, "--runs", 2, "--no_warmup"])):
+        folder = tmp_path / kind
         options = ["--data", tiny_npz, "--out", folder, "--save", folder / "w.pt", "--no_compile"]
-        door("--precision", "fp32", *SMALL[name], *options, "--seed", 3, "--campaign", "c")
-    expected, found = weights_of(tmp_path / "package"), weights_of(tmp_path / "program")
-    assert found.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
-    of_time = {"upload", "preprocessing", "whitening", "training", "seconds", "cpu_seconds", "last_validation"}
-    for table in ("runs.tsv", "epochs.tsv"):
-        rows, others = (pd.read_csv(tmp_path / f / table, sep="\t", dtype=str) for f in ("package", "program"))
-        for column in set(rows) - of_time - {"code", "peak_memory"}:
-            assert rows[column].equals(others[column]), column
-
-
-@pytest.mark.parametrize(("name", "processes"), [("apple2019", 2), ("apple2019", 8), ("muon with workers", 2)])
-def test_the_result_does_not_depend_on_the_number_of_processes(name, processes, tiny_npz, tmp_path):
-    for count in (1, processes):
-        (folder := tmp_path / str(count)).mkdir()
-        options = [*SMALL[name], "--epochs", 1, "--micro_batches", 1, "--precision", "fp64", "--data", tiny_npz]
-        result = train_together(count, *options, "--save", "w.pt", cwd=folder)
-        assert (result.returncode, result.stderr) == (0, "")
-    expected, found = weights_of(tmp_path / "1"), weights_of(tmp_path / str(processes))
-    for key, value in expected.items():
-        assert torch.dist(found[key], value) <= 1e-9 * value.norm(), key
+        run_here("--precision", "fp32", *SMALL[name], *words, *options)
+        found[kind] = weights_of(folder), pd.read_csv(folder / "runs.tsv", sep="\t").iloc[-1]
+    weights, row = found["second"]
+    expected, expected_row = found["alone"]
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    assert row[RESULTS[1:]].tolist() == expected_row[RESULTS[1:]].tolist()
 
 
 KINDS = {
@@ -232,7 +225,9 @@ def test_sets_of_hyper_parameters_are_recipes_of_a_program():
         read_command(program("muon"), ["--recipe", "page"])
 
 
-def test_upload_preprocessing_whitening_and_training_count_and_validation_does_not(tiny_npz, tmp_path, monkeypatch):
+def test_upload_preprocessing_whitening_and_training_count_and_validation_does_not(
+    tiny_npz, tmp_path, monkeypatch, capsys
+):
     """Work takes seconds of its own kind on a device, for which the clock waits; validations say 90%, 95%, 93%, 96%."""
     now, queued = [0.0], []
     scores = iter([90, 0, 95, 0, 93, 0, 96, 0] * 2)  # of validation and of training in turn
@@ -262,6 +257,8 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
     monkeypatch.setattr(layers, "whitening_filters", taking(0.125, layers.whitening_filters))
     monkeypatch.setattr(NesterovSGD, "step", taking(1, NesterovSGD.step))
     monkeypatch.setattr(program("apple2019"), "read_score", read_score)
+    monkeypatch.setattr(log, "matrix_rate", lambda *_: 1e9)
+    monkeypatch.setattr(core_program, "flop_of", lambda *_: 1e10)
     run_here("--demo", *TINY, "--epochs", 4, "--runs", 2, "--data", tiny_npz, "--out", tmp_path)
     steps = 643 // 8 // 16
     parts = {"upload": 0.5, "preprocessing": 0.5, "whitening": 0.125, "training": 4 * steps}
@@ -270,8 +267,22 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
     parts |= {"goal_epoch": 2, "goal_seconds": 1.125 + 2 * steps}  # the first epoch at 94%, not the last
     rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
     assert rows[[*parts]].to_dict("records") == [parts, parts]
+    rates = f"{1e-2 / (4 * steps):.3g} TFLOP/s, {10 / (4 * steps):.0%} of the matrix rate"
+    assert capsys.readouterr().out.count(f"# speed of run 0: 128 images/s, {rates}") == 1
     hours = pd.read_csv(tmp_path / "timing_log.tsv", sep="\t")["hours"] * 3600
     assert hours.tolist() == pytest.approx([1.125 + epoch * steps for epoch in (1, 2, 3, 4)])
+
+
+def test_a_profile_is_a_trace_and_a_table_of_kernels_instead_of_runs(tiny_npz, tmp_path, capsys):
+    run_here("--demo", *TINY, "--data", tiny_npz, "--out", tmp_path, "--profile", 3)
+    shown = capsys.readouterr().out
+    assert shown.endswith(f"# 3 steps: the trace is in {tmp_path}/trace.json\n")
+    (calls,) = re.findall(r"aten::convolution_backward .* (\d+) +$", shown, re.MULTILINE)
+    convolutions = 8  # of weights that are trained
+    assert int(calls) == 3 * convolutions
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "aten::convolution_backward" for event in events) == 3 * convolutions
+    assert (tmp_path / "runs.tsv").read_text().count("\n") == 1
 
 
 def test_a_run_whose_loss_is_not_finite_stops_and_its_time_does_not_count(tiny_npz, tmp_path, capsys):
@@ -304,13 +315,13 @@ def test_compiled_programs_train_as_uncompiled_ones_and_compile_nothing_in_a_run
             yield from progress(log, steps)
 
     monkeypatch.setattr(Log, "progress", without_compiling)
-    for recipe in ("muon", "apple2019"):
+    for recipe in ("muon", "apple2019", "page"):
         for how in ("--compile", "--no_compile"):
-            options = [*SMALL[recipe], "--data", tiny_npz, "--precision", "fp64", "--out", tmp_path, how]
+            options = [*SMALL[recipe], "--data", tiny_npz, "--precision", "fp64", "--out", tmp_path, how, "--runs", 2]
             run_here(*options, "--campaign", recipe + how)
     rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
-    assert rows["compile"].tolist() == 2 * [True, True, False, False]
-    for start in (0, 4):
+    assert rows["compile"].tolist() == 3 * [True, True, False, False]
+    for start in (0, 4, 8):
         compiled, plain = rows["validation_loss"][start : start + 2], rows["validation_loss"][start + 2 : start + 4]
         assert compiled.tolist() == pytest.approx(plain.tolist(), rel=1e-9)
 

@@ -20,7 +20,7 @@ from .devices import driver_and_clocks, matrix_rate, peak_memory, software
 from .images import CIFAR_10_NORMALIZATION, Images
 from .options import Options, as_pairs
 from .profile import profiled
-from .table import GOAL, NUMBERS, PARTS, diverged, reached_goal, warn_once
+from .table import GOAL, NUMBERS, PARTS, diverged, other_environment, reached_goal, warn_once
 from .team import Team, print_line, show, warn
 
 T = TypeVar("T")
@@ -204,6 +204,9 @@ class Log:
             warn(f"--data {self.options.data}: {doubt}")
         print_line(f"# recipe {common['recipe']} {common['options']}")
         print_line(f"# settings {as_pairs(self.options)}")
+        others = other_environment()
+        if others:
+            print_line(f"# environment, not a condition: {others}")
         finished = f"{len(self.campaign.rows)} of {len(self.options.planned)} runs finished before"
         print_line(f"# campaign {common['campaign']}, {finished}")
         if self.expected > LONG and self.campaign.missing and not self.options.demo:

@@ -40,12 +40,23 @@ EPOCHS = (
     *("train_loss", "train_accuracy", "validation_loss", "validation_accuracy"),
 )
 CURVE = ("epoch", "hours", "top1Accuracy")  # DAWNBench's
-# Environment variables whose names begin with ARITHMETIC decide arithmetic. Those with HARMLESS in their names do not:
-# they choose folders, logs or processes of the compiler.
-ARITHMETIC = r"(ATEN|CUBLAS|CUBLASLT|DNNL|ONEDNN|TORCH_?(COMPILE|DYNAMO|INDUCTOR)|TORCH_(BLAS|CUDNN|LINEAR|MKLDNN))_"
-ARITHMETIC += r"|DISABLE_ADDMM|MKL_(CBWR|ENABLE_INST)|NCCL_(ALGO|COLLNET_ENABLE|NVLS_ENABLE|PROTO)|NVIDIA_TF32"
-ARITHMETIC += r"|PYTORCH_TUNABLEOP|TORCH_ALLOW_TF32|TRITON_(DEFAULT_FP|F32)"
-HARMLESS = r"DIR$|PATH$|FILE|_LOG|CACHES?$|DEBUG(?!_COMPILE)|DUMP|VERBOSE|REDIS|WORKER|COMPILE_THREADS"
+# Environment variables that are known to change results.
+DECIDING = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_CBWR",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "PYTORCH_TUNABLEOP_ENABLED",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "TORCHINDUCTOR_USE_FAST_MATH",
+    "TRITON_F32_DEFAULT",
+)
+FAMILIES = r"(ATEN|CUBLAS\w*|CUDNN|DNNL|MKL|NCCL|ONEDNN|PYTORCH|TORCH(_?(COMPILE|DYNAMO|INDUCTOR))?|TRITON)_"
 
 warn_once = cache(warn)
 
@@ -83,12 +94,19 @@ def from_pairs(text: str) -> dict[str, str]:
 
 
 def environment() -> str:
-    """Return the environment variables that are set and decide arithmetic, as `NAME=value,NAME=value`, or "-".
+    """Return those variables of DECIDING that are set, as `NAME=value,NAME=value`, or "-"."""
+    return ",".join(as_text(name) for name in DECIDING if name in os.environ) or "-"
 
-    What would end a value in a table or a log is encoded as in a URL: %2C is a comma.
-    """
-    names = [name for name in sorted(os.environ) if re.match(ARITHMETIC, name) and not re.search(HARMLESS, name)]
-    return ",".join(f"{quote(name)}={quote(os.fsencode(os.environ[name]), safe=':/')}" for name in names) or "-"
+
+def other_environment() -> str:
+    """Return the other variables of their families, as `NAME=value NAME=value`, for the log."""
+    names = [name for name in sorted(os.environ) if re.match(FAMILIES, name) and name not in DECIDING]
+    return " ".join(as_text(name) for name in names if "LOG" not in name)
+
+
+def as_text(variable: str) -> str:
+    """Return `NAME=value`; what would end a value in a table or a log is encoded as in a URL: %2C is a comma."""
+    return f"{variable}={quote(os.fsencode(os.environ[variable]), safe=':/')}"
 
 
 # ---- Reading
