@@ -192,6 +192,12 @@ def norm_celu(channels: int, norm: Callable[[int], nn.Module]) -> list[nn.Module
     return [norm(channels), nn.CELU(0.3)]
 
 
+def flop(hyp: Hyp, train_images: int) -> float:
+    """Return the floating-point operations of a run's training steps."""
+    images = train_images // hyp.workers // hyp.batch_size * hyp.workers * hyp.batch_size  # of an epoch
+    return images * hyp.epochs * fast.count_flop(Network(hyp, classes=10))
+
+
 def whiten(network: Network, images: Tensor) -> None:
     """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
 
