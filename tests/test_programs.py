@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pandas as pd
 import pytest
 import torch
-from conftest import CPU, REPO, TINY, launch, run_here, train_together
+from conftest import CPU, REPO, TINY, launch, python, run_here, train_together
 
 from large_batch_cifar_10_fast import PACKAGE, ConfigError, api, compare
 from large_batch_cifar_10_fast.core import data, fast, layers, log, source
@@ -197,6 +197,28 @@ def test_the_digest_covers_the_program_and_all_that_it_imports_from_outside_of_l
         (tmp_path / file).write_text((tmp_path / file).read_text() + "# changed\n")
         digests.append(source.digest(program))
     assert len(set(digests)) == 4
+
+
+@pytest.mark.parametrize("name", ["apple2019", "muon", "page", "fastai"])
+def test_the_digest_covers_every_module_of_ours_that_a_program_imports(name, tmp_path):
+    code = f"import sys, large_batch_cifar_10_fast.{name}\n"
+    code += "print(*[m.__file__ for n, m in sys.modules.items() if n.startswith('large_batch_cifar_10_fast')])"
+    imported = {Path(file) for file in python("-c", code, cwd=tmp_path).stdout.split()}
+    assert imported <= set(source.own_files(PACKAGE / f"{name}.py"))
+    assert len(imported) > 15
+
+
+def test_several_machines_use_no_graph(monkeypatch):
+    """NCCL has no timeout inside a graph: a lost process would leave the others waiting."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(fast, "CudaGraphs", list)
+    team = Team(0, 2, torch.device("cuda", 0), 2)
+    found = []
+    for on_a_machine in (1, 2):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_a_machine))
+        found.append(fast.graph(print, [], team))
+    assert found == [print, []]
 
 
 @pytest.mark.parametrize(
