@@ -233,8 +233,7 @@ def test_variables_that_change_results_are_a_condition_and_others_of_their_famil
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     run_here(*small, "--runs", 6, "--resume", "--out", tmp_path)
-    shown = f"\n# environment, not a condition: NCCL_SOCKET_IFNAME=lo TORCHINDUCTOR_CACHE_DIR={tmp_path}\n"
-    assert shown in capsys.readouterr().out
+    assert "\n# environment, not a condition: NCCL_SOCKET_IFNAME=lo\n" in capsys.readouterr().out
     monkeypatch.setenv("NCCL_ALGO", "Ring,Tree\t\nx y")
     monkeypatch.setenv("TORCHINDUCTOR_USE_FAST_MATH", "1")
     both = "NCCL_ALGO=Ring%2CTree%09%0Ax%20y,TORCHINDUCTOR_USE_FAST_MATH=1"

@@ -99,9 +99,9 @@ def environment() -> str:
 
 
 def other_environment() -> str:
-    """Return the other variables of their families, as `NAME=value NAME=value`, for the log."""
+    """Return the other variables of their families but folders and logs, as `NAME=value NAME=value`, for the log."""
     names = [name for name in sorted(os.environ) if re.match(FAMILIES, name) and name not in DECIDING]
-    return " ".join(as_text(name) for name in names if "LOG" not in name)
+    return " ".join(as_text(name) for name in names if not re.search("LOG|DIR", name))
 
 
 def as_text(variable: str) -> str:
