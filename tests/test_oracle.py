@@ -1,166 +1,127 @@
-"""Recipes against independent ones of PyTorch's stock layers, in float64; schedules; the table of all recipes.
+"""page, basenet and fastai against stock layers and plain formulas, in float64; the documents' table; half precision.
 
-Whole runs through `train_once` and `evaluate`, with an evaluation after each epoch. The reference takes the workers one
-after the other, each with its own images, its own statistics and its own loss. Shared with our code are only initial
-weights and the augmented batches, which test_shards.py is about. Of apple2019, minimal/apple2019.py is the reference.
+Shared with them are initial weights, each image's crop and side, and fastai's augmentation (test_batches.py).
 """
 
-import copy
 import re
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, CPU, REPO, Recorder, prepared, train_prepared
+from conftest import ALONE, CPU, REPO, run_here, write_npz
+from test_apple2019 import MEAN, SEED, STD, Reference, cropped_and_mirrored, normalised, plan, smoothed
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from large_batch_cifar_10_fast.compiling import noise, results_of_pass
-from large_batch_cifar_10_fast.config import parse
-from large_batch_cifar_10_fast.core.images import Images
+from large_batch_cifar_10_fast import apple2019, fastai, muon, page
+from large_batch_cifar_10_fast.core import fast, log
+from large_batch_cifar_10_fast.core.layers import ghost_norms
+from large_batch_cifar_10_fast.core.program import PROGRAMS, flop_of, load_program, read_command, workers_of
 from large_batch_cifar_10_fast.core.shapes import draw_shapes
-from large_batch_cifar_10_fast.distributed import DistContext
-from large_batch_cifar_10_fast.evaluate import evaluate
-from large_batch_cifar_10_fast.layers import norms_of, whitening_buffers
-from large_batch_cifar_10_fast.optim import NesterovSGD
-from large_batch_cifar_10_fast.recipe import TWO_VIEWS, make_network, reset, run_flop
-from large_batch_cifar_10_fast.recipes import RECIPES, Apple2019, Basenet, FastAI, Muon2024, MuonRecipe, Page
-from large_batch_cifar_10_fast.train import make_model
-
-SEED = 11
+from large_batch_cifar_10_fast.core.team import Team
 
 
-def check_run(recipe, reference, update, losses, reduce, images, steps, predict=None) -> nn.Module:
-    """Compare scores and weights of a run to nine digits; return our network.
+def hyp_of(command):
+    program = load_program(command.split()[0])
+    return program, read_command(program, ["--recipe", *command.split()])[2]
 
-    `reference` has its parameters in our order, the whitening's frozen filters anywhere. `update` returns a new weight;
-    it takes the name, the weight, its mean gradient over the workers, a state, at first zero, and the time in epochs.
-    `losses` returns those of images, `reduce` a worker's loss. `steps` are a worker's images and their pixels in each
-    step, by epoch. `predict` returns logits, also told whether the epoch is the last one; by default those of one view.
+
+def trained_by(command, arrays, folder):
+    """Train on a few images, by default in fp64. Return the weights, and the rows of all epochs."""
+    data = write_npz(folder / "few.npz", *arrays)
+    how = ["--data", data, "--seed", SEED, "--precision", "fp64", "--save", folder / "w.pt", "--out", folder]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("large_batch_cifar_10_fast.core.images.Images.normalization", (MEAN, STD))
+        run_here(*how, "--recipe", *command.split())
+    return torch.load(folder / "w.pt", weights_only=True)["weights"], pd.read_csv(folder / "epochs.tsv", sep="\t")
+
+
+def initial_weights(program, hyp):
+    torch.manual_seed(SEED)
+    return {name: weight.detach() for name, weight in program.Network(hyp, 10).named_parameters()}
+
+
+def set_weights(network, values):
+    """Set a reference's trained weights, which are in the program's order. Return them by name."""
+    trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
+    for weight, value in zip(trained.values(), values, strict=True):
+        weight.data.copy_(value)
+    return trained
+
+
+def as_input(images):
+    return torch.from_numpy(normalised(images)).permute(0, 3, 1, 2)
+
+
+def crops_of(images, batch):
+    return torch.tensor(np.stack([cropped_and_mirrored(images[row], *how) for row, *how in batch.T.tolist()]))
+
+
+def check_run(program, hyp, network, update, reduce, batches, arrays, weights, epochs, smoothing=0.0, of_last=None):
+    """Compare scores of all epochs and final weights with those of a stock `network` to nine digits.
+
+    `update` gets the mean gradient over the workers, a state, at first 0, and the epochs so far; `batches` gets each
+    image's latest loss, and returns rows and images of each step. `of_last` evaluates the last epoch.
     """
-    (model, data), reference, log = prepared(recipe, images), reference.double(), Recorder()
-    reset(model.network, recipe, SEED)
-    pairs = [*zip(filters_last(model.network), filters_last(reference), strict=True)]
-    for ours, theirs in pairs:
-        theirs.data.copy_(ours)
-    train_prepared(model, data, SEED, log)
-
-    state = {name: torch.zeros_like(w) for name, w in reference.named_parameters() if w.requires_grad}
-    seen = torch.full((len(images.train_images),), torch.inf)  # each image's latest loss
-    test, labels = normalised(images.test_images).permute(0, 3, 1, 2), torch.from_numpy(images.test_labels)
-    for epoch, sizes in enumerate(steps, 1):
-        right, total, now = 0, 0, epoch - 1
-        data.train.losses.copy_(seen)
-        for sample, (size, pixels) in zip(data.train.epoch(SEED, epoch), sizes, strict=True):
-            [(x, y)], now = sample.micro_batches(), now + 1 / len(sizes)
-            assert x.shape == (size * recipe.workers, 3, pixels, pixels)
-            assert x.is_contiguous(memory_format=torch.channels_last)
-            gradients = dict.fromkeys(state, 0)
-            for mine in torch.arange(len(y)).split(size):
-                replica = reference if mine[0] == 0 else copy.deepcopy(reference)  # whose statistics are thrown away
-                logits = replica(x[mine].contiguous())
-                found = losses(logits, y[mine])
-                of_worker = torch.autograd.grad(reduce(found), [replica.get_parameter(name) for name in state])
-                for name, gradient in zip(state, of_worker, strict=True):
-                    gradients[name] += gradient / recipe.workers
-                seen[sample.indices[mine]] = found.detach().float()
-                right += (logits.argmax(1) == y[mine]).sum()
-                total += found.sum().item()
-            for name, gradient in gradients.items():
-                weight = reference.get_parameter(name).data
-                weight.copy_(update(name, weight, gradient, state[name], now))
-        reference.eval()
+    initial = initial_weights(program, hyp)
+    trained = set_weights(network.double(), initial.values())
+    states = {name: torch.zeros_like(weight) for name, weight in trained.items()}
+    norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
+    momentum = norms[0].momentum
+    losses_of = partial(F.cross_entropy, reduction="none", label_smoothing=smoothing)
+    _, labels, _, test_labels = map(torch.from_numpy, arrays)
+    latest_losses = torch.full(labels.shape, torch.inf)
+    for epoch in range(1, hyp.epochs + 1):
+        seen = []
+        steps = batches(epoch, latest_losses)
+        for number, (rows, images) in enumerate(steps, 1):
+            for worker, mine in enumerate(torch.arange(len(rows)).chunk(workers_of(hyp))):
+                for norm in norms:
+                    norm.momentum = momentum * (worker == 0)  # whose statistics alone count
+                logits = network(images[mine])
+                seen.append((logits.detach(), labels[rows[mine]]))
+                losses = losses_of(logits, labels[rows[mine]])
+                (reduce(losses) / workers_of(hyp)).backward()
+                latest_losses[rows[mine]] = losses.detach().float()
+            for name, weight in trained.items():
+                now = epoch - 1 + number / len(steps)
+                weight.data.copy_(update(name, weight.data, weight.grad, states[name], now))
+            network.zero_grad()
+        network.eval()
         with torch.no_grad():
-            logits = predict(reference, test, epoch == len(steps)) if predict else reference(test)
-        reference.train()
-        score = log.scores[epoch - 1][1]
-        assert (score.correct, score.images) == ((logits.argmax(1) == labels).sum(), len(labels))
-        assert score.loss == pytest.approx(losses(logits, labels).mean().item(), rel=1e-9)
-    score = log.scores[-1][0]
-    assert (score.correct, score.images) == (right, sum(size for size, _ in sizes) * recipe.workers)
-    assert score.loss == pytest.approx(total / score.images, rel=1e-9)
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
-    return model.network
+            evaluate = of_last if of_last and epoch == hyp.epochs else nn.Module.__call__
+            logits = evaluate(network, as_input(arrays[2]))
+        network.train()
+        row = epochs.iloc[epoch - 1]
+        for name, parts in {"train": seen, "validation": [(logits, test_labels)]}.items():
+            logits, targets = map(torch.cat, zip(*parts, strict=True))
+            assert row[f"{name}_accuracy"] == (logits.argmax(1) == targets).double().mean().item()
+            assert row[f"{name}_loss"] == pytest.approx(losses_of(logits, targets).mean().item(), rel=1e-9)
+    for name, weight in zip(initial, trained.values(), strict=True):
+        assert_close(weights[name], weight.data, rtol=1e-9, atol=1e-11)
 
 
-def filters_last(network: nn.Module) -> list[torch.Tensor]:
-    """All weights, with the filters of the whitening at the end: buffers of ours, frozen parameters of a reference."""
-    weights = sorted(network.parameters(), key=lambda weight: not weight.requires_grad)
-    return [*weights, *whitening_buffers(network)]
-
-
-def normalised(images: np.ndarray) -> torch.Tensor:
-    mean, std = np.array([125.31, 122.95, 113.87]), np.array([62.99, 62.09, 66.70])
-    return torch.from_numpy((images - mean) / std)
-
-
-def check_whitening(filters: torch.Tensor, images: np.ndarray, epsilon: float) -> None:
-    """Compare with scaled eigenvectors, whose sign is anyone's."""
-    size = filters.shape[-1]
-    patches = F.unfold(normalised(images).permute(0, 3, 1, 2), size).transpose(1, 2).flatten(0, 1).numpy()
-    values, vectors = np.linalg.eigh(patches.T @ patches / (len(patches) - 1))
-    expected = torch.from_numpy((vectors / np.sqrt(values + epsilon)).T[::-1].copy()).view(filters.shape)
-    signs = (filters * expected).sum((1, 2, 3)).sign().view(-1, 1, 1, 1)
-    torch.testing.assert_close(filters, signs * expected, rtol=1e-7, atol=1e-9)
-
-
-def test_averaged_statistics_are_the_mean_of_those_of_all_groups():
-    """Training is as with the first group's; minimal/apple2019.py is the reference of that."""
-    images, sizes = Images("shapes", *draw_shapes(8 * 16 * 3, 40)), {"width": 3, "batch_size": 16, "ghost_batch": 8}
-    networks, scores = {}, {}
-    for name in ("first", "average"):
-        model, data = prepared(Apple2019(eval_stats=name, epochs=2, ema_ep=0.3, **sizes), images)
-        train_prepared(model, data, SEED, log := Recorder())
-        networks[name], scores[name] = model.network, log.scores[-1][1]
-    first, average = (norms_of(networks[name]) for name in ("first", "average"))
-    for one, every in zip(first, average, strict=True):
-        assert torch.equal(one.bias, every.bias)
-        assert torch.equal(one.running_mean, every.running_mean[:1])
-        assert (len(every.running_mean), len(every.running_var)) == (2, 2)
-        one.running_mean.copy_(every.running_mean.mean(0))
-        one.running_var.copy_((every.running_var[0] + every.running_var[1]) / 2)
-    first_model, data = prepared(Apple2019(eval_stats="first", **sizes), images)
-    first_model.network.load_state_dict(networks["first"].state_dict())
-    score = evaluate(first_model, TWO_VIEWS, data.test)
-    assert score.loss == pytest.approx(scores["average"].loss, rel=1e-12)
-    assert score.loss != scores["first"].loss
-
-
-@pytest.mark.parametrize(("batch_size", "ghost_batch"), [(256, 16), (512, 32), (64, 4)])
-def test_a_batch_is_sixteen_ghost_groups_unless_told_otherwise(batch_size, ghost_batch):
-    assert Apple2019(batch_size=batch_size).ghost_batch == ghost_batch
-    assert {norm.ghost_batch for norm in norms_of(Apple2019(batch_size=batch_size, width=4).network())} == {ghost_batch}
-    assert Apple2019(batch_size=batch_size, ghost_batch=8).ghost_batch == 8
-
-
-def test_building_a_network_leaves_the_global_random_stream_alone():
-    before = torch.get_rng_state()
-    make_network(Apple2019(width=4), seed=0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-BATCH, SHARD = 4, 10
-MEAN, MAX = nn.AdaptiveAvgPool2d(1), nn.AdaptiveMaxPool2d(1)
+convolution = partial(nn.Conv2d, kernel_size=3, padding=1, bias=False)
 
 
 class Block(nn.Module):
-    """As the issue of each system says it, `identity` being `raw` or `activated`."""
-
-    def __init__(self, c_in, c_out, stride, identity):
+    def __init__(self, c_in, c_out, stride, by_page) -> None:
         super().__init__()
-        self.norm1, self.conv1 = nn.BatchNorm2d(c_in), nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)
-        self.norm2, self.conv2 = nn.BatchNorm2d(c_out), nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False)
+        self.norm = nn.BatchNorm2d(c_in)
+        last = [nn.BatchNorm2d(c_out), nn.ReLU(), convolution(c_out, c_out)]
+        self.branch = nn.Sequential(convolution(c_in, c_out, stride=stride), *last)
         same = stride == 1 and c_in == c_out
         self.shortcut = nn.Identity() if same else nn.Conv2d(c_in, c_out, 1, stride, bias=False)
-        self.from_activated = not same or identity == "activated"
+        self.from_activated = by_page or not same
 
     def forward(self, x):
-        a = self.norm1(x).relu()
-        y = self.conv2(self.norm2(self.conv1(a)).relu())
-        return y + self.shortcut(a if self.from_activated else x)
+        activated = self.norm(x).relu()
+        return self.branch(activated) + self.shortcut(activated if self.from_activated else x)
 
 
 class Pools(nn.ModuleList):
@@ -168,18 +129,22 @@ class Pools(nn.ModuleList):
         return torch.cat([pool(x).flatten(1) for pool in self], 1)
 
 
-def stock_resnet18(w, identity, surplus_norm, pools):
-    shapes = [(w, w, 1), (w, w, 1), (w, 2 * w, 2), (2 * w, 2 * w, 1)]
-    shapes += [(2 * w, 4 * w, 2), (4 * w, 4 * w, 1), (4 * w, 4 * w, 2), (4 * w, 4 * w, 1)]
-    blocks = [nn.BatchNorm2d(w), nn.ReLU()] * surplus_norm + [Block(*shape, identity) for shape in shapes]
-    return nn.Sequential(nn.Conv2d(3, w, 3, padding=1, bias=False), *blocks, Pools(pools), nn.Linear(8 * w, 10))
+def blocks(c_in, c_out, strides, by_page):
+    return [Block(*shape, by_page) for shape in zip([c_in, *c_out], c_out, strides, strict=False)]
 
 
-def stock_wide_resnet(w):
-    a, b, c = 6 * w, 12 * w, 24 * w
-    shapes = [(w, a, 1), (a, a, 1), (a, a, 1), (a, b, 2), (b, b, 1), (b, b, 1), (b, c, 2), (c, c, 1), (c, c, 1)]
-    blocks = [*(Block(*shape, "raw") for shape in shapes), nn.BatchNorm2d(c), nn.ReLU()]
-    return nn.Sequential(nn.Conv2d(3, w, 3, padding=1, bias=False), *blocks, Pools([MEAN]), nn.Linear(c, 10))
+def resnet18(by_page, first_norm):
+    first = [nn.BatchNorm2d(16), nn.ReLU()] if first_norm else []
+    inner = blocks(16, [16, 16, 32, 32, 64, 64, 64, 64], [1, 1, 2, 1, 2, 1, 2, 1], by_page)
+    pools = [nn.AdaptiveAvgPool2d(1), nn.AdaptiveMaxPool2d(1)]
+    both = Pools(pools[::-1] if by_page else pools)
+    return nn.Sequential(convolution(3, 16), *first, *inner, both, nn.Linear(128, 10))
+
+
+def wide_resnet():
+    inner = blocks(3, 3 * [18] + 3 * [36] + 3 * [72], [1, 1, 1, 2, 1, 1, 2, 1, 1], by_page=False)
+    tail = [nn.BatchNorm2d(72), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(72, 10)]
+    return nn.Sequential(convolution(3, 3), *inner, *tail)
 
 
 def torch_nesterov(name, w, g, v, epoch):
@@ -189,127 +154,180 @@ def torch_nesterov(name, w, g, v, epoch):
 
 
 def page_nesterov(name, w, g, v, epoch):
-    d = -(0.1 * epoch / 15 / BATCH) * (g + 5e-4 * BATCH * w)
+    d = -(0.1 * epoch / 15 / 4) * (g + 5e-4 * 4 * w)
     v[:] = 0.9 * v + d
     return w + d + 0.9 * v
 
 
-def one_cycle(rate, slope, decay, up):
-    def update(name, w, g, v, epoch):
-        v[:] = (0.95 - 0.1 * epoch / up) * v + g + decay * w
-        return w - (rate + slope * epoch) * v
-
-    return update
+def one_cycle(first, peak, at, decay, name, w, g, v, epoch):
+    v[:] = (0.95 - 0.1 * epoch / at) * v + g + decay * w
+    return w - (first + (peak - first) * epoch / at) * v
 
 
-PAGES_START = stock_resnet18(16, "activated", True, [MAX, MEAN])
-ONE_GPU = one_cycle(0.075, 1.425 / 12, 1e-4, 12)
-SYSTEMS = {
-    "basenet": (Basenet, {"width": 16}, torch.mean, stock_resnet18(16, "raw", True, [MEAN, MAX]), torch_nesterov),
-    "page": (Page, {"width": 16}, torch.sum, stock_resnet18(16, "activated", False, [MAX, MEAN]), page_nesterov),
-    "page's start": (Page, {"width": 16, "starting_point": True}, torch.sum, PAGES_START, page_nesterov),
-    "fastai": (FastAI, {"width": 3}, torch.mean, stock_wide_resnet(3), one_cycle(0.04, 1.96 / 17.5, 2e-4, 17.5)),
-    "fastai, one GPU": (FastAI, {"width": 3, "entry": "one_gpu"}, torch.mean, stock_wide_resnet(3), ONE_GPU),
+RUNS = {
+    "basenet --width 16": (1, resnet18(False, True), torch.mean, torch_nesterov),
+    "page --width 16": (1, resnet18(True, False), torch.sum, page_nesterov),
+    "page --width 16 --starting_point": (1, resnet18(True, True), torch.sum, page_nesterov),
+    "fastai --width 3": (8, wide_resnet(), torch.mean, partial(one_cycle, 0.04, 2.0, 17.5, 2e-4)),
+    "fastai --width 3 --entry one_gpu": (1, wide_resnet(), torch.mean, partial(one_cycle, 0.075, 1.5, 12, 1e-4)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_training_and_evaluation_equal_stock_layers_to_nine_digits(system):
+@pytest.mark.parametrize("command", RUNS)
+def test_a_whole_run_equals_stock_layers_and_plain_formulas_to_nine_digits(command, tmp_path):
     """Two epochs of two full batches and a short one."""
-    kind, options, reduce, reference, update = SYSTEMS[system]
-    recipe = kind(epochs=2, batch_size=BATCH, **options)
-    images = Images("shapes", *draw_shapes(SHARD * recipe.workers + recipe.workers // 2, 40))
-    losses, steps = partial(F.cross_entropy, reduction="none"), 2 * [[(4, 32), (4, 32), (2, 32)]]
-    check_run(recipe, reference, update, losses, reduce, images, steps)
+    workers, network, reduce, update = RUNS[command]
+    command += " --epochs 2 --batch_size 4"
+    program, hyp = hyp_of(command)
+    arrays = draw_shapes(10 * workers + workers // 2, 40)  # the last few are not of all workers
+    images = normalised(arrays[0])
+
+    def batches(epoch, latest_losses):
+        if program is page:
+            steps = page.plan_epoch(hyp, len(images), CPU, SEED, epoch)
+            made = [(batch[0], crops_of(images, batch)) for batch in steps]
+        else:
+            steps = fastai.plan_epoch(hyp, len(images), Team(0, 1, CPU, workers), SEED, epoch)
+            make_batch = partial(fastai.make_batch, torch.from_numpy(images), torch.from_numpy(arrays[1]))
+            made = [(batch[0].long(), make_batch(batch, (MEAN, STD))[0]) for batch in steps]
+        assert [len(rows) for rows, _ in made] == [4 * workers, 4 * workers, 2 * workers]
+        return made
+
+    check_run(program, hyp, network, update, reduce, batches, arrays, *trained_by(command, arrays, tmp_path))
 
 
-SCHEDULES = {  # of the first group of parameters: known values by epoch
-    "apple2019": (Apple2019(), "lr", {1 / 24: 1 / 57.6, 1.8: 0.75, 3.6: 1.5, 9.8: 0.825, 16: 0.15, 18: 0.15}),
-    "basenet": (Basenet(), "lr", {7.5: 0.05, 14.7: 0.098, 15: 0.105, 20: 0.215 / 3, 30: 0.005, 32.5: 0.0025, 36: 5e-4}),
-    "page": (Page(), "lr", {0: 0, 7.5: 0.05, 15: 0.1, 22.5: 0.0525, 30: 0.005, 35: 0}),
-    "page's start": (Page(starting_point=True), "lr", {7.5: 0.05, 15: 0.105, 22.5: 0.055, 32.5: 0.0025}),
-    "fastai": (FastAI(), "lr", {0: 0.04, 8.75: 1.02, 17.5: 2.0, 26.25: 1.02, 35: 0.04, 37.5: 0.0202, 40: 0.0004}),
-    "fastai's momentum": (FastAI(), "momentum", {0: 0.95, 8.75: 0.9, 17.5: 0.85, 26.25: 0.9, 35: 0.95, 40: 0.95}),
-    "fastai, one GPU": (FastAI(entry="one_gpu"), "lr", {0: 0.075, 6: 0.7875, 12: 1.5, 24: 0.075, 30: 0.00075}),
-    "muon2024": (Muon2024(), "lr", {1 / 25: 0.24, 26 / 25: 0.21, 101 / 25: 0.12, 201 / 25: 0}),
+@pytest.mark.slow
+def test_averaged_statistics_are_the_mean_of_those_of_worker_0s_ghost_groups(tmp_path):
+    """After one step, which is the same as with the first group's."""
+    command = "apple2019 --workers 2 --batch_size 32 --ghost_batch 16 --width 3 --epochs 1 --ema_ep 0"
+    arrays = draw_shapes(64, 40)
+    with_first, _ = trained_by(command, arrays, tmp_path)
+    weights, epochs = trained_by(f"{command} --eval_stats average", arrays, tmp_path)
+    filters = weights["whitening.weight"]
+    _, hyp = hyp_of(command)
+    initial = initial_weights(apple2019, hyp)
+    assert all(torch.equal(weights[name], with_first[name]) for name in initial)
+    [batch] = plan(hyp, 64, epoch=1)
+    network = Reference().double()
+    set_weights(network, initial.values())
+    for group, momentum in zip(batch[:, :32].split(16, 1), (0.05 / 0.95, 0.05), strict=True):
+        for norm in network.norms:
+            norm.momentum = momentum  # so that in the end each group counts for a twentieth
+        network(crops_of(normalised(arrays[0]), group), filters)
+    set_weights(network.eval(), [weights[name] for name in initial])
+    x = as_input(arrays[2])
+    loss = smoothed((network(x, filters) + network(x.flip(3), filters)) / 2, torch.from_numpy(arrays[3])).mean()
+    assert epochs["validation_loss"].iloc[-1] == pytest.approx(loss.item(), rel=1e-9)
+
+
+def test_a_batch_is_sixteen_ghost_groups():
+    assert [apple2019.Hyp(batch_size=size).ghost_batch for size in (64, 256, 512)] == [4, 16, 32]
+
+
+def cycle(hyp, epoch):
+    optimizer = fastai.make_optimizer(hyp, nn.Linear(1, 1), ALONE)
+    fastai.follow_cycle(hyp, optimizer, epoch)
+    return optimizer.param_groups[0]
+
+
+def rate(program, hyp, epoch):
+    """Return the rate for the mean of a batch's losses. Muon takes any multiple."""
+    if program is fastai:
+        return cycle(hyp, epoch)["lr"]
+    if program is muon:
+        optimizers = muon.make_optimizers(hyp, muon.Network(replace(hyp, width=2), 10), ALONE)
+        muon.set_rates(hyp, optimizers, epoch + 1 / 25)  # the end of a step that begins at `epoch`
+        return optimizers[0].param_groups[0]["lr"]
+    return program.learning_rate(hyp, epoch) * (1 if type(hyp) is page.Basenet else hyp.batch_size)
+
+
+def test_fastais_momentum_falls_while_its_rate_rises():
+    known = {8.75: 0.9, 17.5: 0.85, 26.25: 0.9, 35: 0.95, 40: 0.95}
+    assert {epoch: cycle(fastai.Hyp(), epoch)["momentum"] for epoch in known} == pytest.approx(known)
+
+
+@pytest.mark.slow
+def test_the_table_in_the_documents_is_counted_on_the_programs():
+    cells = [line.strip("| ").split(" | ") for line in (REPO / "docs" / "recipes.md").read_text().splitlines()]
+    rows = {row[0].strip("`"): row for row in cells if len(row) == 11 and row[0].startswith("`")}
+    assert {command.split()[0] for command in rows} == PROGRAMS.keys()
+    for command, (_, _, parameters, multiply_adds, batches, epochs, rates, pflop, *_) in rows.items():
+        program, hyp = hyp_of(command)
+        network = program.Network(hyp, 10).eval()
+        assert f"{sum(weight.numel() for weight in network.parameters()):,}" == parameters
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            network(torch.zeros(1, 3, 32, 32))
+        assert f"{counter.get_total_flops() / 2e9:.3f}" == multiply_adds
+        assert (f"{workers_of(hyp)} x {hyp.batch_size}", str(hyp.epochs)) == (batches, epochs)
+        # Of `0 → 0.1 (15), 0.105 → 0.005 (30)` the first value is that at 0, and another at 15.
+        text = re.sub(r"(\([\d.]+\)), ([\d.]+)", r"\1 \2 \1", rates.replace(" ", " (0) ", 1))
+        values, knots = np.array(re.findall(r"([\d.]+) \(([\d.]+)\)", text), dtype=float).T
+        for epoch in np.linspace(0.001, hyp.epochs - 0.001, 50):
+            assert rate(program, hyp, epoch) == pytest.approx(np.interp(epoch, knots, values))
+        assert f"{flop_of(program, hyp, 50_000) / 1e15:.2f}" == pflop
+
+
+def test_weights_start_as_their_authors_state():
+    torch.manual_seed(0)
+    for hyp in (page.Basenet(), page.Hyp()):
+        scales = torch.cat([norm.weight.detach() for norm in ghost_norms(page.Network(hyp, 10))])
+        assert (scales.histc(10, 0, 1) / len(scales)).tolist() == pytest.approx(10 * [0.1], rel=0.2)
+    network = fastai.Network(fastai.Hyp(), 10)
+    assert all((norm.weight == 1).all() for norm in ghost_norms(network))
+    assert (network.linear.bias == 0).all()
+    for weight in network.parameters():
+        if weight.ndim == 4:
+            assert weight.std().item() == pytest.approx((2 / weight[:, 0].numel()) ** 0.5, rel=0.1)
+    network = muon.Network(muon.Hyp(), 10)
+    assert torch.equal(network.groups[0][0].weight[:24, :, 1, 1], torch.eye(24))
+    assert network.linear.weight.std().item() == pytest.approx(1)
+
+
+IN_FP16 = {
+    "apple2019 --workers 1 --ghost_batch 5 --width 4 --ema_ep 0": torch.float16,
+    "page --width 16": torch.float16,
+    "fastai --entry one_gpu --width 3": torch.float32,
+    "muon --width 4 --kept 1": torch.float32,
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_have_their_known_answers(name):
-    recipe, option, known = SCHEDULES[name]
-    optimizer = recipe.optimizers(recipe.network(), ALONE)[0]
-    divisor = recipe.batch_size if isinstance(optimizer, NesterovSGD) else 1  # for the summed loss
-    schedule = optimizer.param_groups[0]["schedules"][option]
-    assert {epoch: divisor * schedule(epoch) for epoch in known} == pytest.approx(known, rel=1e-9, abs=1e-12)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", IN_FP16)
+def test_in_fp16_norms_and_the_weights_of_fastai_and_muon_are_float32(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "matrix_rate", lambda *_: 1.0)  # a CPU takes long
+    more = " --epochs 1 --batch_size 10 --no_warmup --precision fp16"
+    weights, _ = trained_by(command + more, draw_shapes(10, 1), tmp_path)
+    for name, weight in weights.items():
+        of_norm = "running" in name or (weight.ndim == 1 and name != "linear.bias")
+        assert weight.dtype == (torch.float32 if of_norm else IN_FP16[command])
 
 
-def test_scales_start_uniform_and_wide_ones_at_one():
-    torch.manual_seed(0)
-    for recipe in (Basenet(), Page()):
-        scales = torch.cat([norm.weight.detach() for norm in norms_of(recipe.network())])
-        assert 0 < scales.min() < 0.01
-        assert 0.99 < scales.max() < 1
-        assert scales.mean().item() == pytest.approx(0.5, abs=0.02)
-    network = FastAI().network()
-    assert all((norm.weight == 1).all() for norm in norms_of(network))
-    assert network.linear.bias.eq(0).all()
-    for convolution in (m for m in network.modules() if isinstance(m, nn.Conv2d)):
-        out, _, k, _ = convolution.weight.shape
-        assert convolution.weight.std().item() == pytest.approx((2 / (k * k * out)) ** 0.5, rel=0.1)
-
-
-def test_in_fp16_norms_losses_and_fast_ais_weights_are_float32():
-    kinds = [(Apple2019(width=4), torch.float16), (Page(width=16), torch.float16), (FastAI(width=3), torch.float32)]
-    for recipe, dtype in kinds:
-        network = make_model(recipe, ALONE, "fp16").network
-        of_norms = {*nn.ModuleList(norms_of(network)).parameters()}
-        assert {weight.dtype for weight in network.parameters() if weight not in of_norms} == {dtype}
-        assert {tensor.dtype for tensor in (*of_norms, norms_of(network)[0].running_var)} == {torch.float32}
-        assert recipe.loss(torch.zeros(1, 10).half(), torch.tensor([0])).dtype == torch.float32
-    assert (FastAI().loss_scale, Page().loss_scale, Basenet().loss_scale) == (512, 1, 1)
-
-
-MUON = MuonRecipe(width=8, batch_size=20)
-HALVES = [
-    *((Basenet(width=16, batch_size=8), "bf16", 0.4), (Page(width=16, batch_size=8), "bf16", 0.4)),
-    *((FastAI(width=3, batch_size=8), "bf16", 0.4), (MUON, "bf16", 0.8), (MUON, "fp16", 0.8)),
+HALVES = [  # with the least cosine
+    ("apple2019 --width 8 --batch_size 16 --ghost_batch 8", "bf16", 0.8),
+    ("basenet --width 16 --batch_size 8", "bf16", 0.4),
+    ("page --width 16 --batch_size 8", "bf16", 0.4),
+    ("fastai --width 3 --batch_size 8", "bf16", 0.4),
+    ("muon --width 8 --batch_size 20", "bf16", 0.8),
+    ("muon --width 8 --batch_size 20", "fp16", 0.8),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "precision", "least"), HALVES, ids=lambda value: getattr(value, "name", None))
-def test_in_half_precision_gradients_point_where_those_of_float64_do(recipe, precision, least):
-    """Float32 weights; on few images, at once through up to 22 layers. In fp16 nothing is too small for Muon."""
-    found = {}
-    for name in (precision, "fp64"):
-        model = make_model(recipe, ALONE, name)
-        images = noise(recipe.batch_size, recipe.stages[0].resolution, model)
-        labels = torch.zeros(len(images), dtype=torch.int64)  # all equal, so that gradients add up
-        found[name] = results_of_pass(model.network, model.forward, images, labels)
-    for name, expected in found["fp64"].items():
-        if not name.startswith("gradient"):
-            continue
-        assert found[precision][name].dtype == torch.float32
-        cosine = F.cosine_similarity(found[precision][name].double().flatten(), expected.flatten(), dim=0)
-        assert least < cosine < 1 - 1e-9, name
-
-
-def test_the_table_in_the_documents_is_counted_on_the_recipes():
-    cells = [line.strip("| ").split(" | ") for line in (REPO / "docs" / "recipes.md").read_text().splitlines()]
-    rows = {row[0].strip("`"): row for row in cells if len(row) == 11 and row[0].startswith("`")}
-    assert {name.split()[0] for name in rows} == RECIPES.keys()
-    for name, (_, _, parameters, multiply_adds, batches, epochs, rate, pflop, *_) in rows.items():
-        _, recipe = parse(["--recipe", *name.split()])
-        network = recipe.network()
-        assert f"{sum(w.numel() for w in network.parameters() if w.requires_grad):,}" == parameters
-        with torch.device("meta"), FlopCounterMode(display=False) as counter:
-            recipe.network().eval()(torch.empty(1, 3, 32, 32))
-        assert f"{counter.get_total_flops() / 2e9:.3f}" == multiply_adds
-        assert (f"{recipe.workers} x {recipe.batch_size}", str(recipe.epochs)) == (batches, epochs)
-        assert f"{run_flop(recipe, 50_000) / 1e15:.2f}" == pflop
-        optimizer = recipe.optimizers(network, DistContext(0, 1, CPU, recipe.workers))[0]
-        schedule = optimizer.param_groups[0]["schedules"]["lr"]
-        for_the_mean = recipe.batch_size if isinstance(optimizer, NesterovSGD) else 1  # it takes the loss's sum
-        values = [float(text) for text in re.findall(r"(?<![(\d.])[\d.]+(?![\d.)])", rate)]
-        assert values == pytest.approx([value * for_the_mean for value in schedule.values])
+@pytest.mark.parametrize(("command", "half", "least"), HALVES)
+def test_in_half_precision_losses_are_float32_and_gradients_point_where_those_of_float64_do(command, half, least):
+    program, hyp = hyp_of(command)
+    gradients = {}
+    for name in (half, "fp64"):
+        precision = fast.Precision(name, CPU, half_weights=False)
+        torch.manual_seed(0)
+        network = program.Network(hyp, 10)
+        fast.place(network, precision)
+        images = torch.randn(hyp.batch_size, 3, 32, 32).to(precision.images, memory_format=torch.channels_last)
+        labels = torch.zeros(len(images)).long()  # all equal, so that gradients add up
+        first = (network, precision, 1) if program is fastai else (hyp, network, precision)
+        loss = program.forward_pass(*first, images, labels).loss
+        assert loss.dtype == (torch.float64 if name == "fp64" else torch.float32)
+        loss.backward()
+        gradients[name] = [weight.grad for weight in network.parameters()]
+    for found, expected in zip(gradients[half], gradients["fp64"], strict=True):
+        assert least < F.cosine_similarity(found.double().flatten(), expected.flatten(), dim=0) < 1 - 1e-9
