@@ -4,6 +4,7 @@ A campaign's results are its runs.tsv (several are taken together), the lines on
 or a DAWNBench table, such as timing_log.tsv.
 """
 
+import csv
 import glob
 import io
 import os
@@ -19,7 +20,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from . import ConfigError
+from . import ConfigError, first_line
 from .core.images import CIFAR_10
 from .core.table import CONDITIONS, GOAL, PLACE, differences, from_pairs
 
@@ -92,7 +93,7 @@ def read_log(source: str) -> Log:
         if all("campaign" in table for table in tables.values()):
             return from_runs(source, tables)
     except (OSError, ValueError, KeyError) as error:  # a folder, a picture; errors of pandas name the line
-        raise ConfigError(f"{source}: cannot be read ({error})") from error
+        raise ConfigError(f"{source}: cannot be read ({first_line(error)})") from error
     raise ConfigError(f"{source}, line 1: neither run log, nor runs.tsv, nor DAWNBench table")
 
 
@@ -105,7 +106,7 @@ def parse_table(path: str, text: str) -> pd.DataFrame:
     if text.startswith("campaign\t"):
         text = text[: text.rfind("\n") + 1]
     how: dict[str, Any] = {"header": None, "dtype": str, "na_filter": False, "skip_blank_lines": False}
-    table = pd.read_csv(io.StringIO(text), sep="\t", **how)
+    table = pd.read_csv(io.StringIO(text), sep="\t", quoting=csv.QUOTE_NONE, **how)
     table = table.rename(index=lambda i: f"{path}, line {i + 1}").set_axis(table.iloc[0], axis=1).iloc[1:]
     table = table.loc[(table != "").any(axis=1), ~table.columns.duplicated()]
     if table.empty:
@@ -171,8 +172,9 @@ def epochs_of(parts: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
     limits |= dict.fromkeys(LOSSES, (-np.inf, np.inf, "nan", ""))
     for path, rows in parts.items():
         beside, curve = (Path(path).with_name(name) for name in ("epochs.tsv", "timing_log.tsv"))
-        if beside.exists():
-            table = parse_table(str(beside), read_text(beside))
+        text = read_text(beside) if beside.exists() else ""
+        if text.count("\n") > 1:  # it has rows
+            table = parse_table(str(beside), text)
             table = table[(table["campaign"] == rows["campaign"].iloc[0]) & table["run"].isin(rows["run"])]
             table = table.drop_duplicates(["run", "epoch"], keep="last")  # a run that was repeated after a kill
             found.append(numbers(table, limits).rename(columns={"validation_accuracy": "accuracy"}))
@@ -253,6 +255,7 @@ def compare_means(mine: pd.Series, reference: pd.Series, margin: float = 0.0) ->
     a, b = mine.to_numpy(), reference.to_numpy()
     difference = float(a.mean() - b.mean())
     if (np.ptp(a - b) if paired else max(np.ptp(a), np.ptp(b))) == 0:  # no variance, so no test
+        difference = float(a[0] - b[0])  # means of equal values may differ in their last bit
         p, p_margin = float(difference == 0), float(abs(difference) >= margin)
         return Comparison(difference, difference, difference, p, p_margin, 0.0, paired)
     run_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)

@@ -9,8 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from large_batch_cifar_10_fast import ConfigError, runs
-from large_batch_cifar_10_fast.core.table import COLUMNS, read
+from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast.core import table as tables
+from large_batch_cifar_10_fast.core.table import COLUMNS, reached_goal, read
 
 FAIL = Mock(side_effect=OSError(errno.ENOLCK, "full or without locks"))
 
@@ -20,7 +21,7 @@ def _row(run, campaign="mine"):
 
 
 def append(path, rows):
-    runs.append(path, COLUMNS, 2, rows)
+    tables.append(path, COLUMNS, 2, rows)
 
 
 def _runs(path):
@@ -29,7 +30,8 @@ def _runs(path):
 
 @pytest.fixture
 def table(tmp_path):
-    append(path := tmp_path / "out" / "runs.tsv", [_row(0), _row(1)])
+    path = tmp_path / "out" / "runs.tsv"
+    append(path, [_row(0), _row(1)])
     return path
 
 
@@ -93,3 +95,18 @@ def test_a_file_system_without_locks_is_warned_of_once(table, monkeypatch, capsy
         append(table, [_row(run)])
     assert _runs(table) == [0, 1, 2, 3]
     assert capsys.readouterr().err.count("cannot be locked (full or without locks)") == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "images", "loss", "reached"),
+    [
+        (9399, 10000, 0.9, False),
+        (9400, 10000, 0.9, True),
+        (46, 50, 0.9, False),
+        (47, 50, 0.9, True),
+        (9500, 10000, "nan", False),
+    ],
+)
+def test_exactly_94_percent_of_the_images_is_reached_unless_a_run_diverged(count, images, loss, reached):
+    row = {"validation_count": count, "validation_images": images, "train_loss": loss, "validation_loss": 0.9}
+    assert reached_goal(row) == reached

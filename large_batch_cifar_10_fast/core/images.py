@@ -7,6 +7,7 @@ import io
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,7 +116,10 @@ def load_images(data: str) -> Images:
         return Images(SYNTHETIC, *draw_shapes())
     if path.suffix.lower() == ".npz":
         return Images(path.name, *read_npz(path))
-    folder, source = find_source(path)
+    try:
+        folder, source = find_source(path)
+    except OSError as error:  # too long a name, or a folder that may not be read
+        raise ConfigError(f"--data {data} cannot be used ({error.strerror}): name another") from error
     return Images(source.name, *read_cifar(folder, source))
 
 
@@ -141,27 +145,29 @@ def find_source(path: Path) -> tuple[Path, Source]:
 
 
 def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
-    """Read a data set by torchvision, which checks MD5s before it unpickles. Raise ConfigError.
+    """Read a data set by torchvision; MD5s are checked before anything is unpickled. Raise ConfigError.
 
     One process of a machine downloads and unpacks what is missing, the others wait.
     """
     from torchvision import datasets
-    from torchvision.datasets.utils import check_integrity
+    from torchvision.datasets.utils import check_integrity, extract_archive
 
     kind: Any = getattr(datasets, source.kind)
     variable = f"{source.kind}_URL"
-    kind.url = os.environ.get(variable) or kind.url
     archive = folder / source.archive
-    unpacked = folder / source.folder
+    files = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
-            if not unpacked.exists() and not archive.exists():
-                print(f"Downloading {source.name} (170 MB) from {kind.url} to {folder}", file=sys.stderr)
-            elif not unpacked.exists() and not check_integrity(archive, kind.tgz_md5):
-                raise ConfigError(f"{archive} is damaged (its MD5 is not {kind.tgz_md5}): delete it and start again")
-            with downloading():
-                parts = [kind(folder, train=train, download=True) for train in (True, False)]
+            if not all(check_integrity(folder / source.folder / name, md5) for name, md5 in files):
+                if not archive.exists():
+                    download(os.environ.get(variable) or kind.url, archive, kind.tgz_md5)
+                if not check_integrity(archive, kind.tgz_md5):
+                    raise ConfigError(
+                        f"{archive} is damaged (its MD5 is not {kind.tgz_md5}): delete it and start again"
+                    )
+                extract_archive(archive, folder)
+            parts = [kind(folder, train=train) for train in (True, False)]
     except ConfigError:
         raise
     except Exception as error:  # torchvision, urllib and tarfile raise nearly anything
@@ -185,17 +191,24 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def downloading() -> Iterator[None]:
-    """Run the body with a time limit on sockets; torchvision's progress bar is shown on terminals only."""
+def download(url: str, archive: Path, md5: str) -> None:
+    """Download an archive by torchvision, whose progress bar is shown on terminals only.
+
+    It gets its name when it is whole: what an interrupted download leaves is never taken for it.
+    """
+    from torchvision.datasets.utils import download_url
+
     limit = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(TIMEOUT)
-    on_terminal = sys.stderr and sys.stderr.isatty()
-    try:
-        with contextlib.redirect_stderr(sys.stderr if on_terminal else io.StringIO()):
-            yield
-    finally:
-        socket.setdefaulttimeout(limit)
+    bar = sys.stderr if sys.stderr and sys.stderr.isatty() else io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="download-", dir=archive.parent) as temporary:
+        print(f"Downloading {archive.name} (170 MB) from {url} to {archive.parent}", file=sys.stderr)
+        socket.setdefaulttimeout(TIMEOUT)
+        try:
+            with contextlib.redirect_stderr(bar):
+                download_url(url, temporary, archive.name, md5)
+        finally:
+            socket.setdefaulttimeout(limit)
+        os.replace(Path(temporary) / archive.name, archive)
 
 
 def random_images(train: int, test: int, classes: int = 10) -> Images:
