@@ -2,8 +2,8 @@
 # Measure this code on one GPU: GPU tests, 20 runs of apple2019 and of muon, where their time goes, and a page on it.
 #     bash measure_gpu.sh [--out DIR] [options of training, for instance --data DATA]
 # It takes at most ten minutes, about eight on an H200 (the sum of its parts; not timed whole). DIR (gpu_measured) gets
-# report.md, ready to be sent in, and a log and the tables of each part. A part that fails or takes too long does not
-# stop the others; runs that were made count.
+# report.md, ready to be sent in, a log of each part, the tables of the runs, and traces of 20 steps. A part that fails
+# or takes too long does not stop the others; runs that were made count.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0 ;; esac
 set -u
@@ -45,8 +45,9 @@ part tests 180 "$python" -m pytest "$top/tests/test_gpu.py" "${at_once[@]}"
 for recipe in apple2019 muon; do
     part $recipe 240 bash "$top/train_cifar_parallel.sh" --recipe $recipe --runs 20 --out "$out/$recipe" "${options[@]}"
 done
-for recipe in apple2019 muon; do
-    part "bench_$recipe" 60 "$python" -m $package.bench --recipe $recipe "${options[@]}"
+for recipe in apple2019 muon; do # in a folder of its own: --campaign among the options may name finished runs
+    part "profile_$recipe" 60 bash "$top/train_cifar_parallel.sh" --recipe $recipe --profile 20 \
+        --out "$out/profile_$recipe" "${options[@]}"
 done
 # Status 1 is an answer, too: worse than the published runs.
 part compare 20 bash -c '"$@"; [ $? -le 1 ]' - "$python" -m $package.compare "$out/apple2019/runs.tsv" published
@@ -54,7 +55,7 @@ part compare 20 bash -c '"$@"; [ $? -le 1 ]' - "$python" -m $package.compare "$o
     printf '# Measured on one GPU\n\n%s UTC, load before %s, after %s, `%s`\n' "$(date -u '+%Y-%m-%d %H:%M')" "$load" \
         "$(cut -d' ' -f1-3 /proc/loadavg)" "$(sed -n 's/^# //p' "$out/apple2019.log" | head -n 1)"
     printf '\n| part | status | seconds | last line |\n| --- | --- | --- | --- |\n' && cat "$out/parts.md"
-    for name in machine compare bench_apple2019 bench_muon; do printf '\n## %s\n\n```\n' $name && cat "$out/$name.log" && echo '```'; done
+    for name in machine compare profile_apple2019 profile_muon; do printf '\n## %s\n\n```\n' $name && cat "$out/$name.log" && echo '```'; done
 } >"$out/report.md"
 echo "Results: $out/report.md; logs and tables beside it"
 exit $failed

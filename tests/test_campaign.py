@@ -17,10 +17,10 @@ from conftest import DIFFERENT, LAUNCHER, TINY, environment, run_here, train_tog
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.core import campaign, fast, log
-from large_batch_cifar_10_fast.core.log import Log
 from large_batch_cifar_10_fast.core.images import load_images
-from large_batch_cifar_10_fast.results import read_log
+from large_batch_cifar_10_fast.core.log import Log
 from large_batch_cifar_10_fast.core.table import COLUMNS
+from large_batch_cifar_10_fast.results import read_log
 
 pytestmark = pytest.mark.slow
 
