@@ -17,7 +17,7 @@ from large_batch_cifar_10_fast import PACKAGE, ConfigError
 from large_batch_cifar_10_fast.core import devices, log, program, source
 from large_batch_cifar_10_fast.core.options import Options, check_save
 from large_batch_cifar_10_fast.launch import launch as launch_here
-from large_batch_cifar_10_fast.launch import plan_processes
+from large_batch_cifar_10_fast.launch import plan_processes, read_command
 
 CASES = {  # the words of a command line and the error; no word is written to --out before it
     "--demo --batch_size 2048": "16384 images a step, more than the",
@@ -120,6 +120,19 @@ def test_a_campaign_survives_kills():
     result = python("tests/attack.py", "--kills", 2, "--seed", 1, cwd=REPO)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("2 kills in ")
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe"),
+    [("", "apple2019"), ("--demo", "apple2019"), ("--recipe page", "page"), ("--recipe=muon --runs 2", "muon")],
+)
+def test_without_a_recipe_it_is_apple2019_also_without_any_words(words, recipe):
+    assert program.recipe_of(words.split(), "apple2019") == recipe
+    command, options, _ = read_command(words.split())
+    assert command[2] == f"large_batch_cifar_10_fast.{recipe}"
+    assert options.runs == (2 if "2" in words else 1)
+    with pytest.raises(ConfigError, match="--recipe  cannot be used"):
+        read_command(["--recipe"])
 
 
 def test_demo_is_a_preset_that_can_be_overridden():

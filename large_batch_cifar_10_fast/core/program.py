@@ -113,9 +113,9 @@ def folder_of(file: str) -> str:
 def recipe_of(arguments: Sequence[str], default: str) -> str:
     """Return the value of --recipe on a command line."""
     recipe = default
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for place, word in enumerate(arguments):
         if word == "--recipe":
-            recipe = following
+            recipe = "".join(arguments[place + 1 : place + 2])  # "" if it comes last
         elif word.startswith("--recipe="):
             recipe = word.partition("=")[2]
     return recipe
