@@ -26,7 +26,7 @@ from .core.devices import take_device
 from .core.images import DATA, load_images
 from .core.log import Score
 from .core.options import as_words
-from .core.table import NUMBERS
+from .core.table import COLUMNS, NUMBERS
 
 
 def train(recipe: str = "apple2019", **options: Any) -> pd.DataFrame:
@@ -35,7 +35,7 @@ def train(recipe: str = "apple2019", **options: Any) -> pd.DataFrame:
     `recipe` is a name, or FILE.py. Raise ConfigError for invalid options.
     """
     rows = programs.run_program(programs.load_program(recipe), ["--recipe", recipe, *as_words(options)])
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows, columns=[*COLUMNS])
     numbers = ["run", "seed", *NUMBERS, "goal_epoch", "goal_seconds"]
     table[numbers] = table[numbers].apply(pd.to_numeric)
     return table

@@ -274,8 +274,7 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
     def kinds() -> Iterator[tuple[Tensor]]:
         """Make the network fresh, and yield what each kind of step takes: a full batch, and the short last one."""
         restart(seed=0)
-        plan = plan_for(seed=0, epoch=1)
-        for batch in {batch.shape: batch for batch in plan}.values():
+        for batch in data.one_of_each_shape(plan_for(seed=0, epoch=1)):
             yield (batch,)
 
     # It is never a CUDA graph, which would keep the momentum of its capture.

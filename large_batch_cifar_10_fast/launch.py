@@ -70,7 +70,7 @@ def launch(arguments: Sequence[str]) -> int:
     if status:
         again = f"; the same command with --campaign {campaign} continues" if rows else ""
         print(f"{program()}: {how}; {len(rows)} of {len(options.planned)} runs are finished{again}", file=sys.stderr)
-    elif teams > 1:
+    elif teams > 1 and rows:  # --profile makes none
         log.print_summary(rows)
     return status
 

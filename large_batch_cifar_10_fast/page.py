@@ -4,8 +4,8 @@
     bash train_cifar_parallel.sh --recipe page --starting_point     # with a norm more, and a kink in the rate
     bash train_cifar_parallel.sh --recipe basenet                   # Johnson's, DAWNBench's first below six minutes
 
-One worker of 128 images. All three start with the same network. Page removed its first norm and the kink in the rate,
-which bring nothing; his loss is a sum, so his rate is divided by the batch size.
+One worker of 128 images. Page's network differs from Johnson's in its shortcuts and in the order of its pooling. He
+removed the first norm and the kink in the rate. His loss is a sum, so his rate is divided by the batch size.
 
 To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`.
 """
@@ -218,8 +218,7 @@ def train(hyp: Basenet, options: Options, images: data.Images, team: Team, log: 
     def kinds() -> Iterator[tuple[Tensor]]:
         """Make the network fresh, and yield what each kind of step takes: a full batch, and the short last one."""
         restart(seed=0)
-        plan = plan_for(seed=0, epoch=1)
-        for batch in {batch.shape: batch for batch in plan}.values():
+        for batch in data.one_of_each_shape(plan_for(seed=0, epoch=1)):
             yield (batch,)
 
     # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.

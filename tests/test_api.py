@@ -150,6 +150,7 @@ def test_python_trains_as_the_command_line_does(tiny_npz, tmp_path):
     assert more["validation_loss"][0] == rows["validation_loss"][1], "the same options and seed"
     muon = api.train("muon", width=4, batch_size=100, epochs=2, pixels=(24, 32), kept=(1, 0.5), **options)
     assert "pixels=24,32 kept=1,0.5 " in muon["options"][0]
+    assert api.train(profile=1, **small | options).empty
     with pytest.raises(ConfigError, match="--runs 0 must lie in 1 to 100000"):
         api.train(**options, runs=0)
 

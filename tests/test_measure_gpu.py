@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from conftest import REPO, TINY, run_here, run_program, write_program
+from conftest import REPO, TINY, launch, run_here, run_program, write_program
 
 from large_batch_cifar_10_fast.core.program import load_program, read_command, recipe_of
 
@@ -49,3 +49,10 @@ def test_a_profile_is_a_table_of_the_costliest_operations_a_trace_and_no_run(tmp
     names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
     assert names.count("aten::cross_entropy_loss") == 2
     assert len((tmp_path / "runs.tsv").read_text().splitlines()) == 1, "the names of the columns"
+
+
+def test_teams_that_profile_end_without_runs(tiny_npz, tmp_path):
+    options = ["--demo", *TINY, "--data", tiny_npz, "--teams", 2, "--runs", 2, "--profile", 1]
+    result = launch(*options, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "Maximum training time" not in result.stdout

@@ -1,1 +1,1 @@
-"""What the programs share. Nothing here knows a recipe, and nothing here imports a program."""
+"""What the programs share. Nothing here imports a program, but that of the name in --recipe."""

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 
 from .table import PARTS
 
@@ -13,11 +13,11 @@ class Clock:
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
-        self.laps: dict[Hashable, list[float]] = defaultdict(list)  # the durations of each part
+        self.laps: dict[str, list[float]] = defaultdict(list)  # the durations of each part
         self.cpu_seconds = 0.0  # of all threads of this process, over the training time
 
     @contextlib.contextmanager
-    def timed(self, part: Hashable) -> Iterator[None]:
+    def timed(self, part: str) -> Iterator[None]:
         """Add the seconds of the body to a part."""
         self._synchronize()
         start = time.perf_counter()
@@ -36,7 +36,7 @@ class Clock:
         return clock
 
     @property
-    def seconds(self) -> dict[Hashable, float]:
+    def seconds(self) -> dict[str, float]:
         """Seconds by part; 0 for those of the training time that a program does not have."""
         return dict.fromkeys(PARTS, 0.0) | {part: sum(laps) for part, laps in self.laps.items()}
 

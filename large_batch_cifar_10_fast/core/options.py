@@ -43,7 +43,7 @@ class Options:
     out: str = "."  # folder for runs.tsv, epochs.tsv and timing_log.tsv
     save: str = ""  # file for the weights and running statistics of the last run (of the share)
     device: Literal["", "cuda", "cpu"] = ""  # the GPUs if there are any, else the CPU
-    precision: Literal["", "fp16", "bf16", "tf32", "fp32", "fp64"] = ""  # default: the fastest that the program knows
+    precision: Literal["", "fp16", "bf16", "tf32", "fp32", "fp64"] = ""  # default: on GPUs Hyp.half, else bf16 or fp32
     micro_batches: int = 1  # forward and backward passes per step; more need less memory
     compile: bool = False  # compile the network (default on GPUs, and on a CPU for runs over ten minutes)
     no_compile: bool = False  # do not compile
