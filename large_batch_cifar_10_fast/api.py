@@ -26,7 +26,9 @@ from .core.devices import take_device
 from .core.images import DATA, load_images
 from .core.log import Score
 from .core.options import as_words
+from .core.source import digest
 from .core.table import COLUMNS, NUMBERS
+from .core.team import warn
 
 
 def train(recipe: str = "apple2019", **options: Any) -> pd.DataFrame:
@@ -91,11 +93,16 @@ def load(weights: Path | str, program: Path | str = "") -> Classifier:
         name = saved["about"]["recipe"]
         if not program and name not in programs.PROGRAMS:
             raise ConfigError(f"{weights} is of a program {name}: give its file, program='{name}.py' (--program)")
-        return Classifier(saved, programs.load_program(str(program or name))).eval()
+        code = programs.load_program(str(program or name))
+        model = Classifier(saved, code)
     except ConfigError:
         raise
     except Exception as error:  # torch raises nearly anything for a damaged or foreign file
         raise ConfigError(f"{weights} cannot be loaded ({first_line(error)}): give a file that --save wrote") from error
+    file = programs.file_of(code)
+    if digest(file) != model.about["code"]:
+        warn(f"{weights} is of another version of {file.name} or core/: if the network changed, so do predictions")
+    return model.eval()
 
 
 def evaluate(weights: Path | str, data: str = str(DATA), device: str = "", program: Path | str = "") -> Score:

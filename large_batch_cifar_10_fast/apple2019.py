@@ -365,4 +365,4 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
 
 
 if __name__ == "__main__":
-    main(train)
+    main()

@@ -26,7 +26,7 @@ TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
 BUSY = 0.95  # of the other side's CPU seconds a second: less is no equal share of the machine
 QUANTITIES = {"accuracy": "accuracy, %", "validation_loss": "loss", "seconds": "seconds"}
 QUANTITIES |= {"cpu_seconds": "CPU seconds", "goal_seconds": "seconds to 94%"}
-MEANINGS = {"code": "files that decide the weights were changed", "digest": "the images differ"}
+MEANINGS = {"code": "the program or core/ was changed", "digest": "the images differ"}
 MOST_LINES = 40  # of programs that differ
 LOOKING = "p holds for a number of runs chosen before looking. Adding runs until p is small finds chance differences."
 
@@ -64,10 +64,12 @@ def differing_lines(mine: tuple[str, Log], reference: tuple[str, Log]) -> list[s
     old, new = (program_text(source, log.conditions.get("code", "")) for source, log in (reference, mine))
     if not old or not new:
         return []
-    _, _, *changes = [*difflib.unified_diff(old, new, n=0, lineterm="")] or ["", ""]  # after two lines of names
-    lines = [line for line in changes if not line.startswith("@@")]
-    shown = [f"  {line[0]} {line[1:]}".rstrip() for line in lines[:MOST_LINES]]
-    return shown + [f"  ... and {len(lines) - MOST_LINES} more lines"] * (len(lines) > MOST_LINES)
+    changes = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]  # after two lines of names
+    lines = [f"  {line[0]} {line[1:]}".rstrip() for line in changes if not line.startswith("@@")]
+    more = len(lines) - MOST_LINES
+    if more > 0:
+        lines[MOST_LINES:] = [f"  ... and {more} more lines"]
+    return lines
 
 
 def program_text(source: str, code: str) -> list[str]:
@@ -115,10 +117,15 @@ def as_table(mine: Log, reference: Log, not_compared: Mapping[str, object]) -> s
     """Return the table as text. A quantity for which `not_compared` is true has no difference."""
     cells = [("", "mine", "reference", "difference", "95% confidence interval", "p")]
     for name, title in QUANTITIES.items():
-        a, b = values(mine, name), values(reference, name)
-        found = compare_means(a, b) if not not_compared.get(name) else None
-        last = (f"{found.difference:+.3f}", f"[{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}") if found else ()
-        cells += [(title, mean_and_deviation(a), mean_and_deviation(b), *(last or "---"))] if len(a) + len(b) else []
+        a = values(mine, name)
+        b = values(reference, name)
+        if not len(a) + len(b):
+            continue
+        last = ("-", "-", "-")
+        found = None if not_compared.get(name) else compare_means(a, b)
+        if found:
+            last = (f"{found.difference:+.3f}", f"[{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}")
+        cells.append((title, mean_and_deviation(a), mean_and_deviation(b), *last))
     cells.append(("runs at 94%", runs_at_goal(mine), runs_at_goal(reference), *"---"))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)

@@ -177,7 +177,7 @@ class Network(nn.Module):
         b = 12 * width
         c = 24 * width
         norm = partial(layers.GhostBatchNorm, groups=workers, scaled=True)  # over each worker's batch
-        block = partial(layers.PreactivationBlock, norm=norm)
+        block = partial(layers.PreactivationBlock, norm=norm, activation=F.relu)
         self.prep = layers.convolution(3, width)
         self.blocks = nn.Sequential(
             block(width, a, stride=1),
@@ -328,4 +328,4 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
 
 
 if __name__ == "__main__":
-    main(train)
+    main()

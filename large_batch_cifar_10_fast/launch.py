@@ -70,7 +70,9 @@ def launch(arguments: Sequence[str]) -> int:
     if status:
         again = f"; the same command with --campaign {campaign} continues" if rows else ""
         print(f"{program()}: {how}; {len(rows)} of {len(options.planned)} runs are finished{again}", file=sys.stderr)
-    elif teams > 1 and rows:  # --profile makes none
+    elif not rows and not options.profile:
+        raise ConfigError(f"{command[1]} made no run: does it end with main()?")
+    elif teams > 1:
         log.print_summary(rows)
     return status
 
@@ -117,16 +119,14 @@ def run_processes(command: Sequence[str], planned: range, teams: int, processes:
         unfinished = True
         while unfinished:
             time.sleep(0.05)
-            unfinished = any(process.poll() is None for process in running)
-            # Of those that failed, one ended by a signal comes first: the others lost their connection to it.
-            if failed := sorted((code, p.pid, name) for p, name in running.items() if (code := p.poll())):
-                code, pid, name = failed[0]
-                if code == INVALID:
-                    return Path(folder.name, f"error.{pid}").read_text(), code
-                if code > 0:
-                    return f"{name} ended with status {code}", code
-                memory = " (out of memory?)" if -code == signal.SIGKILL else ""
-                return f"{name} was ended by {signal.Signals(-code).name}{memory}", 1
+            for process in running:
+                process.poll()
+            unfinished = any(process.returncode is None for process in running)
+            failed = [process for process in running if process.returncode]
+            if failed:
+                # One that a signal ended comes first: the others lost their connection to it.
+                process = min(failed, key=lambda each: each.returncode)
+                return describe_failure(process, running[process], Path(folder.name))
         return "", 0
     finally:
         for process in running:
@@ -134,6 +134,17 @@ def run_processes(command: Sequence[str], planned: range, teams: int, processes:
         for process in running:
             process.wait()
         folder.cleanup()
+
+
+def describe_failure(process: subprocess.Popen, name: str, folder: Path) -> tuple[str, int]:
+    """Return how a process failed, and the exit status for that. `folder` has the text of an invalid request."""
+    code = process.returncode
+    if code == INVALID:
+        return (folder / f"error.{process.pid}").read_text(), code
+    if code > 0:
+        return f"{name} ended with status {code}", code
+    memory = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"{name} was ended by {signal.Signals(-code).name}{memory}", 1
 
 
 def follow_launcher() -> None:

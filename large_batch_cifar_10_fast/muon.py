@@ -33,7 +33,7 @@ from large_batch_cifar_10_fast.core.team import Team
 # ---------------------------------------------------------------------------------------------------------------------
 
 STEP_IMAGES = 2000
-EPOCH_IMAGES = 50_000
+EPOCH_IMAGES = 50_000  # of CIFAR-10
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
 
 
 def set_rates(hyp: Hyp, optimizers: list[Optimizer], epoch: float) -> None:
-    """Set all rates at a time in epochs: they fall linearly from the end of the first step on."""
+    """Set all rates at a time in epochs: they fall linearly from the end of CIFAR-10's first step on."""
     step = hyp.workers * hyp.batch_size / EPOCH_IMAGES
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -420,4 +420,4 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
 
 
 if __name__ == "__main__":
-    main(train)
+    main()

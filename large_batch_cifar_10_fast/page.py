@@ -113,7 +113,7 @@ class Network(nn.Module):
         b = 2 * a
         c = 4 * a
         norm = partial(layers.GhostBatchNorm, scaled=True)  # over the whole batch
-        block = partial(layers.PreactivationBlock, norm=norm, shortcut_after_activation=hyp.by_page)
+        block = partial(layers.PreactivationBlock, norm=norm, activation=F.relu, shortcut_after_activation=hyp.by_page)
         first = [norm(a), nn.ReLU()] if hyp.first_norm else []
         self.prep = nn.Sequential(layers.convolution(3, a), *first)
         self.blocks = nn.Sequential(
@@ -269,4 +269,4 @@ def train(hyp: Basenet, options: Options, images: data.Images, team: Team, log: 
 
 
 if __name__ == "__main__":
-    main(train)
+    main()

@@ -36,7 +36,7 @@ HEAD_LINE = r"^# (?:large_batch_cifar_10_fast .*, commit (?P<commit>\S+), code (
 HEAD_LINE += r"|Python .*, torch (?P<torch>[^,+]+).*"
 HEAD_LINE += r"|(?P<workers>\d+) workers on (?P<processes>\d+) process(?:es)?, (?P<device>.*)"
 HEAD_LINE += r"|data (?P<images>.*): .* images, SHA-256 (?P<digest>\w+)"
-HEAD_LINE += r"|recipe (?P<recipe>\w+) (?P<options>.*)|(?:settings|computation) (?P<settings>.*))$"
+HEAD_LINE += r"|recipe (?P<recipe>\S+) (?P<options>.*)|(?:settings|computation) (?P<settings>.*))$"
 SUMMARY = r"(?m)^(\d+) runs reached 0\.94 out of (\d+)\s*$"
 LOSSES = dict.fromkeys(("train_loss", "validation_loss"), (-np.inf, np.inf, "nan"))  # limits, and a text for NaN
 SECONDS = {"seconds": (1e-9, 1e9)}
@@ -63,11 +63,13 @@ def find_files(source: str) -> list[tuple[str, str]]:
 
     Both may contain colons: the longest FILE that exists counts.
     """
-    for end in (len(source), *(i for i in reversed(range(len(source))) if source[i] == ":")):
-        path, campaign = source[:end], source[end + 1 :]
+    path, campaign = source, ""
+    while path:
         paths = [path] if os.path.exists(path) else sorted(glob.glob(path))
         if paths and "," not in campaign:
             return [(path, campaign) for path in paths]
+        path = path.rpartition(":")[0]
+        campaign = source[len(path) + 1 :]
     return []
 
 

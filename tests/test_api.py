@@ -92,7 +92,7 @@ def test_other_files_than_saved_weights_are_refused_in_one_line(saved, tmp_path)
         api.load(tmp_path / "old.pt")
 
 
-def test_weights_of_a_program_of_ones_own_are_loaded_by_its_file(tiny_npz, tmp_path):
+def test_weights_of_a_program_of_ones_own_are_loaded_by_its_file(tiny_npz, tmp_path, capsys):
     """Stored texts are never executed: without the file nothing is loaded."""
     text = (REPO / "large_batch_cifar_10_fast" / "muon.py").read_text()
     (tmp_path / "mine.py").write_text(text.replace("nn.GELU()", "nn.SiLU()"))
@@ -100,10 +100,15 @@ def test_weights_of_a_program_of_ones_own_are_loaded_by_its_file(tiny_npz, tmp_p
              "--precision", "fp32", "--save", tmp_path / "w.pt")  # fmt: skip
     with pytest.raises(ConfigError, match=r"is of a program mine: give its file, program='mine.py' \(--program\)"):
         api.load(tmp_path / "w.pt")
+    capsys.readouterr()
     score = api.evaluate(tmp_path / "w.pt", tiny_npz, program=tmp_path / "mine.py")
+    assert capsys.readouterr().err == ""
     row = pd.read_csv(tmp_path / "runs.tsv", sep="\t").iloc[0]
     assert score.correct == row["validation_count"]
     assert score.loss == pytest.approx(row["validation_loss"], rel=1e-6)
+    (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text().replace("SiLU", "ELU"))
+    api.load(tmp_path / "w.pt", program=tmp_path / "mine.py")
+    assert re.search(r"^Warning: .*w.pt is of another version of mine.py or core/: .*\n$", capsys.readouterr().err)
 
 
 def test_weights_of_the_third_edition_which_stored_lists_as_texts_are_loaded(tiny_npz, tmp_path):

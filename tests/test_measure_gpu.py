@@ -1,11 +1,10 @@
 """The script that measures this code on a GPU, and the profile that it takes."""
 
-import json
 import re
 import sys
 
 import pytest
-from conftest import REPO, TINY, launch, run_here, run_program, write_program
+from conftest import REPO, run_program, write_program
 
 from large_batch_cifar_10_fast.core.program import load_program, read_command, recipe_of
 
@@ -39,20 +38,3 @@ def test_it_calls_programs_with_options_that_they_have_and_a_failing_one_does_no
         assert options.data == "x.npz"
         asked.append((name, options.runs, options.profile))
     assert asked == [("apple2019", 20, 0), ("muon", 20, 0), ("apple2019", 1, 20), ("muon", 1, 20)]
-
-
-def test_a_profile_is_a_table_of_the_costliest_operations_a_trace_and_no_run(tmp_path, capsys, tiny_npz):
-    run_here("--demo", *TINY, "--profile", 2, "--data", tiny_npz, "--out", tmp_path)
-    shown = capsys.readouterr().out
-    assert re.search(r"(?m)^ *aten::\S*convolution\S* ", shown)
-    assert shown.endswith(f"# 2 steps: the trace is in {tmp_path / 'trace.json'}\n")
-    names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
-    assert names.count("aten::cross_entropy_loss") == 2
-    assert len((tmp_path / "runs.tsv").read_text().splitlines()) == 1, "the names of the columns"
-
-
-def test_teams_that_profile_end_without_runs(tiny_npz, tmp_path):
-    options = ["--demo", *TINY, "--data", tiny_npz, "--teams", 2, "--runs", 2, "--profile", 1]
-    result = launch(*options, cwd=tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "Maximum training time" not in result.stdout

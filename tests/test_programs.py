@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from conftest import CPU, REPO, TINY, launch, python, run_here, train_together
 
-from large_batch_cifar_10_fast import PACKAGE, ConfigError, api, compare
+from large_batch_cifar_10_fast import PACKAGE, ConfigError, api, compare, results
 from large_batch_cifar_10_fast.core import data, fast, layers, log, source
 from large_batch_cifar_10_fast.core import program as core_program
 from large_batch_cifar_10_fast.core.fast import restart
@@ -224,15 +225,66 @@ def test_several_machines_use_no_graph(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "AttributeError: module 'mine' has no attribute 'Hyp'"),
-        ("x = (", "SyntaxError: '(' was never closed (mine.py, line 1)"),
-        ("import absent_thing", "ModuleNotFoundError: No module named 'absent_thing'"),
+        ("", "mine.py has no Hyp and no Network and no train: copy one of our programs"),
+        ("x = (", "mine.py cannot be used (SyntaxError: '(' was never closed (mine.py, line 1)"),
+        ("import absent_thing", "mine.py cannot be used (ModuleNotFoundError: No module named 'absent_thing'"),
+        (
+            "from large_batch_cifar_10_fast.muon import Hyp, Network, train",
+            "mine.py takes `train` from another program, whose Network and loss that uses: copy it here",
+        ),
     ],
 )
 def test_a_file_that_is_no_program_is_one_line(text, message, tmp_path):
     (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(ConfigError, match=re.escape(f"mine.py cannot be used ({message}")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_program(str(tmp_path / "mine.py"))
+
+
+def test_a_copy_has_a_name_of_its_own_in_tables_and_in_python(tmp_path):
+    """So that weights and tables of a copy are never taken for ours, and it replaces no library."""
+    for name, recipe, message in (
+        ("muon", "muon", "has a recipe muon, as we have: give it another name"),
+        ("mine", "muon2024", "has a recipe muon2024, as we have"),
+        ("my muon", "my muon", "has a recipe 'my muon': use letters, digits"),
+    ):
+        program = load_program(str(copy_with("muon", [], tmp_path / f"{name}.py")))
+        with pytest.raises(ConfigError, match=f"{name}.py {message}"):
+            read_command(program, ["--recipe", recipe])
+    result = python(copy_with("apple2019", [], tmp_path / "page.py"), "--demo", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "page.py has a recipe page, as we have" in result.stderr
+    load_program(str(copy_with("apple2019", [], tmp_path / "random.py")))
+    assert hasattr(sys.modules["random"], "randrange")
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("seed: int = 0", "Hyp.seed is an option of all programs"), ("nesterov: bool = True", "use no_nesterov = False")],
+)
+def test_a_field_that_can_be_no_option_is_one_line(field, message, tmp_path):
+    edits = [("    epochs: int = 18", f"    {field}  # a field\n    epochs: int = 18")]
+    mine = load_program(str(copy_with("apple2019", edits, tmp_path / "mine.py")))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_command(mine, ["--recipe", "mine.py"])
+
+
+def test_a_program_that_does_not_call_main_is_one_line(tiny_npz, tmp_path):
+    copy_with("apple2019", [("\n    main()\n", "\n    pass\n")], tmp_path / "mine.py")
+    result = launch("--recipe", "mine.py", "--data", tiny_npz, "--batch_size", 16, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "train_cifar_parallel.sh: mine.py made no run: does it end with main()?\n"
+
+
+def test_a_network_that_reads_values_trains_and_its_work_is_unknown(tiny_npz, tmp_path, capsys):
+    edits = [("        x = self.groups(", "        assert images.abs().sum().item() > 0\n        x = self.groups(")]
+    edits += [("def flop(", "def flop_of_a_run(")]
+    path = copy_with("muon", edits, tmp_path / "my-muon.py")
+    how = ["--data", tiny_npz, "--no_compile", "--precision", "fp32", "--out", tmp_path]
+    run_here("--recipe", path, *MUON[2:], *how)
+    shown = capsys.readouterr().out
+    assert re.search(r"(?m)^# speed of run 0: \d+ images/s$", shown)
+    (tmp_path / "run_log.txt").write_text(shown)
+    assert results.read_log(str(tmp_path / "run_log.txt")).conditions["recipe"] == "my-muon"
 
 
 @functools.cache
@@ -296,19 +348,28 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
 
 
 def test_a_profile_is_a_trace_and_a_table_of_kernels_instead_of_runs(tiny_npz, tmp_path, capsys):
-    run_here("--demo", *TINY, "--data", tiny_npz, "--out", tmp_path, "--profile", 3)
+    small = ["--demo", *TINY, "--data", tiny_npz, "--out", tmp_path, "--campaign", "night"]
+    run_here(*small)
+    before = (tmp_path / "runs.tsv").read_text()
+    capsys.readouterr()
+    run_here(*small, "--profile", 3)  # also of a campaign whose runs are finished
     shown = capsys.readouterr().out
+    assert "runs reached" not in shown
     assert shown.endswith(f"# 3 steps: the trace is in {tmp_path}/trace.json\n")
     (calls,) = re.findall(r"aten::convolution_backward .* (\d+) +$", shown, re.MULTILINE)
     convolutions = 8  # of weights that are trained
     assert int(calls) == 3 * convolutions
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["name"] == "aten::convolution_backward" for event in events) == 3 * convolutions
-    assert (tmp_path / "runs.tsv").read_text().count("\n") == 1
+    assert (tmp_path / "runs.tsv").read_text() == before
+    run_here(*small, "--profile", 1, "--out", tmp_path / "new")
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["trace.json"]
+    with pytest.raises(ConfigError, match="--profile is for one team"):
+        run_here(*small, "--profile", 1, "--teams", 2, "--runs", 2)
 
 
 def test_a_run_whose_loss_is_not_finite_stops_and_its_time_does_not_count(tiny_npz, tmp_path, capsys):
-    run_here("--demo", *TINY, "--lr_scaler", 1e5, "--data", tiny_npz, "--out", tmp_path, "--epochs", 4)
+    run_here("--demo", *TINY, "--lr_scaler", 1e5, "--data", tiny_npz, "--out", tmp_path, "--epochs", 4, "--runs", 2)
     output = capsys.readouterr()
     assert "Warning: run 0 (seed 0) stopped after epoch 1 of 4: its loss is not finite" in output.err
     assert "Maximum training time nan median nan" in output.out

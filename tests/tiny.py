@@ -88,4 +88,4 @@ def train(hyp, options, images, team, log) -> None:
 
 
 if __name__ == "__main__":
-    main(train)
+    main()

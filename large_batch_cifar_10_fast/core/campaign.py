@@ -84,7 +84,7 @@ class Campaign:
         check_processes_agree(options, common, team)
         self.others: list[Row] = []  # all rows of the campaign that other launches made
         self.rows: dict[int, Row] = {}  # by run, of this launch and of those before
-        if team.is_main:
+        if team.is_main and not options.profile:  # which makes no run
             self.read_rows(options)
         finished = json.loads(team.gather("finished", json.dumps([*self.rows]))[0])
         self.missing = [run for run in options.planned if run not in finished]

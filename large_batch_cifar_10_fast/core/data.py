@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from .. import ConfigError
 from .clock import Clock
 from .fast import Precision
 from .images import Images, Normalization, random_images
@@ -156,6 +157,8 @@ def average_over_views(predict: Callable[[Tensor], Tensor], x: Tensor, views: st
         return predict(x)
     if views == "two":
         return predict(x) / 2 + predict(mirrored(x)) / 2
+    if views != "six":
+        raise ConfigError(f"views {views}: there are one, two and six")
     up_left = shifted(x, 1)
     down_right = shifted(x, -1)
     total = predict(x) / 4 + predict(mirrored(x)) / 4

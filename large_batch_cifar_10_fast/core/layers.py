@@ -232,7 +232,8 @@ NARROWEST = 16
 
 
 class PreactivationBlock(nn.Module):
-    """x + convolution(ReLU(norm(convolution(a)))), with a = ReLU(norm(x)); the first convolution has the stride.
+    """x + convolution(f(norm(convolution(a)))), with a = f(norm(x)) and an activation f; the first convolution has the
+    stride.
 
     The shortcut is x, or a with `shortcut_after_activation`; where the shape changes it is a 1x1 convolution of a.
     Input [B, channels_in, H, W], output [B, channels_out, H / stride, W / stride].
@@ -244,11 +245,13 @@ class PreactivationBlock(nn.Module):
         channels_out: int,
         stride: int,
         norm: Callable[[int], nn.Module],
+        activation: Callable[[Tensor], Tensor],
         shortcut_after_activation: bool = False,
     ) -> None:
         super().__init__()
         changes = stride > 1 or channels_in != channels_out
         self.from_activated = changes or shortcut_after_activation
+        self.activation = activation
         self.norm1 = norm(channels_in)
         self.conv1 = convolution(channels_in, channels_out, stride=stride)
         self.norm2 = norm(channels_out)
@@ -256,6 +259,6 @@ class PreactivationBlock(nn.Module):
         self.shortcut = convolution(channels_in, channels_out, 1, stride) if changes else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        activated = F.relu(self.norm1(x))
+        activated = self.activation(self.norm1(x))
         shortcut = self.shortcut(activated if self.from_activated else x)
-        return shortcut + self.conv2(F.relu(self.norm2(self.conv1(activated))))
+        return shortcut + self.conv2(self.activation(self.norm2(self.conv1(activated))))

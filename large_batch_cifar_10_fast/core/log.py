@@ -77,6 +77,7 @@ class Log:
         self.expected = expected
         self.for_use = for_use
         self.clock = Clock(team.synchronize)  # of the set-up, then of a run
+        self.showed_speed = False
 
     def ready(self, images_by_epoch: Sequence[int], compiled: bool, graphs: bool) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
@@ -158,15 +159,18 @@ class Log:
         row |= {"validation_count": self.validation.correct, "validation_images": self.validation.images}
         row |= {part: seconds[part] for part in PARTS} | {"cpu_seconds": self.clock.cpu_seconds}
         row |= {"last_validation": self.clock.laps["validation"][-1], "peak_memory": peak_memory(self.team.device)}
-        at_goal = [e for e in self.epochs if e["validation_accuracy"] >= GOAL and not diverged(row)]
-        row |= {f"goal_{name}": at_goal[0][name] if at_goal else "" for name in ("epoch", "seconds")}
+        row |= {"goal_epoch": "", "goal_seconds": ""}
+        at_goal = [epoch for epoch in self.epochs if epoch["validation_accuracy"] >= GOAL]
+        if at_goal and not diverged(row):
+            row |= {"goal_epoch": at_goal[0]["epoch"], "goal_seconds": at_goal[0]["seconds"]}
         with warned("runs.tsv"):  # the next append tries again
             self.campaign.add_run(self.run, row)
         finished = self.campaign.rows[self.run]
         if self.campaign.teams > 1:
             print_line(f"# run {self.run}, seed {finished['seed']}")
         self.print_run(finished)
-        if self.team.is_first and self.run == self.campaign.missing[0] and not diverged(finished):
+        if self.team.is_first and not self.showed_speed and not diverged(finished):
+            self.showed_speed = True  # one run is as fast as another
             self.print_speed(seconds["training"])
         if self.run == self.campaign.of_launch[0]:
             with warned("timing_log.tsv"):
@@ -180,10 +184,12 @@ class Log:
 
     def summary(self) -> None:
         """Print the closing lines of the published log. Write the rows that the table still lacks, or raise OSError."""
-        if self.team.is_main and self.campaign.missing:
+        if not self.team.is_main or self.options.profile:
+            return
+        if self.campaign.missing:
             self.bar.close()
             self.campaign.write_rows()
-        if self.team.is_main and self.campaign.teams == 1 and self.campaign.rows:  # --profile makes none
+        if self.campaign.teams == 1:
             print_summary(self.campaign.rows.values())
 
     # ---- Lines
@@ -207,8 +213,9 @@ class Log:
         others = other_environment()
         if others:
             print_line(f"# environment, not a condition: {others}")
-        finished = f"{len(self.campaign.rows)} of {len(self.options.planned)} runs finished before"
-        print_line(f"# campaign {common['campaign']}, {finished}")
+        if not self.options.profile:
+            finished = f"{len(self.campaign.rows)} of {len(self.options.planned)} runs finished before"
+            print_line(f"# campaign {common['campaign']}, {finished}")
         if self.expected > LONG and self.campaign.missing and not self.options.demo:
             hours = self.expected * len(self.campaign.missing) / 3600
             quicker = "" if common["recipe"].startswith("muon") else "--recipe muon takes minutes, "
@@ -238,10 +245,11 @@ class Log:
 
     def print_speed(self, seconds: float) -> None:
         """Print the rates of a run's training steps."""
-        images = sum(self.images_by_epoch) / seconds
+        text = f"{sum(self.images_by_epoch) / seconds:.0f} images/s"
         rate = self.flop / seconds
-        share = rate / self.team.world_size / self.matrix_rate
-        text = f"{images:.0f} images/s, {rate / 1e12:.3g} TFLOP/s, {share:.0%} of the matrix rate"
+        if math.isfinite(rate):
+            share = rate / self.team.world_size / self.matrix_rate
+            text += f", {rate / 1e12:.3g} TFLOP/s, {share:.0%} of the matrix rate"
         print_line(f"# speed of run {self.run}: {text}")
 
 

@@ -59,6 +59,8 @@ class Options:
         check_range(self, 1, MOST, "runs", "micro_batches", "teams", "timeout")
         check_range(self, 0, MOST, "nproc", "profile")
         check_range(self, 0, 2**62 - 1, "seed")
+        if self.profile and self.teams > 1:
+            raise ConfigError("--profile is for one team: leave out --teams")
         for name in ("data", "out", "save"):
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))  # a shell leaves `--out=~/x` alone
             if not os.path.abspath(getattr(self, name)).isprintable():
@@ -91,6 +93,7 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
 
     `demo` has the hyper-parameters of --demo; it is empty for a program that has none.
     """
+    check_fields(name, hyp)
     parser = Parser(
         prog=program(),
         allow_abbrev=False,
@@ -117,6 +120,16 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
             raise ConfigError(f"--demo is apple2019, small, not {name}: leave out one of them")
         given = demo | given
     return make(Options, given), make(hyp, given)
+
+
+def check_fields(name: str, hyp: Any) -> None:
+    """Raise ConfigError for a field of a program's Hyp that cannot be an option."""
+    taken = {"recipe", "help", "version", *(field.name for field in fields(Options))}
+    for field in fields(hyp):
+        if field.name in taken:
+            raise ConfigError(f"recipe {name}: Hyp.{field.name} is an option of all programs: give it another name")
+        if field.default is True:
+            raise ConfigError(f"recipe {name}: Hyp.{field.name} could not be switched off: use no_{field.name} = False")
 
 
 def make(owner: Any, given: dict[str, Any]) -> Any:

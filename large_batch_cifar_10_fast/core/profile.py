@@ -28,6 +28,7 @@ def profiled(steps: Sequence[T], trace: Path, team: Team) -> Iterator[tuple[int,
         yield from enumerate(steps, 1)
         team.synchronize()
     if team.is_main:
+        trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
         costs = profiler.key_averages()
         by = "self_device_time_total" if team.on_gpu else "self_cpu_time_total"

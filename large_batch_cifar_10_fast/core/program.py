@@ -4,20 +4,21 @@ A program is a Python file with
 
 * `Hyp`, a frozen dataclass whose fields are its options: `epochs`, `batch_size`, any others; `workers` (1 without it);
 * `Network(hyp, classes)`, from images [B, 3, 32, 32] to logits [B, classes];
-* `train(hyp, options, images, team, log)`, which makes the missing runs of a campaign, and `main(train)` at its end;
+* `train(hyp, options, images, team, log)`, which makes the missing runs of a campaign, and `main()` at its end;
 * if it likes, `SETS` (further recipes: their names and classes like Hyp), `DEMO` (what --demo changes), `Hyp.half` (its
   precision on a GPU that has it, fp16 or bf16), `Hyp.check_images(count)` (a ConfigError for too few of them),
-  `Hyp.views` (of a test image, for `api`), and `flop(hyp, images)` of a run, if not all epochs are alike.
+  `Hyp.views` (of a test image) and `Hyp.label_smoothing` (of the loss) for `api`, and `flop(hyp, images)` of a run, if
+  not all epochs are alike.
 """
 
 import contextlib
 import importlib
 import importlib.util
-import inspect
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -43,10 +44,12 @@ CORE = 70e9  # FLOP/s of a CPU core in float32, as measured: 30 images/s of the 
 BF16 = 4  # times as fast, compiled: 2.6 to 6.0 as measured on two AMD EPYC and an Intel Xeon with AMX
 
 
-def main(train: Callable) -> None:
+def main() -> None:
     """Run the program that is this process's main file."""
     with exit_process():
-        run_program(sys.modules[train.__module__], sys.argv[1:])
+        program = sys.modules["__main__"]
+        check_program(program)
+        run_program(program, sys.argv[1:])
 
 
 def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
@@ -70,7 +73,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         for_use = {"classes": images.class_names, "normalization": images.normalization, "size": (32, 32, 3)}
         expected = 0.0 if team.on_gpu else estimate_seconds(flop, team.world_size, options.precision)
         log = Log(options, team, campaign, flop, expected, for_use | {"options": asdict(hyp)})
-        if team.is_main and campaign.missing:
+        if team.is_main and campaign.missing and not options.profile:
             with warned("the program's source"):
                 source.store(file, campaign.out, campaign.common["code"])
         if team.is_first:
@@ -94,16 +97,25 @@ def load_program(recipe: str) -> ModuleType:
     try:
         if not recipe.endswith(".py"):
             raise LookupError(f"neither one of {', '.join(PROGRAMS)} nor FILE.py")
-        name = Path(recipe).stem
+        name = f"_program_{Path(recipe).stem}"  # no library has this name
         sys.path.append(folder_of(recipe))  # it may import what is beside it
         spec: Any = importlib.util.spec_from_file_location(name, recipe)
         program = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(program)
-        for part in ("Hyp", "Network", "train"):
-            getattr(program, part)
     except Exception as error:  # of whatever the file does
         raise ConfigError(f"--recipe {recipe} cannot be used ({type(error).__name__}: {first_line(error)})") from error
+    check_program(program)
     return program
+
+
+def check_program(program: ModuleType) -> None:
+    """Raise ConfigError if a file is no program."""
+    file = file_of(program)
+    missing = [part for part in ("Hyp", "Network", "train") if not hasattr(program, part)]
+    if missing:
+        raise ConfigError(f"{file} has no {' and no '.join(missing)}: copy one of our programs and edit it")
+    if program.train.__module__ != program.__name__:
+        raise ConfigError(f"{file} takes `train` from another program, whose Network and loss that uses: copy it here")
 
 
 def folder_of(file: str) -> str:
@@ -132,6 +144,10 @@ def read_command(program: ModuleType, arguments: Sequence[str]) -> tuple[str, Op
     name = Path(recipe).stem if recipe.endswith(".py") else recipe
     if name not in sets:
         raise ConfigError(f"--recipe {recipe} is not of {file_of(program).name}, which has {', '.join(sets)}")
+    if name in PROGRAMS and file_of(program).resolve().parent != PACKAGE:  # its results would be taken for ours
+        raise ConfigError(f"{file_of(program)} has a recipe {name}, as we have: give it another name")
+    if not re.fullmatch(r"[\w.+-]+", name):
+        raise ConfigError(f"{file_of(program)} has a recipe {name!a}: use letters, digits and . + - _")
     demo = getattr(program, "DEMO", {}) if name == own else {}
     options, hyp = parse_options(arguments, name, sets[name], demo)
     return name, options, hyp
@@ -143,7 +159,7 @@ def sets_of(program: ModuleType) -> dict[str, Any]:
 
 
 def file_of(program: ModuleType) -> Path:
-    return Path(str(inspect.getsourcefile(program.train)))
+    return Path(str(program.__file__))
 
 
 # ---- Recipes of stored results
@@ -194,10 +210,13 @@ def check_images(images: Images, team: Team, hyp: Any) -> None:
 
 
 def flop_of(program: ModuleType, hyp: Any, images: int, classes: int = 10) -> float:
-    """Return the floating-point operations of a run's training steps, on so many images."""
-    if hasattr(program, "flop"):
-        return program.flop(hyp, images)
-    return images * hyp.epochs * count_flop(program.Network(hyp, classes))
+    """Return the floating-point operations of a run's training steps, on so many images; NaN if they are unknown."""
+    try:
+        if hasattr(program, "flop"):
+            return program.flop(hyp, images)
+        return images * hyp.epochs * count_flop(program.Network(hyp, classes))
+    except Exception:  # of a network that reads values, say, which the counter does not compute
+        return math.nan
 
 
 def estimate_seconds(flop: float, processes: int, precision: str) -> float:
