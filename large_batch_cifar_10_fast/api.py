@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -60,7 +61,7 @@ class Classifier(nn.Module):
         self.network.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(self.normalized(images).permute(0, 3, 1, 2))
+        return self.network(self.normalized(as_images(images)).permute(0, 3, 1, 2))
 
     def normalized(self, images: Tensor) -> Tensor:
         """Normalize images as for training."""
@@ -68,16 +69,36 @@ class Classifier(nn.Module):
         return batches.normalize(own, self.normalization, fast.Precision("fp32", images.device, half_weights=False))
 
     @torch.no_grad()
-    def logits(self, images: Tensor) -> Tensor:
-        """Return logits [n, C], the mean over the views that the program evaluates at the end of a run."""
+    def logits(self, images: Tensor | np.ndarray) -> Tensor:
+        """Return logits [n, C], the mean over the views that the program evaluates at the end of a run.
+
+        Raise ConfigError for other images than bytes [n, 32, 32, 3], or one [32, 32, 3].
+        """
+        images = as_images(images).to(next(self.network.parameters()).device)
+        if not len(images):
+            raise ConfigError("there are no images to predict")
         predict = partial(fast.predict, self.network)
         views = getattr(self.hyp, "views", "one")
         chunks = fast.chunks(self.normalized(images))
         return torch.cat([batches.average_over_views(predict, chunk, views) for chunk in chunks])
 
-    def predict(self, images: Tensor) -> Tensor:
-        """Return probabilities [n, C], from the same logits."""
+    def predict(self, images: Tensor | np.ndarray) -> Tensor:
+        """Return probabilities [n, C] of images [n, 32, 32, 3], from the same logits."""
         return self.logits(images).softmax(1)
+
+
+def as_images(images: Any) -> Tensor:
+    """Return a tensor of images [n, 32, 32, 3], also from an array, a picture or a single image. Raise ConfigError."""
+    try:
+        tensor = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))
+    except TypeError as error:
+        raise ConfigError(f"these are no images ({first_line(error)}): give uint8 [n, 32, 32, 3]") from error
+    if tensor.ndim == 3:
+        tensor = tensor[None]
+    if tensor.dtype != torch.uint8 or tensor.shape[1:] != (32, 32, 3):
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise ConfigError(f"images are {kind} {list(tensor.shape)}: give bytes (0 to 255), uint8 [n, 32, 32, 3] of RGB")
+    return tensor
 
 
 def load(weights: Path | str, program: Path | str = "") -> Classifier:
@@ -102,6 +123,8 @@ def load(weights: Path | str, program: Path | str = "") -> Classifier:
     file = programs.file_of(code)
     if digest(file) != model.about["code"]:
         warn(f"{weights} is of another version of {file.name} or core/: if the network changed, so do predictions")
+    if not all(weight.isfinite().all() for weight in saved["weights"].values()):
+        warn(f"{weights} has numbers that are not finite, since its run diverged: it predicts nothing")
     return model.eval()
 
 

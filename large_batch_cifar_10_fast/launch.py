@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,8 +103,10 @@ def run_processes(command: Sequence[str], planned: range, teams: int, processes:
     Team t of T makes every Tth of the planned runs. The rendezvous of a team is a file: no port is opened, and no name
     server is asked.
     """
+    from .core.files import temporary_folder
+
     running: dict[subprocess.Popen, str] = {}
-    folder = tempfile.TemporaryDirectory(prefix="large_batch_cifar_10_fast_")
+    folder = temporary_folder()
     try:
         for team in range(teams):
             share = ["--share", f"{planned.start + planned.step * team}/{planned.step * teams}"]

@@ -18,8 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from . import ConfigError, exit_on_config_error
+from .core.files import write_atomically
 from .core.program import flop_of_conditions
-from .core.table import CONDITIONS, GOAL, PLACE, write_atomically
+from .core.table import CONDITIONS, GOAL, PLACE
 from .results import Log, read_log
 
 ACCURACY = "test accuracy, %"

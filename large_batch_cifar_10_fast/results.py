@@ -178,7 +178,9 @@ def epochs_of(parts: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
         if text.count("\n") > 1:  # it has rows
             table = parse_table(str(beside), text)
             table = table[(table["campaign"] == rows["campaign"].iloc[0]) & table["run"].isin(rows["run"])]
-            table = table.drop_duplicates(["run", "epoch"], keep="last")  # a run that was repeated after a kill
+            if "launch" in table and "launch" in rows:  # of those that made a run, the one that wrote its row
+                table = table[table.set_index(["run", "launch"]).index.isin(rows.set_index(["run", "launch"]).index)]
+            table = table.drop_duplicates(["run", "epoch"], keep="last")  # earlier versions did not write the launch
             found.append(numbers(table, limits).rename(columns={"validation_accuracy": "accuracy"}))
         elif curve.exists():
             log = from_epochs(str(curve), parse_table(str(curve), read_text(curve)))

@@ -25,6 +25,7 @@ ALONE = Team(0, 1, CPU, 1)  # one process with one worker
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER = REPO / "train_cifar_parallel.sh"
 DIFFERENT = ("campaign", "commit", *PARTS, "seconds", "cpu_seconds", "last_validation", "goal_seconds", "peak_memory")
+DIFFERENT += ("launch",)
 
 # The tests run on the CPU. Only test_gpu.py starts programs with GPU among their environment variables.
 if "TESTS_GPUS" not in os.environ:  # the processes of pytest-xdist inherit it

@@ -16,7 +16,8 @@ from attack import processes_of
 from conftest import DIFFERENT, LAUNCHER, TINY, environment, run_here, train_together, without_progress
 
 from large_batch_cifar_10_fast import ConfigError
-from large_batch_cifar_10_fast.core import campaign, fast, log
+from large_batch_cifar_10_fast.core import fast, log
+from large_batch_cifar_10_fast.core import table as tables
 from large_batch_cifar_10_fast.core.images import load_images
 from large_batch_cifar_10_fast.core.log import Log
 from large_batch_cifar_10_fast.core.table import COLUMNS
@@ -269,16 +270,17 @@ def test_a_finished_run_is_not_lost_if_a_file_cannot_be_written(small, tmp_path,
     (tmp_path / "timing_log.tsv").mkdir()
     (tmp_path / "epochs.tsv").write_text("epoch\tmine\n1\t2\n")
     (weights := tmp_path / "gone").mkdir()
-    append, full = campaign.append, iter([OSError(28, "No space left on device")])
+    flush, full = tables.flush_to_disk, iter([None, OSError(28, "No space left on device")])
 
-    def fails_once(path, *others):
-        if path.name == "runs.tsv" and others[-1] and (error := next(full, None)):
+    def fails_once(descriptor, path):
+        if path.name == "runs.tsv" and (error := next(full, None)):
             weights.rmdir()
             weights.touch()
+            os.ftruncate(descriptor, path.stat().st_size - 30)
             raise error
-        append(path, *others)
+        flush(descriptor, path)
 
-    monkeypatch.setattr(campaign, "append", fails_once)
+    monkeypatch.setattr(tables, "flush_to_disk", fails_once)
     run_here(*small, "--runs", 2, "--out", tmp_path, "--save", weights / "w.pt")
     errors = capsys.readouterr().err
     for name in ("runs.tsv", "epochs.tsv", "timing_log.tsv", "w.pt"):

@@ -11,7 +11,7 @@ import pytest
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.core import table as tables
-from large_batch_cifar_10_fast.core.table import COLUMNS, reached_goal, read
+from large_batch_cifar_10_fast.core.table import COLUMNS, ConflictError, Table, reached_goal, read
 
 FAIL = Mock(side_effect=OSError(errno.ENOLCK, "full or without locks"))
 
@@ -21,7 +21,8 @@ def _row(run, campaign="mine"):
 
 
 def append(path, rows):
-    tables.append(path, COLUMNS, 2, rows)
+    """Append in a launch of its own."""
+    Table(path, COLUMNS, 2).append(rows)
 
 
 def _runs(path):
@@ -36,10 +37,53 @@ def table(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["mv {0} {0}.old", "rm {0}", "truncate -s 60 {0}"])
-def test_a_table_that_was_renamed_deleted_or_truncated_has_all_rows_again(table, command):
-    assert os.system(command.format(table)) == 0
-    append(table, [_row(0), _row(1), _row(2)])
-    assert _runs(table) == [0, 1, 2]
+def test_a_table_that_was_renamed_deleted_or_truncated_has_all_rows_of_the_launch_again(tmp_path, command):
+    launch = Table(tmp_path / "runs.tsv", COLUMNS, 2)
+    launch.append([_row(0), _row(1)])
+    assert os.system(command.format(launch.path)) == 0
+    launch.append([_row(2)])
+    assert sorted(_runs(launch.path)) == [0, 1, 2]
+
+
+def test_a_run_that_another_launch_has_written_is_an_error_and_its_row_stands_aside(tmp_path):
+    """Of two launches of one campaign with other options, none loses a run without a word."""
+    one = Table(tmp_path / "runs.tsv", COLUMNS, 2)
+    two = Table(tmp_path / "runs.tsv", COLUMNS, 2)
+    one.append([])
+    two.append([])
+    one.append([_row(0)])
+    two.append([_row(1)])
+    one.append([_row(1)])  # the same content: written twice
+    before = one.path.read_text()
+    with pytest.raises(ConflictError, match=r"has another row of mine 0, by another launch: .*runs.tsv.conflict; "):
+        two.append([{**_row(0), "options": "other"}])
+    assert one.path.read_text() == before
+    (row,) = read(tmp_path / "runs.tsv.conflict")
+    assert (row["run"], row["options"]) == ("0", "other")
+
+
+def test_an_append_reads_only_what_is_new(table, monkeypatch):
+    """Whatever the length of the table: 20,000 runs and their epochs cost seconds, not hours."""
+    seen = []
+    launch = Table(table, COLUMNS, 2, seen.append)
+    launch.append([])
+    assert [row["run"] for row in seen] == ["0", "1"]
+    append(table, [_row(2)])
+    launch.append([_row(3)])
+    launch.append([_row(4)])
+    assert [row["run"] for row in seen] == ["0", "1", "2"]
+    lines = tables.complete_lines
+    parsed = []
+    monkeypatch.setattr(tables, "complete_lines", lambda content: parsed.append(len(content)) or lines(content))
+    for run in range(100):
+        launch.append([_row(10 + run)])
+    written = table.stat().st_size
+    assert sum(parsed) < written, "each row once, when it is written"
+    parsed.clear()
+    epochs = Table(table, COLUMNS, 0)
+    epochs.append([_row(500)])
+    assert not parsed, "rows without keys need no others"
+    assert len(_runs(table)) == 106
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from .. import ConfigError, __version__
 from . import source
 from .data import Images
 from .devices import hardware_name
+from .files import write_atomically
 from .images import SYNTHETIC
 from .options import Options, as_pairs
 from .table import (
@@ -21,13 +22,15 @@ from .table import (
     CONDITIONS,
     EPOCHS,
     PLACE,
+    ConflictError,
     Row,
-    append,
+    Table,
+    as_of_run_0,
     campaign_named,
     check_conditions,
     differences,
     environment,
-    write_atomically,
+    new_name,
     write_timing_log,
 )
 from .team import Team, warn
@@ -64,6 +67,7 @@ def conditions(options: Options, name: str, hyp: Any, program: Path, images: Ima
         "commit": source.commit(),
         "code": source.digest(program),
         "torch": version("torch"),
+        "launch": new_name(),  # tells whose epochs are whose
     }
     return {name: str(value) for name, value in common.items()}
 
@@ -82,6 +86,8 @@ class Campaign:
         shares = options.planned.step // self.teams  # a team's share is one of the launch's share
         self.of_launch = range(options.planned.start % shares, options.runs, shares)  # of all teams
         check_processes_agree(options, common, team)
+        self.runs = Table(self.out / "runs.tsv", COLUMNS, 2, self.check_other)
+        self.epochs = Table(self.out / "epochs.tsv", EPOCHS, 0)
         self.others: list[Row] = []  # all rows of the campaign that other launches made
         self.rows: dict[int, Row] = {}  # by run, of this launch and of those before
         if team.is_main and not options.profile:  # which makes no run
@@ -94,10 +100,11 @@ class Campaign:
         name, rows = campaign_named(self.out, options.campaign, options.resume)
         self.common["campaign"] = name
         self.others = rows
-        known = [name for name in (*CONDITIONS, *PLACE, "seed") if name not in ("compile", "no_graph")]
-        check_conditions(rows, self.common | {"seed": str(options.seed)}, known)
+        self.common["seed"] = str(options.seed)
+        self.known = [name for name in (*CONDITIONS, *PLACE, "seed") if name not in ("compile", "no_graph")]
+        check_conditions(rows, self.common, self.known)
         try:
-            append(self.out / "runs.tsv", COLUMNS, 2, [])  # fails before training if it cannot be written
+            self.runs.append([])  # fails before training if it cannot be written
         except OSError as error:
             raise ConfigError(f"{self.out.absolute()} cannot be written ({error}): choose another --out") from error
         last = self.of_launch[-1]
@@ -110,18 +117,23 @@ class Campaign:
         self.common |= {"compile": str(compile), "no_graph": str(no_graph)}
         check_conditions(self.others, self.common, ["compile", "no_graph"])
 
+    def check_other(self, row: Row) -> None:
+        """Raise ConflictError for a row of this campaign that a launch beside this one made under other conditions."""
+        if row["campaign"] == self.common["campaign"]:
+            text = differences(self.common, as_of_run_0(row), self.known)
+            if text:
+                raise ConflictError(f"another launch of campaign {row['campaign']} has other conditions, {text}")
+
     def add_epoch(self, run: int, epoch: Mapping[str, object]) -> None:
-        # All columns are keys: a run that is made again after a kill has new rows.
-        row = {"campaign": self.common["campaign"], "run": run, **epoch}
-        append(self.out / "epochs.tsv", EPOCHS, len(EPOCHS), [row])
+        self.epochs.append([{**self.common, "run": run, **epoch}])
 
     def add_run(self, run: int, row: Mapping[str, object]) -> None:
         self.rows[run] = {name: str(value) for name, value in {**self.common, **row}.items()}
-        self.write_rows()
+        self.runs.append([self.rows[run]])
 
     def write_rows(self) -> None:
         """Append the rows that the table lacks: also those that a full disk did not take before."""
-        append(self.out / "runs.tsv", COLUMNS, 2, self.rows.values())
+        self.runs.append([])
 
     def write_curve(self, epochs: Iterable[Mapping[str, float]]) -> None:
         curve = [(epoch["seconds"], epoch["validation_accuracy"]) for epoch in epochs]

@@ -1,7 +1,6 @@
 """Load the images that `--data` names: CIFAR-10 or CIFAR-100 (downloaded if missing), a .npz file, or shapes."""
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
@@ -9,7 +8,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from .. import PACKAGE, ConfigError, first_line
+from .files import lock
 from .shapes import draw_shapes
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std of red, green and blue, on the 0..255 scale
@@ -25,6 +25,8 @@ CIFAR_10_NORMALIZATION: Normalization = (125.31, 122.95, 113.87), (62.99, 62.09,
 
 DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "run_tests.sh").exists() else Path("data")  # or it is installed
 CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
+CIFAR_10_TRAINING = "f912919bdea3"  # the digest of its training images and labels, as in a .npz file
+CIFAR_100 = "CIFAR-100"
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 SYNTHETIC = "synthetic"  # the --data that needs no file
 TIMEOUT = 30  # seconds without a byte after which a download fails
@@ -44,7 +46,7 @@ class Source(NamedTuple):
 
 SOURCES = (
     Source(CIFAR_10, "cifar10", "CIFAR10", "cifar-10-python.tar.gz", "cifar-10-batches-py"),
-    Source("CIFAR-100", "cifar100", "CIFAR100", "cifar-100-python.tar.gz", "cifar-100-python"),
+    Source(CIFAR_100, "cifar100", "CIFAR100", "cifar-100-python.tar.gz", "cifar-100-python"),
 )
 
 
@@ -84,29 +86,77 @@ class Images:
         std = np.sqrt(square - mean**2).round(2).clip(0.01)  # of images that are all equal, too
         return tuple(mean.round(2).tolist()), tuple(std.tolist())
 
+    @property
+    def is_original(self) -> bool:
+        """Whether these are CIFAR's training images in their own order, which is a random one, or the shapes."""
+        return self.name in (CIFAR_10, CIFAR_100, SYNTHETIC) or self.digests[0] == CIFAR_10_TRAINING
+
+    def shuffled(self) -> "Images":
+        """Return these with the training images in a random order that is always the same.
+
+        Worker i % 8 takes image i, and whitening the first ones: sorted by class, each would see some classes only.
+        """
+        order = np.random.default_rng(0).permutation(len(self.train_images))
+        return replace(self, train_images=self.train_images[order], train_labels=self.train_labels[order])
+
     def doubts(self) -> list[str]:
-        """Return warnings of images that cannot be right."""
-        sets, random = (self.train_images, self.test_images), np.random.default_rng(0).integers(2**62, size=384)
-        train_hash, test_hash = (images.reshape(len(images), -1).view(np.int64) @ random for images in sets)
-        copies = np.isin(test_hash, train_hash).sum()
-        doubts = {
-            "all pixels are 0 or 1: images are bytes from 0 to 255": any(images.max() <= 1 for images in sets),
-            "all images are equal": any(len(each) > 1 and np.ptp(each) == 0 for each in (train_hash, test_hash)),
-            f"{copies} of {len(test_hash)} test images are also training images": copies > len(test_hash) / 100,
-        }
-        return [doubt for doubt, holds in doubts.items() if holds]
+        """Return warnings of images and labels that cannot be right, each with its likely cause."""
+        found = []
+        tests = len(self.test_images)
+        if self.train_images.max() <= 1 or self.test_images.max() <= 1:
+            found.append("all pixels are 0 or 1: images are bytes from 0 to 255")
+        train_hash = hash_images(self.train_images)
+        test_hash = hash_images(self.test_images)
+        copies = int(np.isin(test_hash, train_hash).sum())
+        if copies > tests / 100:
+            found.append(f"{copies} of {tests} test images are also training images")
+        if np.ptp(train_hash) == 0 or (tests > 1 and np.ptp(test_hash) == 0):
+            found.append("all images are equal")
+        else:
+            some = self.train_images[:: len(self.train_images) // 1000 + 1].reshape(-1, 3)
+            channels = zip(("red", "green", "blue"), some.T, strict=True)
+            empty = [name for name, values in channels if np.ptp(values) == 0]
+            if empty:
+                found.append(f"{' and '.join(empty)} is the same in all pixels: was a channel lost on the way?")
+        return found + self.doubts_of_labels()
+
+    def doubts_of_labels(self) -> list[str]:
+        classes = self.classes
+        absent = np.flatnonzero(np.bincount(self.train_labels, minlength=classes) == 0)
+        untested = np.flatnonzero(np.bincount(self.test_labels, minlength=classes) == 0)
+        if absent.tolist() == [0]:
+            return [f"no training image has label 0, and {classes} classes are trained: labels are counted from 0"]
+        if len(absent):
+            gaps = f"{len(absent)} of the labels 0 to {classes - 1} have no training image, {absent[0]} among them"
+            return [f"{gaps}: count labels without gaps, and leave out images without a label, which some mark by 255"]
+        if len(untested) and len(self.test_labels) > 20 * classes:
+            return [f"no test image has label {untested[0]}: are the test images all of a few classes?"]
+        return []
 
     def pinned(self) -> "Images":
         """Return a copy in page-locked memory, from which uploads are faster; making it takes longer than it saves."""
         return Images(self.name, *(torch.from_numpy(part).pin_memory().numpy() for part in self.arrays))
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """The first 12 hexadecimal digits of the SHA-256 over all images and labels, labels as bytes if they fit."""
+        return self.digests[-1]
+
+    @cached_property
+    def digests(self) -> tuple[str, str]:
+        """Those of the training images and labels, and of all."""
         total = hashlib.sha256()
+        found = []
         for part in self.arrays:
             total.update(np.ascontiguousarray(part, np.uint8 if part.max() < 256 else np.int64).data)
-        return total.hexdigest()[:12]
+            found.append(total.hexdigest()[:12])
+        return found[1], found[3]
+
+
+def hash_images(images: np.ndarray) -> np.ndarray:
+    """Return a number for each image (int64 [n]), which equal images share."""
+    factors = np.random.default_rng(0).integers(2**62, size=384)
+    return images.reshape(len(images), -1).view(np.int64) @ factors
 
 
 def load_images(data: str) -> Images:
@@ -184,8 +234,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Run the body while no other process of this machine does so with this folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: several may download
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor, folder)
         yield
     finally:
         os.close(descriptor)

@@ -17,10 +17,11 @@ from .. import ConfigError, __version__, first_line
 from .campaign import Campaign, save_weights
 from .clock import Clock
 from .devices import driver_and_clocks, matrix_rate, peak_memory, software
+from .files import warn_once
 from .images import CIFAR_10_NORMALIZATION, Images
 from .options import Options, as_pairs
 from .profile import profiled
-from .table import GOAL, NUMBERS, PARTS, diverged, other_environment, reached_goal, warn_once
+from .table import GOAL, NUMBERS, PARTS, ConflictError, diverged, other_environment, reached_goal
 from .team import Team, print_line, show, warn
 
 T = TypeVar("T")
@@ -180,7 +181,8 @@ class Log:
                 save_weights(Path(self.options.save), weights, finished, self.for_use)
         if diverged(finished):
             when = f"stopped after epoch {len(self.epochs)} of {len(self.images_by_epoch)}: its loss is not finite"
-            warn(f"run {self.run} (seed {finished['seed']}) {when}; lower the learning rate, or try --precision fp32")
+            more_exact = "" if self.options.precision in ("fp32", "fp64") else ", or try --precision fp32"
+            warn(f"run {self.run} (seed {finished['seed']}) {when}; lower the learning rate{more_exact}")
 
     def summary(self) -> None:
         """Print the closing lines of the published log. Write the rows that the table still lacks, or raise OSError."""
@@ -206,6 +208,8 @@ class Log:
         if images.normalization != CIFAR_10_NORMALIZATION:
             own = "normalized by the training images' own mean {} and std {}".format(*images.normalization)
             print_line(f"# {images.classes} classes, {own}")
+        if not images.is_original:
+            print_line("# training images in a random order that is always the same, whatever their own")
         for doubt in images.doubts():
             warn(f"--data {self.options.data}: {doubt}")
         print_line(f"# recipe {common['recipe']} {common['options']}")
@@ -255,9 +259,11 @@ class Log:
 
 @contextlib.contextmanager
 def warned(name: str) -> Iterator[None]:
-    """Warn once if the body cannot write a file. The runs go on."""
+    """Warn once if the body cannot write a file. The runs go on, unless another launch makes the same ones."""
     try:
         yield
+    except ConflictError:
+        raise
     except (OSError, RuntimeError, ConfigError) as error:  # torch.save raises RuntimeError
         warn_once(f"{name} is not written ({first_line(error)})")
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from urllib.parse import quote
 
 from .. import ConfigError, __version__, program
 from .images import DATA
@@ -181,21 +182,40 @@ def reader_of(name: str, kind: Any) -> Any:
 
 
 def text_of(value: object) -> str:
-    """Return a value as tables, logs and command lines have it."""
-    if isinstance(value, tuple):
+    """Return a value as command lines have it."""
+    if isinstance(value, tuple | list):
         return ",".join(str(part).removesuffix(".0") for part in value)
     return str(value)
 
 
 def as_pairs(options: Any) -> str:
-    """Return the fields of options as tables and logs have them: `name=value name=value`."""
-    return " ".join(f"{field.name}={text_of(getattr(options, field.name))}" for field in fields(options))
+    """Return the fields of options as tables and logs have them: `name=value name=value`.
+
+    What would end a value is encoded as in a URL: %20 is a space.
+    """
+    texts = {field.name: text_of(getattr(options, field.name)) for field in fields(options)}
+    encoded = {name: re.sub(r"[%\s]", lambda found: quote(found[0]), text) for name, text in texts.items()}
+    return " ".join(f"{name}={text}" for name, text in encoded.items())
+
+
+def from_texts(texts: Mapping[str, object], owner: Any) -> dict[str, object]:
+    """Return those of stored options that are fields of a dataclass, also if they are texts."""
+    found = {field.name: texts[field.name] for field in fields(owner) if field.name in texts}
+    for field in fields(owner):
+        if field.default is False and field.name in texts:
+            found[field.name] = str(texts[field.name]) == "True"
+    return found
 
 
 def as_words(options: Mapping[str, object]) -> list[str]:
-    """Return options as words of a command line."""
-    texts = {name: text_of(value) for name, value in options.items()}
-    return [f"--{name}" if text == "True" else f"--{name}={text}" for name, text in texts.items() if text != "False"]
+    """Return options as words of a command line. None and False are options that are not given."""
+    words = []
+    for name, value in options.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None and value is not False:
+            words.append(f"--{name}={text_of(value)}")
+    return words
 
 
 def check_save(save: str) -> None:

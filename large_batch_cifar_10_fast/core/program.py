@@ -19,10 +19,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
+from urllib.parse import unquote
 
 import torch
 
@@ -33,7 +34,7 @@ from .devices import out_of_memory_hint
 from .fast import count_flop, precision_on_cpu, precision_on_gpu
 from .images import Images, load_images
 from .log import LONG, Log, warned
-from .options import Options, as_words, check_save, parse_options
+from .options import Options, as_words, check_save, from_texts, parse_options
 from .profile import ProfileDone
 from .table import Row
 from .team import Team, exit_process, join_team
@@ -79,6 +80,8 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         if team.is_first:
             log.print_head(images)
         if campaign.missing:
+            if not images.is_original:
+                images = images.shuffled()
             if team.on_gpu and team.world_size == 1:  # each of several processes copies its share of the images anyway
                 images = images.pinned()
             with out_of_memory_hint("training"), contextlib.suppress(ProfileDone):
@@ -173,7 +176,7 @@ def hyp_class(recipe: str) -> Any:
 def stored_hyp(program: ModuleType, recipe: str, values: Mapping[str, object]) -> Any:
     """Return the hyper-parameters that were stored with weights or in a table, also as texts. Raise ConfigError."""
     hyp = sets_of(program).get(recipe, program.Hyp)
-    return parse_options(as_words(values), recipe, hyp, {})[1]
+    return parse_options(as_words(from_texts(values, hyp)), recipe, hyp, {})[1]
 
 
 def flop_of_conditions(conditions: Mapping[str, str], images: int) -> float:
@@ -181,10 +184,9 @@ def flop_of_conditions(conditions: Mapping[str, str], images: int) -> float:
     recipe = conditions.get("recipe", "")
     if recipe not in PROGRAMS:
         return math.nan
-    names = [field.name for field in fields(hyp_class(recipe))]
     program = load_program(recipe)
-    hyp = stored_hyp(program, recipe, {name: conditions[name] for name in names if name in conditions})
-    return flop_of(program, hyp, images)
+    texts = {name: unquote(text) for name, text in conditions.items()}
+    return flop_of(program, stored_hyp(program, recipe, texts), images)
 
 
 # ---- Checks and choices

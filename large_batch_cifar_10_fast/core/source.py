@@ -11,52 +11,70 @@ from pathlib import Path
 
 from .. import PACKAGE
 from .devices import output_of
-from .table import write_atomically
+from .files import write_atomically
 
-# Folders of the standard library and of installed packages. What is imported from elsewhere belongs to the program.
-INSTALLED = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+STANDARD = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
+PACKAGES = {"site-packages", "dist-packages"}  # folders of what is installed
 
 
 def own_files(program: Path) -> list[Path]:
     """Return the program's file and all that it imports, directly or not, that is ours or the user's own.
 
-    The package is ours wherever it is; of all else, the standard library and what is installed does not count.
+    What is imported belongs to the program, unless it is of the standard library or installed.
     """
+    root = program.resolve().parent
     files = [program.resolve()]
     for file in files:  # which grows meanwhile
-        for name in sorted(imported_names(file)):
-            found = file_of_module(name, file.parent)
-            if found and found not in files:
-                files.append(found)
+        if file.suffix != ".py":  # compiled
+            continue
+        for folder, name in imports(file):
+            for module in with_packages(name):
+                found = file_beside(folder, module) if folder else file_of_module(root, module)
+                if found and found not in files:
+                    files.append(found)
     return files
 
 
-def imported_names(file: Path) -> Iterator[str]:
-    """Yield the absolute names of what a file imports: of `from a import b` both a and a.b, which may be a module."""
-    package = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts[:-1]) if is_ours(file) else ""
+def imports(file: Path) -> Iterator[tuple[Path | None, str]]:
+    """Yield the names of what a file imports: of `from a import b` a.b, which may be a module.
+
+    A name with dots before it is looked for in a folder, all others (None) as Python does.
+    """
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((None, alias.name) for alias in node.names)
         if isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
-            module = ".".join([*parents, *([node.module] if node.module else [])])
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            folder = file.parents[node.level - 1] if node.level else None
+            yield from ((folder, f"{node.module or ''}.{alias.name}".lstrip(".")) for alias in node.names)
+
+
+def with_packages(name: str) -> list[str]:
+    """Return a.b.c and the packages around it, a and a.b, which are run when it is imported."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def is_ours(file: Path) -> bool:
     return PACKAGE in file.parents
 
 
-@cache
-def file_of_module(name: str, folder: Path) -> Path | None:
-    """Return the file of a module that a program in `folder` imports; None if it is not ours, or is no module."""
-    beside = folder.joinpath(*name.split("."))
-    if name.partition(".")[0] == PACKAGE.name:
-        beside = PACKAGE.parent.joinpath(*name.split("."))
-    for file in (beside.with_suffix(".py"), beside / "__init__.py"):
+def file_beside(folder: Path, name: str) -> Path | None:
+    """Return the file of a module or package in a folder; None if there is none."""
+    path = folder.joinpath(*name.split("."))
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():
             return file.resolve()
+    return None
+
+
+@cache
+def file_of_module(root: Path, name: str) -> Path | None:
+    """Return the file of a module that a program in `root` imports; None if it is installed, or is no module."""
+    if name.partition(".")[0] == PACKAGE.name:  # ours, wherever it is
+        return file_beside(PACKAGE.parent, name)
+    beside = file_beside(root, name)
+    if beside:
+        return beside
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):  # a.b, where a is a module, or not there
@@ -64,15 +82,23 @@ def file_of_module(name: str, folder: Path) -> Path | None:
     if not spec or not spec.has_location or not spec.origin:
         return None
     origin = Path(spec.origin).resolve()
-    return origin if origin.suffix == ".py" and not INSTALLED & set(origin.parents) else None
+    return None if STANDARD & set(origin.parents) or PACKAGES & set(origin.parts) else origin
 
 
 def digest(program: Path) -> str:
     """Return 12 hexadecimal digits of the SHA-256 over the texts of the program and of all that it imports."""
     total = hashlib.sha256()
-    for file in sorted(own_files(program), key=lambda file: file.name):
-        total.update(file.name.encode() + file.read_bytes())
+    root = program.resolve().parent
+    for file in sorted(own_files(program), key=lambda file: name_of(file, root)):
+        total.update(name_of(file, root).encode())
+        total.update(hashlib.sha256(file.read_bytes()).digest())
     return total.hexdigest()[:12]
+
+
+def name_of(file: Path, root: Path) -> str:
+    """Return the name of a file of a program in `root`, which is the same wherever that is."""
+    folder = PACKAGE.parent if is_ours(file) else root
+    return str(file.relative_to(folder)) if folder in file.parents else f"{file.parent.name}/{file.name}"
 
 
 def git(*words: str) -> str:
@@ -102,4 +128,4 @@ def store(program: Path, folder: Path, code: str) -> None:
     if others and not archive.exists():
         with write_atomically(archive) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as zipped:
             for file in others:
-                zipped.write(file, file.relative_to(PACKAGE.parent) if is_ours(file) else file.name)
+                zipped.write(file, name_of(file, program.resolve().parent))

@@ -1,0 +1,58 @@
+"""What file systems lack: locks, fsync, a temporary folder. And files that are there whole, or not at all."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from .. import ConfigError
+from .team import warn
+
+warn_once = cache(warn)
+
+NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+def lock(descriptor: int, path: Path) -> None:
+    """Wait for the lock on an open file or folder. Some file systems have none: warn once, and continue."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        warn_once(f"{path} cannot be locked ({error.strerror}): do not write it from several launches at once")
+
+
+def flush_to_disk(descriptor: int, path: Path) -> None:
+    """Return when what was written is on the disk. Where that cannot be asked for, warn once, and continue."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_FSYNC:  # a full disk, say
+            raise
+        warn_once(f"{path} is written, but when it is on the disk is unknown ({error.strerror})")
+
+
+@contextlib.contextmanager
+def write_atomically(path: Path) -> Iterator[Path]:
+    """Yield a name beside `path` to write to; the file replaces `path` when it is on the disk."""
+    unfinished = path.with_name(f".unfinished.{secrets.token_hex(4)}")  # process 1 of each container may write here
+    try:
+        yield unfinished
+        with open(unfinished, "rb") as file:
+            flush_to_disk(file.fileno(), path)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory:
+    """Return a new folder that is deleted at the end. Raise ConfigError where none can be made."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="large_batch_cifar_10_fast_")
+    except OSError as error:
+        reason = f"no temporary folder can be made ({error.strerror or error})"
+        raise ConfigError(f"{reason}: name a folder that you may write in TMPDIR") from error
