@@ -55,6 +55,13 @@ def tiny_npz(tmp_path_factory) -> Path:
     return write_npz(tmp_path_factory.mktemp("images") / "tiny.npz", *draw_shapes(643, 101))
 
 
+def write_npz_as_dealt(path: Path, train_images, train_labels, *test) -> Path:
+    """Write images so that a program, which shuffles those of one's own, takes them in this order."""
+    order = np.random.default_rng(0).permutation(len(train_labels))
+    place = np.argsort(order)
+    return write_npz(path, train_images[place], train_labels[place], *test)
+
+
 def write_npz(path: Path, *arrays) -> Path:
     np.savez(path, **dict(zip(("train_images", "train_labels", "test_images", "test_labels"), arrays, strict=True)))
     return path

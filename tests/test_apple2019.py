@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, run_here, write_npz
+from conftest import CPU, run_here, write_npz_as_dealt
 from torch import nn
 
 from large_batch_cifar_10_fast import apple2019
@@ -102,7 +102,7 @@ def trained(tmp_path_factory):
     """Return the images, and of the program the weights and the rows of all epochs."""
     folder = tmp_path_factory.mktemp("apple2019")
     arrays = draw_shapes(WORKERS * BATCH * STEPS + 7, 41)
-    data = write_npz(folder / "few.npz", *arrays)
+    data = write_npz_as_dealt(folder / "few.npz", *arrays)
     options = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
     how = ["--data", data, "--seed", SEED, "--precision", "fp64", "--save", folder / "w.pt", "--out", folder]
     # Its own mean and deviation would be taken for other images than CIFAR-10's.

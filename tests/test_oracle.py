@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, CPU, REPO, run_here, write_npz
+from conftest import ALONE, CPU, REPO, run_here, write_npz_as_dealt
 from test_apple2019 import MEAN, SEED, STD, Reference, cropped_and_mirrored, normalised, plan, smoothed
 from torch import nn
 from torch.testing import assert_close
@@ -33,7 +33,7 @@ def hyp_of(command):
 
 def trained_by(command, arrays, folder):
     """Train on a few images, by default in fp64. Return the weights, and the rows of all epochs."""
-    data = write_npz(folder / "few.npz", *arrays)
+    data = write_npz_as_dealt(folder / "few.npz", *arrays)
     how = ["--data", data, "--seed", SEED, "--precision", "fp64", "--save", folder / "w.pt", "--out", folder]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("large_batch_cifar_10_fast.core.images.Images.normalization", (MEAN, STD))
