@@ -1,8 +1,8 @@
-"""Kill random processes of small campaigns, and continue each until complete.
+"""Kill random processes of small campaigns, and continue each until complete. Start launches beside each other.
 
-    python tests/attack.py [--kills N] [--seed S]
+    python tests/attack.py [--kills N] [--seed S] [--pairs N]
 
-An AssertionError names the first promise that is broken. A kill takes about ten seconds.
+An AssertionError names the first promise that is broken. A kill takes about ten seconds, a pair of launches forty.
 """
 
 import argparse
@@ -15,22 +15,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 LAUNCHER = Path(__file__).resolve().parent.parent / "train_cifar_parallel.sh"
 CAMPAIGN = "--demo --batch_size 16 --ghost_batch 8 --width 4 --epochs 2 --no_warmup --runs 8"
-CAMPAIGN += " --ema_ep 0.4 --data ../images.npz --campaign night"
+CAMPAIGN += " --ema_ep 0.4 --data ../images.npz"
+CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")  # in which each launcher is process 1
 KINDS = ("--nproc 2 --teams 1", "--nproc 1 --teams 2")
 EQUAL = ("run", "seed", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "validation_count")
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen:
-    """Start the launcher in `folder`. TMPDIR marks all its processes."""
+def start(folder: Path, *arguments: str, within: Sequence[str] = ()) -> subprocess.Popen:
+    """Start the launcher in `folder`, within another command. TMPDIR marks all its processes."""
     variables = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
     how = {"cwd": folder, "env": variables, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(["bash", str(LAUNCHER), *arguments], **how)
+    return subprocess.Popen([*within, "bash", str(LAUNCHER), *CAMPAIGN.split(), *arguments], **how)
 
 
 def processes_of(folder: Path) -> list[int]:
@@ -43,11 +45,15 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def table_of(folder: Path) -> list[tuple[str, ...]]:
-    """Return the columns of runs.tsv that do not depend on time, by run, without a half-written last row."""
-    path = folder / "runs.tsv"
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table, without a half-written last one."""
     lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-    return sorted(tuple(row[name] for name in EQUAL) for row in csv.DictReader(lines, delimiter="\t"))
+    return list(csv.DictReader(lines, delimiter="\t"))
+
+
+def table_of(folder: Path) -> list[tuple[str, ...]]:
+    """Return the columns of runs.tsv that do not depend on time, by run."""
+    return sorted(tuple(row[name] for name in EQUAL) for row in rows_of(folder / "runs.tsv"))
 
 
 def complete(folder: Path, kind: str, kills: int, dice: random.Random) -> int:
@@ -55,9 +61,8 @@ def complete(folder: Path, kind: str, kills: int, dice: random.Random) -> int:
     folder.mkdir()
     killed = 0
     while len(before := table_of(folder)) < 8:
-        process = start(
-            folder, *kind.split(), *CAMPAIGN.split(), *(["--resume"] if before and dice.random() < 0.5 else [])
-        )
+        again = ["--resume"] if before and dice.random() < 0.5 else []
+        process = start(folder, *kind.split(), "--campaign", "night", *again)
         if killed < kills:
             time.sleep(dice.uniform(0, 8))
             if family := processes_of(folder):
@@ -71,22 +76,66 @@ def complete(folder: Path, kind: str, kills: int, dice: random.Random) -> int:
     return killed
 
 
+def check_epochs(folder: Path) -> None:
+    """Each run has the epochs of the launch that wrote its row, and the last one is the row's."""
+    for row in rows_of(folder / "runs.tsv"):
+        of_run = [each for each in rows_of(folder / "epochs.tsv") if each["launch"] == row["launch"]]
+        of_run = [each["seconds"] for each in of_run if each["run"] == row["run"]]
+        assert len(of_run) == 2, "epochs are lost or doubled"
+        assert of_run[-1] == row["seconds"], "a curve is another run's"
+
+
+def start_with_other_options(folder: Path, dice: random.Random) -> None:
+    """Two launches of one campaign with other rates, or other runs of it, at about the same time: one is refused."""
+    folder.mkdir()
+    one = start(folder, "--nproc", "1", "--runs", "4", "--campaign", "night", "--lr_scaler", "1")
+    time.sleep(dice.uniform(0, 6))
+    share = dice.choice(["0/1", "1/2"])
+    other = start(folder, "--nproc", "1", "--runs", "4", "--campaign", "night", "--lr_scaler", "0.5", "--share", share)
+    said = [process.communicate(timeout=300)[1] for process in (one, other)]
+    assert sorted([one.returncode, other.returncode]) == [0, 2], said
+    refused = said[one.returncode == 0]
+    assert "lr_scaler (" in refused or "another row" in refused, refused
+    rates = {row["options"].split()[0] for row in rows_of(folder / "runs.tsv")}
+    assert len(rates) == 1, "a campaign has two kinds of runs"
+    aside = rows_of(folder / "runs.tsv.conflict")
+    assert bool(aside) == ("runs.tsv.conflict" in refused), "a finished run is in no table"
+    assert rates.isdisjoint(row["options"].split()[0] for row in aside), "the wrong launch was refused"
+    check_epochs(folder)
+
+
+def start_in_containers(folder: Path) -> None:
+    """Two launches without a name, each process 1 of its container, in the same second: both are campaigns."""
+    folder.mkdir()
+    pair = [start(folder, "--nproc", "1", "--runs", "3", within=CONTAINER) for _ in range(2)]
+    said = [process.communicate(timeout=300)[1] for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], said
+    rows = rows_of(folder / "runs.tsv")
+    assert len({row["campaign"] for row in rows}) == 2, "two launches are one campaign"
+    assert sorted(row["run"] for row in rows) == ["0", "0", "1", "1", "2", "2"]
+    check_epochs(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("kills", "seed"):
         parser.add_argument(f"--{name}", type=int, default=50)
+    parser.add_argument("--pairs", type=int, default=4)
     given = parser.parse_args()
     dice, noise, tables, killed = random.Random(given.seed), np.random.default_rng(0), [], 0
     with tempfile.TemporaryDirectory() as name:
         images, labels = noise.integers(0, 256, (744, 32, 32, 3), np.uint8), noise.integers(0, 10, 744)
         arrays = {"train_images": images[:643], "train_labels": labels[:643]}
         np.savez(Path(name) / "images.npz", **arrays, test_images=images[643:], test_labels=labels[643:])
+        for pair in range(given.pairs):
+            start_with_other_options(Path(name) / f"options{pair}", dice)
+            start_in_containers(Path(name) / f"containers{pair}")
         while len(tables) < 2 or killed < given.kills:  # the first two are undisturbed
             folder, number = Path(name) / str(len(tables)), len(tables) % 2
             killed += complete(folder, KINDS[number], (given.kills - killed) * (len(tables) > 1), dice)
             tables.append(table_of(folder))
             assert tables[-1] == tables[number], "a campaign differs from an undisturbed one"
-    print(f"{killed} kills in {len(tables) - 2} campaigns: all promises were kept")
+    print(f"{killed} kills in {len(tables) - 2} campaigns, {2 * given.pairs} pairs: all promises were kept")
 
 
 if __name__ == "__main__":

@@ -302,10 +302,12 @@ def test_a_file_system_without_fsync_is_warned_of_once_and_a_full_one_is_an_erro
         unfinished.touch()
 
 
-def test_without_a_temporary_folder_the_launcher_says_so_in_one_line(tmp_path, monkeypatch):
+def test_a_launch_without_a_temporary_folder_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match=r"^no temporary folder can be made \(.*\): name a folder .* in TMPDIR$"):
         launch.launch(["--demo", "--out", str(tmp_path)])
+    with pytest.raises(ConfigError, match="no temporary folder can be made"):
+        run_here("--demo", "--out", tmp_path)
 
 
 def test_a_table_that_pandas_has_saved_is_continued(tiny_npz, tmp_path):

@@ -32,6 +32,7 @@ from . import source
 from .campaign import Campaign, conditions
 from .devices import out_of_memory_hint
 from .fast import count_flop, precision_on_cpu, precision_on_gpu
+from .files import temporary_folder
 from .images import Images, load_images
 from .log import LONG, Log, warned
 from .options import Options, as_words, check_save, from_texts, parse_options
@@ -57,6 +58,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
     """Make the missing runs of a campaign. Return the rows of all runs of this launch, on rank 0."""
     name, options, hyp = read_command(program, arguments)
     check_save(options.save)
+    temporary_folder().cleanup()  # without, torch's optimizers and its compiler end in errors that say nothing
     if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
         raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
     with join_team(workers_of(hyp), options.device, options.timeout) as team:

@@ -229,8 +229,9 @@ class Table:
         self.last = b""  # the line before it
 
     def append(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Append those of these rows, and of earlier ones, that the table lacks; return when they are on the disk.
+        """Append those of these rows, and of earlier ones, that the table lacks.
 
+        With keys, return when they are on the disk.
         Raise ConfigError for a table with other columns, and OSError as the disk does. Raise ConflictError if the table
         has one of these rows with another content, or `check` does; then they are written to PATH.conflict.
         """
@@ -252,7 +253,8 @@ class Table:
                 text = ("\t".join(self.columns) + "\n").encode() + text
             file.write(text)
             file.flush()
-            flush_to_disk(file.fileno(), self.path)
+            if self.keys:  # without, a power failure may lose the last rows
+                flush_to_disk(file.fileno(), self.path)
             self.remember(text, file.tell())
         self.waiting.clear()
 
