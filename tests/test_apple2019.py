@@ -179,6 +179,18 @@ def test_each_worker_takes_its_own_images_once_an_epoch_cropped_and_mirrored_eve
     assert not torch.equal(*seen)
 
 
+def test_offsets_in_random_order_are_dealt_to_images_in_random_order():
+    """Section 2. In order, the first offsets would have the images left over, and neighbours the same crop."""
+    dealt = []
+    for seed in (1, 2):
+        draws = torch.Generator().manual_seed(seed)
+        dealt.append({*apple2019.balanced_assignment(40, 81, draws).tolist()})
+    assert len(dealt[0]) == len(dealt[1]) == 40
+    assert dealt[0] != dealt[1]
+    crops = apple2019.balanced_assignment(810, 81, draws)
+    assert (crops.diff() == 0).double().mean() < 0.1
+
+
 def test_an_epoch_has_24_steps_and_its_rates_are_the_published_ones():
     hyp = apple2019.Hyp()
     assert 50_000 // hyp.workers // hyp.batch_size == 24

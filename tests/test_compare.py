@@ -70,7 +70,7 @@ def test_slower_is_worse(tmp_path, compared):
         (1.9, {"processes": 2}, "Time: not compared: processes 2 (mine) and 1 (reference)."),
         (1.9, {"train_loss": "nan"}, "Time: not compared: all runs of a side diverged."),
         (1.9, {"options": "epochs=8 label_smoothing=0.1"}, "Loss: not compared: label_smoothing (0.1, not 0.2)."),
-        (1.9, {"code": "b"}, "code (b, not a): files that decide the weights were changed"),
+        (1.9, {"code": "b"}, "code (b, not a): the program or core/ was changed"),
     ],
 )
 def test_differences_are_named_and_not_compared(tmp_path, compared, share, fields, line):

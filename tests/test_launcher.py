@@ -66,11 +66,13 @@ def test_under_torchrun_train_needs_no_launcher_and_goes_on_if_its_log_cannot_be
 
 def test_an_error_of_any_process_is_named_with_its_traceback_also_under_torchrun(tmp_path):
     code = (
-        "import os\nfrom large_batch_cifar_10_fast import apple2019\nfrom large_batch_cifar_10_fast.core import fast\n"
+        "import os, sys\nfrom large_batch_cifar_10_fast import apple2019\n"
+        "from large_batch_cifar_10_fast.core import fast, program, team\n"
     )
     code += "graph = fast.graph\n"
     code += "def fail(*parts, **options): return 1 / (int(os.environ['RANK']) - 1) and graph(*parts, **options)\n"
-    code += "fast.graph = fail\napple2019.main(apple2019.train)\n"
+    code += "fast.graph = fail\n"
+    code += "with team.exit_process():\n    program.run_program(apple2019, sys.argv[1:])\n"
     (tmp_path / "program.py").write_text(code)
     command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "program.py", "--demo", "--no_warmup"]
     result = python(*command, cwd=tmp_path)
