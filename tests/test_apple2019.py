@@ -170,12 +170,15 @@ def test_each_worker_takes_its_own_images_once_an_epoch_cropped_and_mirrored_eve
     seen = [torch.stack(plan(hyp, 8 * 100, epoch, workers=8)) for epoch in (1, 2)]  # [steps, 3, 8 * 4]
     for steps in seen:
         assert steps.shape == (25, 3, 32)
+        orders = set()
         for worker, (rows, crops, flips) in enumerate(steps.view(25, 3, 8, 4).permute(2, 1, 0, 3).flatten(2)):
             assert (rows % 8 == worker).all()
             assert len(rows.unique()) == 100
             assert crops.bincount(minlength=81).tolist() == pytest.approx([100 / 81] * 81, abs=1)
             assert flips.sum().item() == pytest.approx(50, abs=1)
             assert rows.diff().abs().float().mean() > 100, "they are shuffled"
+            orders.add(tuple((rows // 8).tolist()))
+        assert len(orders) == 8, "each worker has random numbers of its own"
     assert not torch.equal(*seen)
 
 
