@@ -1,8 +1,8 @@
 """apple2019 against the method as docs/method.md says it, of stock layers and plain formulas, in float64.
 
 The reference takes the ghost groups of the workers one after the other, each by itself through nn.BatchNorm2d. It crops
-and mirrors with torchvision's and NumPy's functions. Shared with the program are initial weights, the signs of the
-whitening filters, and which image gets which crop and side; what is promised of that is tested below.
+and mirrors with torchvision's and NumPy's functions. Shared with the program are the signs of the whitening filters, and
+which image gets which crop and side; what is promised of that is tested below.
 """
 
 import numpy as np
@@ -125,10 +125,11 @@ def test_a_whole_run_is_the_method_to_nine_digits(trained):
     hyp = apple2019.Hyp(**OPTIONS)
     torch.manual_seed(SEED)
     initial = dict(apple2019.Network(hyp, 10).named_parameters())
-    reference = Reference().double()
+    torch.manual_seed(SEED)
+    reference = Reference().double()  # whose stock layers have PyTorch's initial weights
     trainable = [weight for weight in reference.parameters() if weight.requires_grad]
     for weight, value in zip(trainable, initial.values(), strict=True):
-        weight.data.copy_(value)
+        assert torch.equal(weight.data, value.data.double())
     velocities = [torch.zeros_like(weight) for weight in trainable]
     for epoch in range(1, EPOCHS + 1):
         right, total = 0, 0.0
@@ -200,5 +201,6 @@ def test_an_epoch_has_24_steps_and_its_rates_are_the_published_ones():
     rates = {step: 256 * apple2019.learning_rate(hyp, step / 24) for step in (1, 86, 87, 384, 385, 432)}
     known = {1: 0.0173611, 86: 1.493056, 87: 1.497278, 384: 0.15, 385: 0.15, 432: 0.15}
     assert rates == pytest.approx(known, rel=1e-5)
+    assert [apple2019.Hyp(batch_size=size).ghost_batch for size in (256, 512)] == [16, 32], "always 16 groups"
     parameters = sum(weight.numel() for weight in apple2019.Network(hyp, 10).parameters())
     assert parameters == 6_570_880

@@ -278,7 +278,8 @@ def read_npz(path: Path) -> list[np.ndarray]:
                 raise ValueError(f"images are {images.dtype} {list(images.shape)}, not uint8 [N, 32, 32, 3]")
             if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
                 raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}, not integers [{len(images)}]")
-            if labels.min() < 0 or labels.max() > (last := int(arrays[1].max())):
+            last = int(arrays[1].max())
+            if labels.min() < 0 or labels.max() > last:
                 raise ValueError(f"labels are {labels.min()} to {labels.max()}, not 0 to {last}, training's largest")
             if not 1 <= last < 1000:
                 raise ValueError(f"labels are of {last + 1} classes, not of 2 to 1000")
