@@ -173,6 +173,7 @@ def make_batch(images: Tensor, labels: Tensor, batch: Tensor, stage: Stage) -> t
     x = data.crop_and_flip(images, rows, crops, flips, PADDING)
     if stage.resolution < data.SIZE:
         x = F.interpolate(x, size=(stage.resolution, stage.resolution), mode="bilinear", align_corners=False)
+        x = x.contiguous(memory_format=torch.channels_last)  # which compiled interpolation loses
     return x, labels[rows]
 
 

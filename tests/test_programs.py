@@ -11,6 +11,8 @@ import pandas as pd
 import pytest
 import torch
 from conftest import CPU, REPO, TINY, launch, python, run_here, train_together
+from functorch.compile import make_boxed_compiler
+from torch._functorch.aot_autograd import aot_module_simplified
 
 from large_batch_cifar_10_fast import PACKAGE, ConfigError, api, compare, results
 from large_batch_cifar_10_fast.core import data, fast, layers, log, source
@@ -407,6 +409,49 @@ def test_compiled_programs_train_as_uncompiled_ones_and_compile_nothing_in_a_run
     for start in (0, 4, 8):
         compiled, plain = rows["validation_loss"][start : start + 2], rows["validation_loss"][start + 2 : start + 4]
         assert compiled.tolist() == pytest.approx(plain.tolist(), rel=1e-9)
+
+
+def counting(outputs: list[int]):
+    """Return a backend of torch.compile that runs graphs uncompiled, and counts the gradients of backward passes."""
+
+    def count(graph, inputs):
+        (returned,) = list(graph.graph.nodes)[-1].args
+        outputs.append(sum(output is not None for output in returned))
+        return graph
+
+    def backend(graph, inputs):
+        boxed = make_boxed_compiler(lambda graph, inputs: graph)
+        return aot_module_simplified(graph, inputs, fw_compiler=boxed, bw_compiler=make_boxed_compiler(count))
+
+    return backend
+
+
+def test_a_frozen_parameter_has_no_gradient_in_compiled_code(tiny_npz, tmp_path, monkeypatch):
+    """Of muon's three stages the first trains the whitening's bias: without it the first layer has no backward pass."""
+    outputs = []
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counting(outputs)))
+    options = ["--pixels", "24,24,32", "--data", tiny_npz, "--precision", "fp32", "--out", tmp_path, "--compile"]
+    run_here(*MUON, *options)
+    parameters = 6 + 6 + 1  # filters, biases of norms, the head
+    assert outputs == [parameters + 1, parameters, parameters]
+
+
+def test_parameters_that_are_trained_later_are_compiled(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+
+    def forward(x, y):
+        losses = torch.nn.functional.cross_entropy(network(x), y, reduction="none")
+        return Pass(losses.sum(), losses.detach(), [x.mean()])
+
+    def kinds():
+        for trained in (False, True):
+            network[0].requires_grad_(trained)
+            yield torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+    precision, team = fast.Precision("fp32", CPU, half_weights=False), Team(0, 1, CPU, 1)
+    assert fast.compile_training(forward, network, kinds(), precision, team) is not forward
+    assert capsys.readouterr().err == ""
 
 
 class Pass(NamedTuple):

@@ -323,6 +323,8 @@ def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], tea
     if "TORCH_LOGS" not in os.environ:  # with which a user asks for more than our one line
         logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
     torch._dynamo.config.recompile_limit = 64  # four graphs a stage; beyond the default 8 it would not compile
+    # Else torch 2.10 takes another stage's graph, which computes gradients of frozen parameters, or lacks some.
+    torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
     marks: set[bool] = set()
 
     def compiled(*inputs: Tensor) -> Any:
