@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Measure this code on one GPU: GPU tests, 20 runs of apple2019 and of muon, where their time goes, and a page on it.
+# Measure this code on the GPUs of this machine: GPU tests, 20 runs of apple2019 and of muon on one GPU, with several
+# GPUs the published 50 runs of apple2019 on all of them, where the time goes, and a page on it.
 #     bash measure_gpu.sh [--out DIR] [options of training, for instance --data DATA]
-# It takes at most ten minutes, about eight on an H200 (the sum of its parts; not timed whole). DIR (gpu_measured) gets
-# report.md, ready to be sent in, a log of each part, the tables of the runs, and traces of 20 steps. A part that fails
-# or takes too long does not stop the others; runs that were made count.
+# It takes about ten minutes (the sum of its parts; not timed whole). DIR (gpu_measured) gets report.md, ready to be
+# sent in, a log of each part, the tables of the runs, clocks and power meanwhile, and traces of 20 steps. A part that
+# fails or takes too long does not stop the others; runs that were made count. Ctrl-C ends it.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0 ;; esac
 set -u
@@ -12,50 +13,69 @@ top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 out=gpu_measured options=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --out) [ $# -gt 1 ] || { echo "measure_gpu.sh: --out needs a folder" >&2; exit 2; }
+        --out) [ $# -gt 1 ] || fail "measure_gpu.sh: --out needs a folder"
             out=$2; shift 2 ;;
         *) options+=("$1"); shift ;;
     esac
 done
 choose_python pytest
-SECONDS=0
-mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 export PYTHON="$python" PYTHONUNBUFFERED=1 PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
-visible=${CUDA_VISIBLE_DEVICES:-0}
-export CUDA_VISIBLE_DEVICES=${visible%%,*}
-package=large_batch_cifar_10_fast failed=0 load=$(cut -d' ' -f1-3 /proc/loadavg)
-: >"$out/parts.md" || exit 2
+package=large_batch_cifar_10_fast child='' failed=0 load=$(cut -d' ' -f1-3 /proc/loadavg)
+count="import sys; from $package.core.devices import count_gpus; n = count_gpus(); print(n); sys.exit(not n)"
+gpus=$("$python" -c "$count" 2>/dev/null) || fail "measure_gpu.sh: no GPU that torch can use: nothing to measure"
+mkdir -p "$out" && out=$(cd "$out" && pwd) && : >"$out/parts.md" || exit 2
+trap 'kill $child 2>/dev/null; wait; exit 130' INT TERM # timeout, to which it goes, ends all processes of a part
 
-part() { # NAME SECONDS COMMAND...: run within the limit and, with three more, ten minutes; keep a log, and a row
-    local name=$1 limit=$2 left=$((540 - SECONDS)) start=$SECONDS status=0
+part() { # NAME SECONDS COMMAND...: run within the limit; keep a log, and a row with its last line
+    local name=$1 limit=$2 start=$SECONDS status=0
     shift 2
-    [ "$limit" -lt "$left" ] || limit=$((left > 20 ? left : 20))
-    timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1 || status=$?
+    timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1 &
+    child=$!
+    wait $child || status=$?
     [ "$status" = 0 ] || failed=1
     printf '| %s | %d | %d | %s |\n' "$name" "$status" $((SECONDS - start)) "$(tail -n 1 "$out/$name.log" | tr '|' '/')" \
         | tee -a "$out/parts.md"
 }
 
-query=name,driver_version,clocks.sm,clocks.max.sm,power.limit,memory.total
+campaign() { # NAME GPUS SECONDS OPTION...: make runs, and meanwhile note clocks (MHz), power (W) and load (%) of the GPUs
+    local name=$1 on=$2 limit=$3 monitor
+    nvidia-smi --query-gpu=clocks.sm,power.draw,utilization.gpu --format=csv,noheader,nounits -lms 500 \
+        >"$out/$name.clocks" 2>/dev/null &
+    monitor=$!
+    part "$name" "$limit" bash "$top/train_cifar_parallel.sh" --nproc "$on" --out "$out/$name" "${@:4}" "${options[@]}"
+    kill $monitor 2>/dev/null
+}
+
+query=name,driver_version,clocks.max.sm,power.limit,memory.total
 versions='import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())'
 part machine 20 bash -c "nvidia-smi --query-gpu=$query --format=csv,noheader; exec \"\$@\"" - "$python" -c "$versions"
 at_once=() # a test for each core, with pytest-xdist: one by one they take too long
 "$python" -c "import xdist" 2>/dev/null && at_once=(-n logical --maxprocesses 16)
-part tests 180 "$python" -m pytest "$top/tests/test_gpu.py" "${at_once[@]}"
-for recipe in apple2019 muon; do
-    part $recipe 240 bash "$top/train_cifar_parallel.sh" --recipe $recipe --runs 20 --out "$out/$recipe" "${options[@]}"
-done
+part tests 180 "$python" -m pytest -v "$top/tests/test_gpu.py" "${at_once[@]}"
+campaign apple2019 1 240 --recipe apple2019 --runs 20
+campaign muon 1 120 --recipe muon --runs 20
+[ "$gpus" = 1 ] || campaign apple2019_on_all 0 240 --recipe apple2019 --runs 50
 for recipe in apple2019 muon; do # in a folder of its own: --campaign among the options may name finished runs
-    part "profile_$recipe" 60 bash "$top/train_cifar_parallel.sh" --recipe $recipe --profile 20 \
+    part "profile_$recipe" 60 bash "$top/train_cifar_parallel.sh" --recipe $recipe --profile 20 --nproc 1 \
         --out "$out/profile_$recipe" "${options[@]}"
 done
-# Status 1 is an answer, too: worse than the published runs.
-part compare 20 bash -c '"$@"; [ $? -le 1 ]' - "$python" -m $package.compare "$out/apple2019/runs.tsv" published
+# Status 1 is an answer, too: worse than the published runs. Each has n, mean and deviation of both sides.
+for pair in apple2019,published muon,"$out/apple2019/runs.tsv" apple2019_on_all,published; do
+    [ ! -d "$out/${pair%%,*}" ] || part "compare_${pair%%,*}" 20 bash -c '"$@"; [ $? -le 1 ]' - \
+        "$python" -m $package.compare "$out/${pair%%,*}/runs.tsv" "${pair#*,}"
+done
+describe='import glob, pandas as pd
+for name in sorted(glob.glob("*.clocks")):
+    table = pd.read_csv(name, names=["SM clock, MHz", "power, W", "load, %"])
+    print(name, "while the load is above 50%", table[table["load, %"] > 50].describe().round(1), sep="\n")'
+part clocks 20 env -C "$out" "$python" -c "$describe"
 {
-    printf '# Measured on one GPU\n\n%s UTC, load before %s, after %s, `%s`\n' "$(date -u '+%Y-%m-%d %H:%M')" "$load" \
-        "$(cut -d' ' -f1-3 /proc/loadavg)" "$(sed -n 's/^# //p' "$out/apple2019.log" | head -n 1)"
-    printf '\n| part | status | seconds | last line |\n| --- | --- | --- | --- |\n' && cat "$out/parts.md"
-    for name in machine compare profile_apple2019 profile_muon; do printf '\n## %s\n\n```\n' $name && cat "$out/$name.log" && echo '```'; done
+    printf '# Measured on %s GPU(s)\n\n%s UTC, load before %s, after %s, `%s`\n' "$gpus" "$(date -u '+%Y-%m-%d %H:%M')" \
+        "$load" "$(cut -d' ' -f1-3 /proc/loadavg)" "$(sed -n 's/^# //p' "$out/apple2019.log" | head -n 1)"
+    printf '\n| part | status (124: too long) | seconds | last line |\n| --- | --- | --- | --- |\n' && cat "$out/parts.md"
+    printf '\n## Tests that ended\n\n```\n' && grep -E '(PASSED|FAILED|ERROR|SKIPPED)' "$out/tests.log"
+    for log in "$out"/{machine,compare*,clocks,profile*}.log; do printf '```\n\n## %s\n\n```\n' "$(basename "$log" .log)" && cat "$log"; done
+    echo '```'
 } >"$out/report.md"
 echo "Results: $out/report.md; logs and tables beside it"
 exit $failed

@@ -1,8 +1,8 @@
 """apple2019 against the method as docs/method.md says it, of stock layers and plain formulas, in float64.
 
 The reference takes the ghost groups of the workers one after the other, each by itself through nn.BatchNorm2d. It crops
-and mirrors with torchvision's and NumPy's functions. Shared with the program are the signs of the whitening filters, and
-which image gets which crop and side; what is promised of that is tested below.
+and mirrors with NumPy's functions. Shared with the program are the signs of the whitening filters, and which image gets
+which crop and side; what is promised of that is tested below.
 """
 
 import numpy as np
