@@ -97,14 +97,27 @@ def plan(hyp: apple2019.Hyp, images: int, epoch: int, workers: int = WORKERS) ->
     return apple2019.plan_epoch(hyp, images, steps, Team(0, 1, CPU, workers), SEED, epoch)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Return the images, and of the program the weights and the rows of all epochs."""
+@pytest.fixture(scope="module", params=[1, 2])
+def trained(request, tmp_path_factory):
+    """Return the images, and of the program the weights and the rows of all epochs; in one or two passes a step."""
     folder = tmp_path_factory.mktemp("apple2019")
     arrays = draw_shapes(WORKERS * BATCH * STEPS + 7, 41)
     data = write_npz_as_dealt(folder / "few.npz", *arrays)
     options = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
-    how = ["--data", data, "--seed", SEED, "--precision", "fp64", "--save", folder / "w.pt", "--out", folder]
+    how = [
+        "--micro_batches",
+        request.param,
+        "--data",
+        data,
+        "--seed",
+        SEED,
+        "--precision",
+        "fp64",
+        "--save",
+        folder / "w.pt",
+        "--out",
+        folder,
+    ]
     # Its own mean and deviation would be taken for other images than CIFAR-10's.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("large_batch_cifar_10_fast.core.images.Images.normalization", (MEAN, STD))

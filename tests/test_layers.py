@@ -7,7 +7,7 @@ from conftest import ALONE, CPU
 from torch import nn
 
 from large_batch_cifar_10_fast import apple2019, muon
-from large_batch_cifar_10_fast.core import layers
+from large_batch_cifar_10_fast.core import fast, layers
 from large_batch_cifar_10_fast.core.layers import Convolution, GhostBatchNorm, MaxPool, MaxPoolFunction
 from large_batch_cifar_10_fast.core.optim import orthogonal_directions
 from large_batch_cifar_10_fast.core.team import Team
@@ -30,6 +30,29 @@ def test_it_is_batch_norm_on_each_group_alone_forward_and_backward(groups, scale
     factors = torch.randn_like(y)
     gradients = torch.autograd.grad(y, [x, *ours.parameters()], factors)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, [x, *theirs.parameters()], factors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_statistics_of_half_precision_are_float32(dtype):
+    """In half precision the squares of such values would overflow, or lose all digits."""
+    norm = GhostBatchNorm(2, groups=4)
+    x = (300 + torch.randn(64, 2, 8, 8, generator=torch.Generator().manual_seed(0))).to(dtype)
+    y = norm(x)
+    expected = torch.cat([F.batch_norm(group, None, None, training=True) for group in x.double().chunk(4)])
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), expected, rtol=0.02, atol=0.02)
+    mean, variance = norm.batch_statistics
+    assert mean.dtype == variance.dtype == torch.float32
+    torch.testing.assert_close(mean[0].double(), x[:16].double().mean((0, 2, 3)), rtol=1e-5, atol=0)
+
+
+def test_norms_of_a_half_precision_network_stay_float32():
+    network = apple2019.Network(apple2019.Hyp(width=4), 10)
+    fast.place(network, fast.Precision("fp16", CPU, half_weights=True))
+    found = {name: tensor.dtype for name, tensor in network.state_dict().items()}
+    of_norms = {name for name in found if "bias" in name or "running" in name}
+    assert {found[name] for name in of_norms} == {torch.float32}
+    assert {found[name] for name in set(found) - of_norms} == {torch.float16}
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 2), (torch.bfloat16, 3), (torch.float64, 6)])
