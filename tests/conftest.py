@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from forked import FORKS, train_forked
 
-from large_batch_cifar_10_fast.core import program
+from large_batch_cifar_10_fast.core import files, program
 from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.core.table import PARTS
 from large_batch_cifar_10_fast.core.team import Team
@@ -47,6 +47,12 @@ for name in [*os.environ]:
 
 # Eight workers of 16 images in two ghost groups, five steps an epoch: every part of the method in about a second.
 TINY = ["--batch_size", "16", "--ghost_batch", "8", "--width", "4", "--epochs", "2", "--ema_ep", "0.4", "--no_warmup"]
+
+
+@pytest.fixture(autouse=True)
+def forget_warnings() -> None:
+    """Each test is warned anew: a busy machine may have been called slow before."""
+    files.warn_once.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -107,6 +107,8 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
     add_options(parser.add_argument_group("settings"), Options)
     text = f"large_batch_cifar_10_fast {__version__}, commit {commit()} (Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=text)
+    if any(word.endswith("=--") for word in arguments):  # of which versions of Python make different things
+        raise ConfigError("-- is no value of an option")
     found, unknown = parser.parse_known_args(arguments)
     if unknown:
         known = [f"--{field.name}" for owner in (hyp, Options) for field in fields(owner)]
@@ -114,8 +116,6 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
         hint = f"did you mean {near[0]}?" if near else "--help lists the options"
         raise ConfigError(f"recipe {name} has no option {unknown[0]}; {hint}")
     given = vars(found)
-    if [] in given.values():  # what argparse makes of `--runs=--`
-        raise ConfigError("-- is no value of an option")
     if "demo" in given:
         if not demo:
             raise ConfigError(f"--demo is apple2019, small, not {name}: leave out one of them")
