@@ -20,11 +20,11 @@ while [ $# -gt 0 ]; do
 done
 choose_python pytest
 export PYTHON="$python" PYTHONUNBUFFERED=1 PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
-package=large_batch_cifar_10_fast child='' failed=0 load=$(cut -d' ' -f1-3 /proc/loadavg)
+package=large_batch_cifar_10_fast child='' monitor='' failed=0 load=$(cut -d' ' -f1-3 /proc/loadavg)
 count="import sys; from $package.core.devices import count_gpus; n = count_gpus(); print(n); sys.exit(not n)"
 gpus=$("$python" -c "$count" 2>/dev/null) || fail "measure_gpu.sh: no GPU that torch can use: nothing to measure"
 mkdir -p "$out" && out=$(cd "$out" && pwd) && : >"$out/parts.md" || exit 2
-trap 'kill $child 2>/dev/null; wait; exit 130' INT TERM # timeout, to which it goes, ends all processes of a part
+trap 'kill $child $monitor 2>/dev/null; wait; exit 130' INT TERM # timeout ends all processes of a part
 
 part() { # NAME SECONDS COMMAND...: run within the limit; keep a log, and a row with its last line
     local name=$1 limit=$2 start=$SECONDS status=0
@@ -38,7 +38,7 @@ part() { # NAME SECONDS COMMAND...: run within the limit; keep a log, and a row 
 }
 
 campaign() { # NAME GPUS SECONDS OPTION...: make runs, and meanwhile note clocks (MHz), power (W) and load (%) of the GPUs
-    local name=$1 on=$2 limit=$3 monitor
+    local name=$1 on=$2 limit=$3
     nvidia-smi --query-gpu=clocks.sm,power.draw,utilization.gpu --format=csv,noheader,nounits -lms 500 \
         >"$out/$name.clocks" 2>/dev/null &
     monitor=$!

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.slow
 
 STAND_IN = f"""case $* in
     *count_gpus*) echo $GPUS_HERE; exit $((GPUS_HERE == 0)) ;;
-    -m\\ large*) (IFS=$'\\t'; echo "$*" >>calls); case $* in *$FAILING*) exit 1 ;; esac; mkdir -p m/muon m/apple2019 ;;
+    -m\\ large*) (IFS=$'\\t'; echo "$*" >>calls); case $* in *$FAILING*) exit 1 ;; esac; mkdir -p m/muon m/apple2019
+        echo started; $RUNS ;;
     *test_gpu.py*) echo "tests/test_gpu.py::test_a PASSED"; echo "[gw0] PASSED tests/test_gpu.py::test_b"; $TESTS ;;
     -m*) exit 0 ;;
     *) exec {sys.executable} "$@" ;;
@@ -26,7 +27,7 @@ esac
 CARDS = """echo "1980, 650.5, 98"
 echo "1200, 700.0, 99"
 echo "345, 70.0, 0"
-case $* in *-lms*) sleep 60 ;; esac
+case $* in *-lms*) exec sleep 60 ;; esac
 """
 
 
@@ -37,7 +38,8 @@ def measure(tmp_path):
     write_program(tmp_path / "bin" / "nvidia-smi", CARDS)
     stand_in = write_program(tmp_path / "python", STAND_IN)
     command = ["bash", REPO / "measure_gpu.sh", "--out", "m", "--data", "x.npz"]
-    variables = {"PYTHON": stand_in, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "FAILING": "nothing", "TESTS": ":"}
+    variables = {"PYTHON": stand_in, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "FAILING": "nothing"}
+    variables |= {"TESTS": ":", "RUNS": ":"}
 
     def run(gpus: int, **more):
         return run_program(*command, cwd=tmp_path, **variables | {"GPUS_HERE": gpus} | more)
@@ -82,12 +84,14 @@ def test_without_a_gpu_it_is_one_line_at_once(measure, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_and_all_that_it_started(number, measure, tmp_path):
+@pytest.mark.parametrize(("part", "during", "word"), [("tests", "TESTS", "test_b"), ("apple2019", "RUNS", "started")])
+def test_a_signal_ends_it_and_all_that_it_started(part, during, word, number, measure, tmp_path):
+    """Also the watch over clocks and power, beside runs."""
     command, variables, _ = measure
-    marked = {**variables, "GPUS_HERE": "1", "TESTS": "sleep 300", "TMPDIR": str(tmp_path)}
-    log = tmp_path / "m" / "tests.log"
+    marked = {**variables, "GPUS_HERE": "1", during: "sleep 300", "TMPDIR": str(tmp_path)}
+    log = tmp_path / "m" / f"{part}.log"
     with subprocess.Popen([*map(str, command)], cwd=tmp_path, env=environment(**marked)) as process:
-        while not log.exists() or "test_b" not in log.read_text():
+        while not log.exists() or word not in log.read_text():
             time.sleep(0.05)
             assert process.poll() is None
         process.send_signal(number)

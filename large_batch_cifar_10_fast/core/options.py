@@ -200,10 +200,11 @@ def as_pairs(options: Any) -> str:
 
 def from_texts(texts: Mapping[str, object], owner: Any) -> dict[str, object]:
     """Return those of stored options that are fields of a dataclass, also if they are texts."""
-    found = {field.name: texts[field.name] for field in fields(owner) if field.name in texts}
+    found = {}
     for field in fields(owner):
-        if field.default is False and field.name in texts:
-            found[field.name] = str(texts[field.name]) == "True"
+        if field.name in texts:
+            value = texts[field.name]
+            found[field.name] = str(value) == "True" if field.default is False else value
     return found
 
 

@@ -224,7 +224,7 @@ class Table:
         self.check = check
         self.appended: dict[tuple[str, ...], str] = {}  # our lines, by key
         self.waiting: dict[tuple[str, ...], str] = {}  # those that the table may lack
-        self.others: dict[tuple[str, ...], int] = {}  # hashes of all lines that are there, by key
+        self.there: dict[tuple[str, ...], int] = {}  # hashes of all lines that are there, by key
         self.end = 0  # of what was read, in bytes
         self.last = b""  # the line before it
 
@@ -269,7 +269,7 @@ class Table:
         if self.keys:
             file.seek(self.end - len(self.last))
             if file.read(len(self.last)) != self.last:  # it was renamed, deleted or truncated
-                self.others.clear()
+                self.there.clear()
                 self.waiting |= self.appended
                 self.end = 0
             start = self.end
@@ -295,7 +295,7 @@ class Table:
         if not content or not self.keys:
             return
         for line in complete_lines(content):
-            self.others[tuple(line.split("\t")[: self.keys])] = hash(line + "\n")
+            self.there[tuple(line.split("\t")[: self.keys])] = hash(line + "\n")
         self.end = end
         self.last = content[content.rfind(b"\n", 0, -1) + 1 :]
 
@@ -304,9 +304,9 @@ class Table:
         if not self.keys:
             return self.waiting
         for key, line in self.waiting.items():
-            if self.others.get(key, hash(line)) != hash(line):
+            if self.there.get(key, hash(line)) != hash(line):
                 raise ConflictError(f"{self.path} has another row of {' '.join(key)}, by another launch")
-        return {key: line for key, line in self.waiting.items() if key not in self.others}
+        return {key: line for key, line in self.waiting.items() if key not in self.there}
 
     def set_aside(self, conflict: ConflictError) -> None:
         """Write our lines that the table lacks to PATH.conflict, and raise a ConflictError that says so."""
