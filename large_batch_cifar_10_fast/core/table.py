@@ -44,6 +44,7 @@ CURVE = ("epoch", "hours", "top1Accuracy")  # DAWNBench's
 DECIDING = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
+    "LARGE_BATCH_SAVINGS",
     "MKL_CBWR",
     "NCCL_ALGO",
     "NCCL_PROTO",
