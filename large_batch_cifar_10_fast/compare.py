@@ -1,4 +1,4 @@
-"""Compare a campaign with a reference: what differs, means with 95% confidence intervals, and what they show.
+"""Compare a campaign with a reference: what differs, means with 99% confidence intervals, and what they show.
 
     python -m large_batch_cifar_10_fast.compare MINE [REFERENCE]
 
@@ -9,7 +9,6 @@ mine is worse (in accuracy, or in time on the same devices), 2 unreadable, or no
 """
 
 import argparse
-import difflib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,15 +18,15 @@ import pandas as pd
 from . import ConfigError, exit_on_config_error
 from .core.images import CIFAR_10
 from .core.program import hyp_class
+from .core.source import changed_lines
 from .core.table import PLACE, differences
-from .results import SIGNIFICANCE, Log, compare_means, find_files, read_log, verdict, wilson
+from .results import Log, compare_means, find_files, read_log, verdict, wilson
 
 TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
 BUSY = 0.95  # of the other side's CPU seconds a second: less is no equal share of the machine
 QUANTITIES = {"accuracy": "accuracy, %", "validation_loss": "loss", "seconds": "seconds"}
 QUANTITIES |= {"cpu_seconds": "CPU seconds", "goal_seconds": "seconds to 94%"}
 MEANINGS = {"code": "the program or core/ was changed", "digest": "the images differ"}
-MOST_LINES = 40  # of programs that differ
 LOOKING = "p holds for a number of runs chosen before looking. Adding runs until p is small finds chance differences."
 
 
@@ -64,12 +63,7 @@ def differing_lines(mine: tuple[str, Log], reference: tuple[str, Log]) -> list[s
     old, new = (program_text(source, log.conditions.get("code", "")) for source, log in (reference, mine))
     if not old or not new:
         return []
-    changes = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]  # after two lines of names
-    lines = [f"  {line[0]} {line[1:]}".rstrip() for line in changes if not line.startswith("@@")]
-    more = len(lines) - MOST_LINES
-    if more > 0:
-        lines[MOST_LINES:] = [f"  ... and {more} more lines"]
-    return lines
+    return changed_lines(old, new)
 
 
 def program_text(source: str, code: str) -> list[str]:
@@ -107,7 +101,7 @@ def mean_and_deviation(numbers: pd.Series) -> str:
 
 
 def runs_at_goal(log: Log) -> str:
-    """Return the number of runs at 94%, with the 95% confidence interval of their share."""
+    """Return the number of runs at 94%, with the 99% confidence interval of their share."""
     if log.reached is None:
         return f"unknown of {len(log.runs)}, accuracies are rounded"
     return "{} of {}, [{:.0%}, {:.0%}]".format(log.reached, len(log.runs), *wilson(log.reached, len(log.runs)))
@@ -115,7 +109,7 @@ def runs_at_goal(log: Log) -> str:
 
 def as_table(mine: Log, reference: Log, not_compared: Mapping[str, object]) -> str:
     """Return the table as text. A quantity for which `not_compared` is true has no difference."""
-    cells = [("", "mine", "reference", "difference", "95% confidence interval", "p")]
+    cells = [("", "mine", "reference", "difference", "99% confidence interval", "p")]
     for name, title in QUANTITIES.items():
         a = values(mine, name)
         b = values(reference, name)
@@ -134,18 +128,18 @@ def as_table(mine: Log, reference: Log, not_compared: Mapping[str, object]) -> s
 def judge(mine: Log, reference: Log, name: str, unit: str, margin: float) -> tuple[str, str]:
     """Return the verdict on a quantity, and a sentence with its figures."""
     a, b = values(mine, name), values(reference, name)
-    found = compare_means(a, b, margin)
-    word = verdict(found, more_is_better=name == "accuracy")
+    found = compare_means(a, b)
+    word = verdict(found, more_is_better=name == "accuracy", margin=margin)
     if not found:
         return word, f"{word}: a single run has no spread."
-    sentence = word + (f" within {margin:.3g} {unit}" if word == "equivalent" else "")
-    sentence += f": {found.difference:+.3f} {unit}, 95% interval [{found.low:+.3f}, {found.high:+.3f}]"
-    none = word == "no difference shown"
-    sentence += f", p = {found.p:.2g}" + (f" (not below {SIGNIFICANCE:g})" if none else "")
-    sentence += ", in pairs of the same seed" if found.paired else ""
-    if none:
-        sentence += f"; with {len(a)} and {len(b)} runs a difference of {found.detectable:.3g} {unit}"
-        sentence += " would be found four times in five"
+    sentence = f"mine is {word}" if word in ("better", "worse") else word
+    sentence += f" within {margin:.3g} {unit}" if word == "equivalent" else ""
+    sentence += f": {found.difference:+.3f} {unit}, 99% interval [{found.low:+.3f}, {found.high:+.3f}]"
+    sentence += f", p = {found.p:.2g}"
+    sentence += f", in {found.pairs} pairs of the same seed" if found.pairs else ""
+    if word == "no difference shown":
+        runs = "these pairs" if found.pairs else f"{len(a)} and {len(b)} runs"
+        sentence += f"; with {runs} a difference of {found.detectable:.3g} {unit} would be found four times in five"
     return word, sentence + "."
 
 
@@ -174,11 +168,15 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"Accuracy: {sentence}")
     if other_loss:
         print(f"Loss: not compared: {other_loss}.")
+    elif len(values(mine, "validation_loss")) and len(values(reference, "validation_loss")):
+        of_loss, sentence = judge(mine, reference, "validation_loss", "in loss", margin=0)
+        if of_loss in ("better", "worse"):
+            print(f"Loss: {sentence}")
     of_time, sentence = "", f"not compared: {why_not}."
     if not why_not:
         of_time, sentence = judge(mine, reference, "seconds", "seconds", TIME_MARGIN * times.mean())
     print(f"Time: {sentence}\n\n{LOOKING}")
-    return int("mine is worse" in (of_accuracy, of_time))
+    return int("worse" in (of_accuracy, of_time))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
     python -m large_batch_cifar_10_fast.plot FILE... [--panels accuracy work] [--published] [--out PICTURE]
 
-FILE is what `compare` reads. Lines are medians over runs, their shade is the range. Panels without data are left out.
+FILE is what `compare` reads; of `runs.tsv:*` each campaign is drawn. Lines are medians over runs, with those that are
+not finished, and their shade is the range. Panels without data are left out.
 """
 
 import argparse
+import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +17,17 @@ import numpy as np
 import pandas as pd
 from matplotlib import rcdefaults, rcParams
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from . import ConfigError, exit_on_config_error
 from .core.files import write_atomically
 from .core.program import flop_of_conditions
 from .core.table import CONDITIONS, GOAL, PLACE
-from .results import Log, read_log
+from .core.team import warn
+from .results import Log, each_campaign, read_log
 
 ACCURACY = "test accuracy, %"
 PANELS = {  # columns of x and y, and texts
@@ -30,25 +36,54 @@ PANELS = {  # columns of x and y, and texts
     "final": ("final", "final", "Final accuracy of each run", ACCURACY, ""),
     "work": ("work", "final", "Final accuracy against work", "PFLOP of a run on 50,000 images", ACCURACY),
 }
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito, for all eyes
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9"]  # Okabe and Ito, for all eyes
 COLORS += ["#882255", "#999933", "#332288"]  # Tol
+MARKERS = "os^DvPX"
+MOST_LABELS = 4  # at lines; more are in a legend
+LONGEST = 90  # characters of a label, without n
+HEIGHTS = (0, 10, -10, 22, -22, 34, -34, 46, -46)  # of a label above the end of its line, in points
+SIDES = {"left": 6, "right": -6}  # of a label that begins or ends there, to the right of this end
 UNLABELLED = {*CONDITIONS, *PLACE, "clock"} - {"precision"}  # conditions that are not in a label
 STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
-STYLE |= {"axes.spines.right": False, "axes.spines.top": False, "axes.grid": True, "grid.color": "0.9"}
+STYLE |= {"axes.titlepad": 10, "axes.spines.right": False, "axes.spines.top": False, "grid.color": "0.9"}
 STYLE |= {"text.parse_math": False, "svg.fonttype": "none", "lines.markeredgewidth": 0, "legend.frameon": False}
 
 
+def shorten(text: str, most: int) -> str:
+    """Return a text of at most so many characters: the middle of a longer one becomes an ellipsis."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - (most - 1) // 2 :]}"
+
+
+def name_of(log: Log) -> str:
+    """Return the campaign of a log, or its recipe if the campaign has an automatic name or none."""
+    recipe = log.conditions.get("recipe", "")
+    named = log.campaign and not (recipe and re.match(r"\d{8}T\d{6}-[0-9a-f]+\b", log.campaign))
+    return log.campaign if named else recipe or Path(log.name).stem
+
+
 def short_labels(logs: Sequence[Log]) -> list[str]:
-    """Return for each log its recipe, the options in which the logs of this recipe differ, and the number of runs."""
+    """Return for each log its name, and the recipe and options in which the logs of this name differ, or its file."""
+    names = [(name_of(log), log.conditions.get("recipe", "")) for log in logs]
     labels = []
-    for log in logs:
-        recipe = log.conditions.get("recipe", "")
-        alike = pd.DataFrame([other.conditions for other in logs if recipe == other.conditions.get("recipe")])
-        differing = [name for name in alike if alike[name].nunique() > 1 and name in {*log.conditions} - UNLABELLED]
-        options = "".join(f" {name}={log.conditions[name]}" for name in differing[:3])
-        labels.append((recipe or Path(log.name).stem[:30]) + options)
-    files = ["" if labels.count(a) == 1 else " " + log.name[-30:] for a, log in zip(labels, logs, strict=True)]
-    return [f"{a}{file}, n = {len(log.runs)}" for a, file, log in zip(labels, files, logs, strict=True)]
+    for log, (name, recipe) in zip(logs, names, strict=True):
+        alike = pd.DataFrame([each.conditions for each, its in zip(logs, names, strict=True) if its == (name, recipe)])
+        differing = [each for each in alike if alike[each].nunique() > 1 and each in {*log.conditions} - UNLABELLED][:3]
+        words = [shorten(name, LONGEST // 3)]
+        if recipe and len(alike) < [other for other, _ in names].count(name):
+            words.append(recipe)
+        for option in differing:
+            value = shorten(log.conditions[option], 36 // len(differing))
+            words.append(f"{shorten(option, 12)}={value}")
+        labels.append(" ".join(words))
+    files = ["" if labels.count(label) == 1 else f" {log.name[-30:]}" for label, log in zip(labels, logs, strict=True)]
+    return [shorten(label, LONGEST - len(file)) + file for label, file in zip(labels, files, strict=True)]
+
+
+def with_runs(label: str, log: Log) -> str:
+    """Return a label, shortened, with the number of runs."""
+    started = 0 if log.epochs is None else int((log.epochs["epoch"] == 1).sum())
+    unfinished = f", {started - len(log.runs)} unfinished" if started > len(log.runs) else ""
+    return f"{shorten(label, LONGEST)}, n = {len(log.runs)}{unfinished}"
 
 
 def table_of(log: Log, label: str, color: str) -> pd.DataFrame:
@@ -60,74 +95,120 @@ def table_of(log: Log, label: str, color: str) -> pd.DataFrame:
     return table.assign(accuracy=100 * table["accuracy"]).replace([np.inf, -np.inf], np.nan)
 
 
-def draw_medians(axes: Axes, table: pd.DataFrame, x: str, y: str, label: str, color: str) -> None:
+def draw_medians(axes: Axes, table: pd.DataFrame, x: str, y: str, **how: Any) -> None:
     """Draw the median over runs of a column against another, and its range; of the training loss its median alone."""
     values = table.groupby(x)[y]
     low, high = values.min(), values.max()
-    axes.plot(values.median(), "o-", ms=4, label=label, color=color)
-    axes.fill_between(low.index, low, high, color=color, alpha=0.2, lw=0)
-    axes.vlines(low.index, low, high, color=color, alpha=0.4, lw=2)
+    axes.plot(values.median(), ms=4, lw=1.2, **how)
     if y == "loss" and "train_loss" in table:
-        axes.plot(table.groupby(x)["train_loss"].median(), "--", color=color)
+        axes.plot(table.groupby(x)["train_loss"].median(), "--", lw=1.2, color=how["color"])
+    if len(low) > 1:
+        axes.fill_between(low.index, low, high, color=how["color"], alpha=0.2, lw=0)
+    else:
+        axes.vlines(low.index, low, high, color=how["color"], alpha=0.4, lw=2)
 
 
 def draw_final(axes: Axes, runs: pd.Series, row: int, label: str, color: str) -> None:
-    """Draw final accuracies as a row of dots, below their label, mean and standard deviation."""
+    """Draw final accuracies as a row of dots, below their label, mean and standard deviation, or with these beside."""
     rises = row + 0.3 * ((0.5 + 0.618 * np.arange(len(runs))) % 1)  # neighbours lie apart
     axes.plot(runs.sort_values(), rises, "o", color=color, alpha=0.6, ms=5)
     axes.vlines(runs.mean(), row - 0.05, row + 0.35, color=color, lw=2)
-    text = f"{label}: {runs.mean():.2f}" + (f" ± {runs.std():.2f}%" if len(runs) > 1 else "%")
-    axes.text(0.01, row - 0.25, text, transform=axes.get_yaxis_transform(), color=color, va="center")
+    text = f"{runs.mean():.2f}" + (f" ± {runs.std():.2f}%" if len(runs) > 1 else "%")
+    where = (0.01, row - 0.25, f"{label}: {text}") if label else (1.02, row + 0.15, text)
+    axes.text(*where, transform=axes.get_yaxis_transform(), color=color, va="center")
     axes.set(yticks=[], ylim=(row + 0.6, -0.6))
 
 
-def label_ends(axes: Axes, data: pd.DataFrame, x: str, y: str) -> None:
-    """Write the label of each log above the end of its line or range, moved up where labels would overlap."""
-    ends = data.sort_values([x, y]).groupby(["label", "color"])[[x, y]].last().sort_values(y)
-    (low, high), right = axes.get_ylim(), axes.get_xlim()[1]
-    step = 0.08 * (high - low)  # more than the height of a label
-    placed: list[tuple[float, float, float]] = []  # left and right ends and heights of labels
-    for (label, color), end, height in zip(ends.index, ends[x], ends[y] + step, strict=True):
-        align = "right" if end > 0.4 * right else "left"
-        width = 0.024 * right * len(label)  # more than that of a label
-        left = end - width if align == "right" else end
-        height = max([height, *(below + step for a, b, below in placed if a < left + width and left < b)])
-        placed.append((left, left + width, height))
-        how = {"ha": align, "va": "center", "color": color, "bbox": {"color": "white", "pad": 0}}
-        axes.text(end, height, label, zorder=1.8, **how)  # below lines
-    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])
-    axes.set_ylim(low, max(high, *(height + step for *_, height in placed)))
+def draw_goal(axes: Axes, vertical: bool) -> None:
+    """Draw a line at 94%, with its name at its end, outside the panel."""
+    draw = axes.axvline if vertical else axes.axhline
+    draw(100 * GOAL, color="black", lw=0.8, ls=(0, (4, 3)), zorder=1.7)
+    where = [(1.03, "axes fraction"), (100 * GOAL, "data")]
+    (x, of_x), (y, of_y) = reversed(where) if vertical else where
+    axes.annotate("94%", (x, y), xycoords=(of_x, of_y), fontsize=7, ha="center", va="center")
 
 
-def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:
-    """Draw panels, two in a row, of the logs that have data for them. More than six logs have a legend."""
+def label_ends(axes: Axes, medians: pd.DataFrame, taken: Any) -> bool:
+    """Write labels near the ends of lines where no pixel is taken, and take theirs. Return whether all have a place.
+
+    A place is near a line if no point of another one is much nearer.
+    """
+    medians[["x", "y"]] = axes.transData.transform(medians[["x", "y"]])  # in pixels
+    ends = medians.groupby("log").last().sort_values(["x", "y"], ascending=[False, True])
+    for log, end in ends.iterrows():
+        others = medians.loc[medians["log"] != log, ["x", "y"]]
+        text = axes.annotate(end["label"], (end["x"], end["y"]), (0, 0), "figure pixels", "offset points", va="center")
+        text.set_color(end["color"])
+        for up, align in itertools.product(HEIGHTS, SIDES):
+            text.set(position=(SIDES[align], up), ha=align)
+            box = text.get_window_extent().padded(4)
+            pixels = taken[int(box.y0) : int(box.y1), int(box.x0) : int(box.x1)]
+            offset = np.array([SIDES[align], up]) * axes.figure.dpi / 72
+            distances = np.linalg.norm(others - end[["x", "y"]].astype(float) - offset, axis=1)
+            is_near = distances.min(initial=np.inf) > 0.6 * np.linalg.norm(offset)
+            if is_near and axes.bbox.count_contains(box.corners()) == 4 and not pixels.any():
+                pixels[:] = True
+                break
+        else:
+            return False
+    return True
+
+
+def draw_picture(data: pd.DataFrame, panels: Sequence[str], legend: bool = False) -> Figure:
+    """Draw panels, two in a row, of the logs that have data for them.
+
+    Labels are at lines, or in a legend: if one is asked for, if there are many, or if they do not fit.
+    """
     rcdefaults()  # whatever a matplotlibrc says
     rcParams.update(STYLE)  # type: ignore[arg-type]
     rows: Any = [[*panels[i : i + 2], panels[-1]][:2] for i in range(0, len(panels), 2)]
-    figure = Figure(figsize=(8.5, 3.4 * len(rows)), dpi=200, layout="constrained")
-    with_legend = data["label"].nunique() > 6 or panels == ["loss"]
-    for panel, axes in figure.subplot_mosaic(rows).items():
+    logs = data.drop_duplicates("log")
+    legend = legend or len(logs) > MOST_LABELS or ("loss" in panels and "accuracy" not in panels)
+    columns = 2 if logs["label"].str.len().max() < 45 else 1
+    height = len(rows) * max(3.4, 0.18 * len(logs)) + legend * 0.19 * len(logs) / columns
+    figure = Figure(figsize=(8.5, height), dpi=200, layout="constrained")
+    mosaic = figure.subplot_mosaic(rows)
+    medians = {}
+    for panel, axes in mosaic.items():
         x, y, title, x_label, y_label = PANELS[panel]
         shown: Any = data.dropna(subset=[x, y])
-        for row, (log, table) in enumerate(shown.groupby(["label", "color"], sort=False)):
+        names = ["log", "label", "color", "marker"]
+        for row, ((_, label, color, marker), table) in enumerate(shown.groupby(names)):
             if panel == "final":
-                draw_final(axes, table[x], row, *log)
+                draw_final(axes, table[x], row, "" if legend else label, color)
             else:
-                draw_medians(axes, table, x, y, *log)
+                draw_medians(axes, table, x, y, color=color, marker=marker)
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
         axes.set_xlim(None if panel == "final" else 0)
-        goal, (low, high) = (axes.axvline, axes.get_xlim()) if panel == "final" else (axes.axhline, axes.get_ylim())
+        low, high = axes.get_xlim() if panel == "final" else axes.get_ylim()
         if panel == "loss":
             axes.set_yscale("log")
             axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
         elif low - 2 < 100 * GOAL < high + 2:
-            goal(100 * GOAL, color="black", lw=0.8, ls=(0, (4, 3)), zorder=1.7)
-        if y_label == ACCURACY and not with_legend:
-            label_ends(axes, shown, x, y)
-    if with_legend:
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
-    return figure
+            draw_goal(axes, vertical=panel == "final")
+        if y_label == ACCURACY and not legend:
+            low, high = axes.get_ylim()
+            axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])
+            axes.set_ylim(low, high + 0.09 * len(logs) * (high - low))  # room for labels
+            medians[axes] = shown.groupby([*names, x], as_index=False)[y].median().rename(columns={x: "x", y: "y"})
+    if legend:
+        entries = [Line2D([], [], ms=4, color=log.color, marker=log.marker) for log in logs.itertuples()]
+        figure.legend(entries, logs["label"], loc="outside upper left", ncols=columns)
+    if data.duplicated(["log", "epoch"]).any():  # runs
+        notes = ["shade: range over runs"] if {*panels} - {"final"} else []
+        notes += ["± is the standard deviation over runs"] if "final" in panels else []
+        figure.supxlabel("; ".join(notes), fontsize=7, color="0.4")
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    figure.set_layout_engine("none")  # labels stay where they fit
+    taken = (np.asarray(canvas.buffer_rgba())[::-1, :, :3] < 250).any(axis=2)
+    fits = [label_ends(axes, of_panel, taken) for axes, of_panel in medians.items()]
+    if "final" in panels:
+        fits += [text.get_window_extent().x1 < mosaic["final"].bbox.x1 for text in mosaic["final"].texts]
+    for axes in mosaic.values():
+        axes.grid(True)
+    return figure if legend or all(fits) else draw_picture(data, panels, True)
 
 
 @exit_on_config_error("plot")
@@ -136,16 +217,35 @@ def main(arguments: list[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="+", metavar="FILE")
     parser.add_argument("--panels", nargs="+", choices=PANELS, default=[*PANELS], help="default: all")
+    parser.add_argument("--labels", nargs="+", metavar="LABEL", help="one for each log that is drawn, in order")
     parser.add_argument("--published", action="store_true", help="add the published runs of apple2019, in grey")
     parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
     options = parser.parse_args(arguments)
-    logs = [read_log(name) for name in options.files]
-    tables = [table_of(*each) for each in zip(logs, short_labels(logs), COLORS * len(logs), strict=False)]
+    by_epoch = [panel for panel in options.panels if panel in ("accuracy", "loss")]
+    logs = []
+    left_out = []
+    for name in [name for source in options.files for name in each_campaign(source)]:
+        log = read_log(name, unfinished=True)
+        left_out += log.left_out
+        if len(log.runs) or (by_epoch and log.epochs is not None):
+            logs.append(log)
+        elif not log.left_out:
+            left_out.append(name)
+    if not logs:
+        raise ConfigError(f"{', '.join(left_out)} has no finished run: wait for one, or name another FILE:CAMPAIGN")
+    labels = options.labels or short_labels(logs)
+    if len(labels) != len(logs):
+        raise ConfigError(f"--labels has {len(labels)}, but {len(logs)} logs are drawn: give one for each")
+    labels = [with_runs(*each) for each in zip(labels, logs, strict=True)]
+    tables = [table_of(*each) for each in zip(logs, labels, COLORS * len(logs), strict=False)]
     if options.published:
         tables.append(table_of(read_log("published"), "apple2019, published", "0.5"))
-    data = pd.concat(tables)
+    data = pd.concat([table.assign(log=i, marker=MARKERS[i % len(MARKERS)]) for i, table in enumerate(tables)])
     values = {panel: data.dropna(subset=PANELS[panel][:2])[PANELS[panel][0]] for panel in options.panels}
-    figure = draw_picture(data, [panel for panel in values if values[panel].nunique() > 1] or ["final"])
+    default = ["final"] if data["final"].notna().any() else by_epoch[:1]
+    figure = draw_picture(data, [panel for panel in values if values[panel].nunique() > 1] or default)
+    for name in left_out:
+        warn(f"{name} has no finished run: left out")
     try:
         if options.out.exists() and not options.out.is_file():
             raise OSError("it exists and is not a file")

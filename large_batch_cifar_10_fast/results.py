@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Log:
     """The results of a campaign. `runs` has a row per run: seed, accuracy (a fraction), validation_loss, seconds,
     cpu_seconds, and goal_seconds, the time to 94%; NaN where the log does not say, or, but for accuracy, the run
     diverged. `reached` counts the runs at 94%; None if rounded accuracies do not tell. `epochs` has a row per run and
-    epoch: epoch, seconds, accuracy, and losses if known."""
+    epoch: epoch, seconds, accuracy, and losses if known. `left_out` names tables without any run."""
 
     name: str
     runs: pd.DataFrame
@@ -56,6 +56,8 @@ class Log:
     conditions: dict[str, str]
     notes: list[str]
     epochs: pd.DataFrame | None
+    campaign: str = ""  # of a runs.tsv
+    left_out: list[str] = field(default_factory=list)
 
 
 def find_files(source: str) -> list[tuple[str, str]]:
@@ -73,10 +75,32 @@ def find_files(source: str) -> list[tuple[str, str]]:
     return []
 
 
-def read_log(source: str) -> Log:
+def each_campaign(source: str) -> list[str]:
+    """Return `FILE:CAMPAIGN` for each campaign of `FILE:*`, also without a finished run; any other source itself."""
+    files = find_files(source)
+    if not files or files[0][1] != "*":
+        return [source]
+    found = []
+    for path, _ in files:
+        names = campaigns_in(Path(path).with_name("epochs.tsv")) + campaigns_in(Path(path))
+        found += [f"{path}:{name}" for name in dict.fromkeys(names)] or [f"{path}:*"]
+    return found
+
+
+def campaigns_in(path: Path) -> list[str]:
+    """Return the campaign of each row of a runs.tsv or epochs.tsv; of another file, or none, nothing."""
+    text = read_text(path) if path.is_file() else ""
+    if not text.startswith("campaign\t"):
+        return []
+    rows = text[: text.rfind("\n") + 1].splitlines()[1:]
+    return [row.partition("\t")[0] for row in rows if row]
+
+
+def read_log(source: str, unfinished: bool = False) -> Log:
     """Read `published`, a file by its content, or several runs.tsv (`a/runs.tsv,b/runs.tsv` or `*/runs.tsv`) as one.
 
-    `FILE:CAMPAIGN` reads another campaign of a runs.tsv than its last. Raise ConfigError for a damaged file.
+    `FILE:CAMPAIGN` reads another campaign of a runs.tsv than its last, `FILE:*` all as one. With `unfinished` the
+    epochs of unfinished runs count, too, and a runs.tsv may have no finished run. Raise ConfigError for a damaged file.
     """
     several = [file for part in source.split(",") for file in find_files(part) or [(part, "")]]
     files = find_files(source) or [*dict.fromkeys(several)]
@@ -89,11 +113,11 @@ def read_log(source: str) -> Log:
         (path, campaign), text = next(iter(texts.items()))
         if len(files) == 1 and "\nTrain acc " in f"\n{text}" and not campaign:
             return from_lines(path, text)
-        tables = {file: parse_table(file[0], text) for file, text in texts.items()}
+        tables = {file: parse_table(file[0], text, may_be_empty=unfinished) for file, text in texts.items()}
         if len(files) == 1 and "hours" in tables[files[0]]:
             return from_epochs(path, tables[files[0]])
         if all("campaign" in table for table in tables.values()):
-            return from_runs(source, tables)
+            return from_runs(source, tables, unfinished)
     except (OSError, ValueError, KeyError) as error:  # a folder, a picture; errors of pandas name the line
         raise ConfigError(f"{source}: cannot be read ({first_line(error)})") from error
     raise ConfigError(f"{source}, line 1: neither run log, nor runs.tsv, nor DAWNBench table")
@@ -103,15 +127,18 @@ def read_text(path: Path) -> str:
     return path.read_text("utf-8-sig", errors="replace")
 
 
-def parse_table(path: str, text: str) -> pd.DataFrame:
-    """Return a table of text with tabs, indexed by `path, line N`. A half-written last row of ours is left out."""
+def parse_table(path: str, text: str, may_be_empty: bool = False) -> pd.DataFrame:
+    """Return a table of text with tabs, indexed by `path, line N`. A half-written last row of ours is left out.
+
+    Raise ConfigError if it is empty, unless it is one of ours that may be.
+    """
     if text.startswith("campaign\t"):
         text = text[: text.rfind("\n") + 1]
     how: dict[str, Any] = {"header": None, "dtype": str, "na_filter": False, "skip_blank_lines": False}
     table = pd.read_csv(io.StringIO(text), sep="\t", quoting=csv.QUOTE_NONE, **how)
     table = table.rename(index=lambda i: f"{path}, line {i + 1}").set_axis(table.iloc[0], axis=1).iloc[1:]
     table = table.loc[(table != "").any(axis=1), ~table.columns.duplicated()]
-    if table.empty:
+    if table.empty and not (may_be_empty and "campaign" in table):
         raise ConfigError(f"{path}, line 1: no rows below the header")
     return table
 
@@ -137,15 +164,26 @@ def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], epochs: 
     return Log(name, runs, int(((runs["accuracy"] >= GOAL) & finite).sum()), conditions, notes, epochs)
 
 
-def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame]) -> Log:
-    """Read the named or the last campaign of each table. Raise ConfigError if conditions differ or a seed recurs."""
-    parts = {}
+def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame], unfinished: bool) -> Log:
+    """Read the named, the last or all (`*`) campaigns of each table, as one.
+
+    Raise ConfigError if conditions differ or a seed recurs, or for a campaign without runs, which `unfinished` allows.
+    """
+    parts: dict[tuple[str, str], pd.DataFrame] = {}
+    left_out = []
     for (path, campaign), table in tables.items():
-        part = table[table["campaign"] == (campaign or table["campaign"].iloc[-1])]
-        if part.empty:
+        started = campaigns_in(Path(path).with_name("epochs.tsv")) if unfinished else []
+        known = [*started, *table["campaign"]]  # a name a row
+        names = known[-1:]
+        if campaign == "*":
+            names = [*dict.fromkeys(known)]
+        elif campaign:
+            names = [campaign] if campaign in known else []
+        if not (names or unfinished):
             raise ConfigError(f"{path}: no campaign {campaign}, only {', '.join(table['campaign'].unique())}")
-        parts[f"{path}:{campaign}"] = part
-    rows = pd.concat(parts.values()).fillna("")
+        parts |= {(path, name): table[table["campaign"] == name] for name in names}
+        left_out += [] if names else [f"{path}:{campaign}".rstrip(":*")]
+    rows = pd.concat([*parts.values(), table[:0]]).fillna("")
     alike = rows.reindex(columns=["images", *CONDITIONS, *MAY_DIFFER], fill_value="").drop_duplicates()
     conditions: dict[str, str] = {}  # an earlier row's, so that what one table does not say, another may
     for line, row in alike.to_dict("index").items():
@@ -160,26 +198,30 @@ def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame]) -> Lo
     runs = numbers(rows, limits | {"cpu_seconds": (0, 1e12, "")} | LOSSES)
     count = numbers(rows, {"validation_count": (0, runs["validation_images"].max())})["validation_count"]
     runs["accuracy"] = count / runs["validation_images"]
-    log = make_log(source, runs, conditions, epochs_of(parts))
+    log = make_log(source, runs, conditions, epochs_of(parts, unfinished))
     for name in [name for name in MAY_DIFFER if alike[name].nunique() > 1]:
         log.notes.append(f"{source} has more than one {name}: {', '.join(alike[name].unique())}")
         log.conditions.pop(name, None)
-    return log
+    return replace(log, campaign=" + ".join(dict.fromkeys(name for _, name in parts)), left_out=left_out)
 
 
-def epochs_of(parts: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
-    """Return the epochs of all runs from the epochs.tsv beside each table, or those of one run from timing_log.tsv."""
+def epochs_of(parts: Mapping[tuple[str, str], pd.DataFrame], unfinished: bool) -> pd.DataFrame | None:
+    """Return the epochs of all runs from the epochs.tsv beside each table, or those of one run from timing_log.tsv.
+
+    Without `unfinished`, only those of finished runs.
+    """
     found: list[Any] = []
     limits: dict[str, tuple] = {"epoch": (1, 1e9), **SECONDS, "validation_accuracy": (0, 1)}
     limits |= dict.fromkeys(LOSSES, (-np.inf, np.inf, "nan", ""))
-    for path, rows in parts.items():
+    for (path, campaign), rows in parts.items():
         beside, curve = (Path(path).with_name(name) for name in ("epochs.tsv", "timing_log.tsv"))
         text = read_text(beside) if beside.exists() else ""
         if text.count("\n") > 1:  # it has rows
             table = parse_table(str(beside), text)
-            table = table[(table["campaign"] == rows["campaign"].iloc[0]) & table["run"].isin(rows["run"])]
-            if "launch" in table and "launch" in rows:  # of those that made a run, the one that wrote its row
-                table = table[table.set_index(["run", "launch"]).index.isin(rows.set_index(["run", "launch"]).index)]
+            table = table[(table["campaign"] == campaign) & (unfinished | table["run"].isin(rows["run"]))]
+            if "launch" in table and "launch" in rows:  # of those that made a run, the one that wrote its row, or last
+                made = pd.concat([table, rows]).drop_duplicates("run", keep="last").set_index(["run", "launch"])
+                table = table[table.set_index(["run", "launch"]).index.isin(made.index)]
             table = table.drop_duplicates(["run", "epoch"], keep="last")  # earlier versions did not write the launch
             found.append(numbers(table, limits).rename(columns={"validation_accuracy": "accuracy"}))
         elif curve.exists():
@@ -229,60 +271,62 @@ def conditions_of(found: Mapping[Any, str]) -> dict[str, str]:
 
 # ---- Statistics
 
-SIGNIFICANCE = 0.01  # of a difference
-EQUIVALENCE = 0.05  # of each of the two one-sided tests
+SIGNIFICANCE = 0.01  # of a verdict: intervals have a confidence of 99%
 POWER = 0.8  # with which a detectable difference is found
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference of two means, mine - reference, with its 95% confidence interval."""
+    """The difference of two means, mine - reference, with its confidence interval.
+
+    `tests` are all that are made together. The interval has a confidence of 1 - SIGNIFICANCE / tests, so that all of
+    them hold with 1 - SIGNIFICANCE (Bonferroni), and `p` is multiplied by them: it is below SIGNIFICANCE if and only if
+    the interval leaves out 0.
+    """
 
     difference: float
     low: float
     high: float
     p: float  # of no difference
-    p_margin: float  # of a difference as large as the margin: the larger one of two one-sided tests
-    detectable: float  # the difference that is found, at SIGNIFICANCE, with POWER
-    paired: bool
+    detectable: float  # the difference that is found with POWER
+    pairs: int  # 0: not compared in pairs
 
 
-def compare_means(mine: pd.Series, reference: pd.Series, margin: float = 0.0) -> Comparison | None:
+def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comparison | None:
     """Compare the means of two samples, indexed by seed (NaN: unknown); None if one has a single value.
 
-    Samples of the same seeds are compared in pairs, by Student's test, others by Welch's, which lets variances differ.
+    Over common seeds they are compared in pairs, by Student's test, if at least half of the runs of a side have one;
+    else all runs by Welch's, which lets variances differ.
     """
     if min(len(mine), len(reference)) < 2:
         return None
-    mine, reference = mine.sort_index(), reference.sort_index()
-    paired = np.array_equal(mine.index, reference.index)  # which two NaN are not
-    a, b = mine.to_numpy(), reference.to_numpy()
-    difference = float(a.mean() - b.mean())
-    if (np.ptp(a - b) if paired else max(np.ptp(a), np.ptp(b))) == 0:  # no variance, so no test
+    common = sorted({*mine.index.dropna()} & {*reference.index.dropna()})
+    pairs = len(common) if 2 * len(common) >= max(4, min(len(mine), len(reference))) else 0
+    a = (mine[common] if pairs else mine).to_numpy()
+    b = (reference[common] if pairs else reference).to_numpy()
+    if (np.ptp(a - b) if pairs else max(np.ptp(a), np.ptp(b))) == 0:  # no variance, so no test
         difference = float(a[0] - b[0])  # means of equal values may differ in their last bit
-        p, p_margin = float(difference == 0), float(abs(difference) >= margin)
-        return Comparison(difference, difference, difference, p, p_margin, 0.0, paired)
-    run_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
+        return Comparison(difference, difference, difference, float(difference == 0), 0.0, pairs)
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # nearly equal values
-        test = run_test(a, b)
-        above = run_test(a + margin, b, alternative="greater").pvalue
-        below = run_test(a - margin, b, alternative="less").pvalue
-    low, high = map(float, test.confidence_interval(0.95))
+        test = stats.ttest_rel(a, b) if pairs else stats.ttest_ind(a, b, equal_var=False)
+    significance = SIGNIFICANCE / tests
+    low, high = map(float, test.confidence_interval(1 - significance))
     quantile = partial(stats.t.ppf, df=test.df)
-    error = (high - low) / 2 / quantile(0.975)
-    detectable = float(error * (quantile(1 - SIGNIFICANCE / 2) + quantile(POWER)))
-    return Comparison(difference, low, high, float(test.pvalue), max(above, below), detectable, paired)
+    error = (high - low) / 2 / quantile(1 - significance / 2)
+    detectable = float(error * (quantile(1 - significance / 2) + quantile(POWER)))
+    p = min(1.0, tests * float(test.pvalue))
+    return Comparison(float(a.mean() - b.mean()), low, high, p, detectable, pairs)
 
 
-def verdict(found: Comparison | None, more_is_better: bool) -> str:
-    """Say whether mine is better or worse, or the two are equivalent: their difference is within the margin."""
-    if found and found.p_margin < EQUIVALENCE:
+def verdict(found: Comparison | None, more_is_better: bool, margin: float) -> str:
+    """Say what an interval shows: equivalent if it lies within the margin, else better or worse if it leaves out 0."""
+    if found and -margin < found.low and found.high < margin:
         return "equivalent"
-    if found and found.p < SIGNIFICANCE:
-        return "mine is better" if (found.difference > 0) == more_is_better else "mine is worse"
+    if found and not found.low <= 0 <= found.high:
+        return "better" if (found.difference > 0) == more_is_better else "worse"
     return "no difference shown"
 
 
 def wilson(count: int, total: int) -> tuple[float, float]:
-    """Return the 95% score interval of a proportion."""
-    return stats.binomtest(count, total).proportion_ci(method="wilson")
+    """Return the 99% score interval of a proportion."""
+    return stats.binomtest(count, total).proportion_ci(1 - SIGNIFICANCE, method="wilson")

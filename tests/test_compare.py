@@ -34,8 +34,8 @@ def test_published_is_equivalent_to_itself(compared):
     status, lines = compared("published", "published")
     assert (status, lines["Time"][:37]) == (0, "Time: equivalent within 0.394 seconds")
     assert lines["Accuracy"].startswith("Accuracy: equivalent within 0.1 points: +0.000 points")
-    assert re.search(r"94.186 ± 0.185, n = 50 .* \[-0.073, \+0.073\]", lines["accuracy"])
-    assert "41 of 50, [69%, 90%]" in lines["runs"]
+    assert re.search(r"94.186 ± 0.185, n = 50 .* \[-0.097, \+0.097\]", lines["accuracy"])
+    assert "41 of 50, [65%, 92%]" in lines["runs"]
 
 
 @pytest.mark.parametrize(
@@ -108,25 +108,29 @@ def test_welch_and_wilson_are_the_textbooks():
     va, vb = a.var(ddof=1) / 15, b.var(ddof=1) / 15
     error, freedom = math.sqrt(va + vb), (va + vb) ** 2 / (va**2 / 14 + vb**2 / 14)
     assert freedom == pytest.approx(24.99, abs=0.01)  # published
-    a, b = pd.Series(a), pd.Series(b, index=range(1, 16))  # by seed
-    found = compare_means(a, b, margin=4)
-    assert found.high - found.low == pytest.approx(2 * stats.t.ppf(0.975, freedom) * error)
+    a, b = pd.Series(a), pd.Series(b, index=range(15, 30))  # by seed
+    found = compare_means(a, b)
+    assert found.high - found.low == pytest.approx(2 * stats.t.ppf(0.995, freedom) * error)
     assert found.p == pytest.approx(0.021, abs=5e-4)
-    assert found.p_margin == pytest.approx(stats.t.sf((found.difference + 4) / error, freedom))
     power = stats.nct.sf(stats.t.ppf(1 - 0.01 / 2, freedom), freedom, found.detectable / error)
     assert power == pytest.approx(0.8, abs=0.01)
     assert compare_means(a[:1], b) is None
-    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe, 1998
+    z = stats.norm.ppf(0.995)
+    low, high = wilson(81, 263)
+    for share in (low, high):  # where the score test just keeps the observed share
+        assert abs(81 / 263 - share) / math.sqrt(share * (1 - share) / 263) == pytest.approx(z)
+    assert low < 81 / 263 < high
 
 
 @pytest.mark.parametrize("count", [5, 7])
 def test_samples_without_variance_differ_surely_or_not_at_all(count):
     """As pairs, too. The float64 means of 5 and of 7 values 94.21 differ."""
-    a, b = pd.Series([94.21] * 5), pd.Series([94.21] * count)
-    found = compare_means(a, b, margin=0.1)
-    assert (found.p, verdict(found, True), found.paired) == (1, "equivalent", count == 5)
-    found = compare_means(a, b + 0.5, margin=0.1)
-    assert (found.p < 1e-9, verdict(found, True), verdict(found, False)) == (True, "mine is worse", "mine is better")
+    a, b = pd.Series([94.21] * 5), pd.Series([94.21] * count, index=range(2 * (count == 7), 2 * (count == 7) + count))
+    found = compare_means(a, b)
+    assert (found.p, verdict(found, True, margin=0.1)) == (1, "equivalent")
+    found = compare_means(a, b + 0.5)
+    assert found.p < 1e-9
+    assert [verdict(found, more_is_better, margin=0.1) for more_is_better in (True, False)] == ["worse", "better"]
 
 
 def test_samples_of_the_same_seeds_are_compared_in_pairs():
@@ -137,7 +141,32 @@ def test_samples_of_the_same_seeds_are_compared_in_pairs():
         found = compare_means(a, reference)
         assert found.low + found.high == pytest.approx(5)
         assert found.p == pytest.approx(2 * stats.t.sf(2.5 / (math.sqrt(5 / 3) / 2), 3))
-    assert not compare_means(a, b.set_axis([8, 9, 10, 11])).paired
+        assert found.pairs == 4
+    assert compare_means(a, b.set_axis([9, 10, 11, 12])).pairs == 2
+    assert compare_means(a, b.set_axis([10, 11, 12, 13])).pairs == 0, "one pair has no spread, and few are not the runs"
+
+
+def test_pairs_are_formed_over_common_seeds():
+    """A fifth run of one side changes its mean, and not the difference."""
+    b = pd.Series([100.0, -200, 300, 50], index=[7, 8, 9, 10])
+    a = b + np.arange(1, 5)
+    assert compare_means(pd.concat([a, pd.Series([1e6], index=[3])]), b) == compare_means(a, b)
+
+
+@pytest.mark.parametrize("tests", [1, 5])
+@pytest.mark.parametrize("paired", [True, False])
+def test_a_verdict_agrees_with_its_interval_and_its_p(tests, paired):
+    draws = np.random.default_rng(tests)
+    words = set()
+    for shift in np.linspace(0, 4, 60):
+        a = pd.Series(draws.normal(shift, 1, 6))
+        b = pd.Series(draws.normal(0, 1, 6), index=a.index if paired else a.index + 6)
+        found = compare_means(a, b, tests)
+        word = verdict(found, True, margin=1e-9)
+        words.add(word)
+        assert bool(found.pairs) == paired
+        assert (word != "no difference shown") == (found.p < 0.01) == (not found.low <= 0 <= found.high)
+    assert words == {"better", "no difference shown"}
 
 
 CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"

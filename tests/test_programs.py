@@ -490,3 +490,23 @@ def test_every_result_of_a_compiled_pass_is_checked(fault, message, monkeypatch,
     assert all(weight.grad is None for weight in network.parameters())
     shown = capsys.readouterr().err
     assert re.search(f"^Warning: not compiled .the compiled {message}", shown) if message else shown == ""
+
+
+@pytest.mark.parametrize("edited", ["mine.py", "helper.py"])
+def test_an_edited_file_does_not_continue_a_campaign_and_its_lines_are_shown(tiny_npz, tmp_path, capsys, edited):
+    edits = [("import torch\n", "import helper  # nothing\nimport torch\n"), ("SETS = ", "SETS: dict = {}\n_ = ")]
+    program = copy_with("muon", edits, tmp_path / "mine.py")
+    (tmp_path / "helper.py").write_text("x = 1\n")
+    options = ["--width", 4, "--batch_size", 100, "--epochs", 1, "--data", tiny_npz, "--no_compile", "--out", tmp_path]
+    words = ["--recipe", program, *options, "--precision", "fp32", "--campaign", "before"]
+    run_here(*words)
+    file = tmp_path / edited
+    file.write_text(file.read_text().replace("x = 1\n", "x = 2\n").replace("import helper  # nothing", "import helper"))
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match=f"^{edited} was changed since campaign before began, as above: undo that"):
+        run_here(*words, "--runs", 2)
+    shown = capsys.readouterr().err.splitlines()
+    old, new = {"mine.py": ("import helper  # nothing", "import helper"), "helper.py": ("x = 1", "x = 2")}[edited]
+    assert shown == [f"  - {old}", f"  + {new}"]
+    with pytest.raises(ConfigError, match=r"cannot be continued with .*label_smoothing"):
+        run_here(*words, "--label_smoothing", 0.1)

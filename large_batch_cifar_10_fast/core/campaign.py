@@ -33,7 +33,7 @@ from .table import (
     new_name,
     write_timing_log,
 )
-from .team import Team, warn
+from .team import Team, show, warn
 
 
 def teams_on_this_machine(team: Team) -> int:
@@ -75,7 +75,7 @@ def conditions(options: Options, name: str, hyp: Any, program: Path, images: Ima
 class Campaign:
     """The runs of a campaign that a launch makes, and its tables, which rank 0 reads and writes."""
 
-    def __init__(self, options: Options, common: dict[str, str], team: Team) -> None:
+    def __init__(self, options: Options, common: dict[str, str], program: Path, team: Team) -> None:
         """Find the missing runs.
 
         Raise ConfigError if the processes or the campaign's rows have other conditions, or a table cannot be written.
@@ -91,17 +91,18 @@ class Campaign:
         self.others: list[Row] = []  # all rows of the campaign that other launches made
         self.rows: dict[int, Row] = {}  # by run, of this launch and of those before
         if team.is_main and not options.profile:  # which makes no run
-            self.read_rows(options)
+            self.read_rows(options, program)
         finished = json.loads(team.gather("finished", json.dumps([*self.rows]))[0])
         self.missing = [run for run in options.planned if run not in finished]
 
-    def read_rows(self, options: Options) -> None:
+    def read_rows(self, options: Options, program: Path) -> None:
         """Read the planned runs that the table has; choose the campaign's name if it has none."""
         name, rows = campaign_named(self.out, options.campaign, options.resume)
         self.common["campaign"] = name
         self.others = rows
         self.common["seed"] = str(options.seed)
         self.known = [name for name in (*CONDITIONS, *PLACE, "seed") if name not in ("compile", "no_graph")]
+        self.check_code(rows, program)
         check_conditions(rows, self.common, self.known)
         try:
             self.runs.append([])  # fails before training if it cannot be written
@@ -116,6 +117,17 @@ class Campaign:
         """Note how steps are really computed. Raise ConfigError if the runs finished before were computed otherwise."""
         self.common |= {"compile": str(compile), "no_graph": str(no_graph)}
         check_conditions(self.others, self.common, ["compile", "no_graph"])
+
+    def check_code(self, rows: Iterable[Row], program: Path) -> None:
+        """Raise ConfigError, after the lines that were changed, if rows differ in the text of the program alone."""
+        for row in map(as_of_run_0, rows):
+            text = differences(self.common, row, self.known)
+            if text and text == differences(self.common, row, ["code"]):
+                file, lines = source.changed_since(program, self.out, row["code"])
+                for line in lines:
+                    show(line)
+                was = f"{file} was changed since campaign {row['campaign']} began" + (", as above" if lines else "")
+                raise ConfigError(f"{was}: undo that, or give another --campaign")
 
     def check_other(self, row: Row) -> None:
         """Raise ConflictError for a row of this campaign that a launch beside this one made under other conditions."""

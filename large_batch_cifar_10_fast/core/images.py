@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +59,7 @@ class Images:
     train_labels: np.ndarray
     test_images: np.ndarray
     test_labels: np.ndarray
+    in_random_order: bool = field(default=False, kw_only=True)  # the training images, already
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -88,8 +89,9 @@ class Images:
 
     @property
     def is_original(self) -> bool:
-        """Whether these are CIFAR's training images in their own order, which is a random one, or the shapes."""
-        return self.name in (CIFAR_10, CIFAR_100, SYNTHETIC) or self.digests[0] == CIFAR_10_TRAINING
+        """Whether the training images keep their order: CIFAR's own, which is a random one, or already a random one."""
+        known = self.in_random_order or self.name in (CIFAR_10, CIFAR_100, SYNTHETIC)
+        return known or self.digests[0] == CIFAR_10_TRAINING
 
     def shuffled(self) -> "Images":
         """Return these with the training images in a random order that is always the same.
@@ -98,6 +100,21 @@ class Images:
         """
         order = np.random.default_rng(0).permutation(len(self.train_images))
         return replace(self, train_images=self.train_images[order], train_labels=self.train_labels[order])
+
+    def held_out(self, count: int) -> "Images":
+        """Return these with the last `count` training images, in random order, as test images: to choose by, not these.
+
+        Raise ConfigError if too few are left to train on.
+        """
+        ordered = self if self.is_original else self.shuffled()
+        left = len(ordered.train_images) - count
+        if left < 1 or ordered.train_labels[:left].max() < self.classes - 1:
+            total = f"of {left + count} training images"
+            raise ConfigError(f"--holdout {count} {total} leaves none of a class to train on: keep out fewer")
+        images = np.split(ordered.train_images, [left])
+        labels = np.split(ordered.train_labels, [left])
+        name = f"{self.name} with the last {count} training images as test images"
+        return Images(name, images[0], labels[0], images[1], labels[1], in_random_order=True)
 
     def doubts(self) -> list[str]:
         """Return warnings of images and labels that cannot be right, each with its likely cause."""
@@ -159,8 +176,16 @@ def hash_images(images: np.ndarray) -> np.ndarray:
     return images.reshape(len(images), -1).view(np.int64) @ factors
 
 
-def load_images(data: str) -> Images:
-    """Read `--data` into memory; download CIFAR-10 or CIFAR-100 if it is missing. Raise ConfigError."""
+def load_images(data: str, holdout: int = 0) -> Images:
+    """Read `--data` into memory; download CIFAR-10 or CIFAR-100 if it is missing. Raise ConfigError.
+
+    With `holdout` the last training images take the place of the test images.
+    """
+    images = read_images(data)
+    return images.held_out(holdout) if holdout else images
+
+
+def read_images(data: str) -> Images:
     path = Path(data)
     if data == SYNTHETIC:
         return Images(SYNTHETIC, *draw_shapes())

@@ -41,6 +41,7 @@ class Options:
     resume: bool = False  # short for --campaign with the name of the last one in --out
     share: str = "0/1"  # I/N: make only runs I, I+N, I+2N, ...; other launches make the other shares of N
     data: str = str(DATA)  # folder of CIFAR-10 (downloaded if missing), cifar100, FILE.npz, or synthetic
+    holdout: int = 0  # test on the last N training images, which are then not trained on; 0: on the test images
     out: str = "."  # folder for runs.tsv, epochs.tsv and timing_log.tsv
     save: str = ""  # file for the weights and running statistics of the last run (of the share)
     device: Literal["", "cuda", "cpu"] = ""  # the GPUs if there are any, else the CPU
@@ -58,7 +59,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_range(self, 1, MOST, "runs", "micro_batches", "teams", "timeout")
-        check_range(self, 0, MOST, "nproc", "profile")
+        check_range(self, 0, MOST, "nproc", "profile", "holdout")
         check_range(self, 0, 2**62 - 1, "seed")
         if self.profile and self.teams > 1:
             raise ConfigError("--profile is for one team: leave out --teams")
@@ -66,8 +67,8 @@ class Options:
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))  # a shell leaves `--out=~/x` alone
             if not os.path.abspath(getattr(self, name)).isprintable():
                 raise ConfigError(f"--{name} {getattr(self, name)!a} cannot stand in a table: use printable characters")
-        if not re.fullmatch(r"[\w.:+-]{0,100}", self.campaign):
-            raise ConfigError(f"--campaign {self.campaign!a}: use letters, digits and . : + - _, at most 100")
+        if not re.fullmatch(r"[\w.:+=-]{0,100}", self.campaign):
+            raise ConfigError(f"--campaign {self.campaign!a}: use letters, digits and . : + = - _, at most 100")
         if self.compile and self.no_compile:
             raise ConfigError("--compile and --no_compile were both given: choose one")
         shares = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", self.share)

@@ -67,12 +67,12 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             raise ConfigError(
                 f"--micro_batches {options.micro_batches} does not divide the {here} workers of a process"
             )
-        images = load_images(options.data)
+        images = load_images(options.data, options.holdout)
         check_images(images, team, hyp)
         flop = flop_of(program, hyp, len(images.train_images), images.classes)
         options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team)
         file = file_of(program)
-        campaign = Campaign(options, conditions(options, name, hyp, file, images, team), team)
+        campaign = Campaign(options, conditions(options, name, hyp, file, images, team), file, team)
         for_use = {"classes": images.class_names, "normalization": images.normalization, "size": (32, 32, 3)}
         expected = 0.0 if team.on_gpu else estimate_seconds(flop, team.world_size, options.precision)
         log = Log(options, team, campaign, flop, expected, for_use | {"options": asdict(hyp)})

@@ -1,11 +1,12 @@
 """The text of a program: what it imports, a digest over all of it, and a copy beside each campaign's tables."""
 
 import ast
+import difflib
 import hashlib
 import importlib.util
 import sysconfig
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -99,6 +100,39 @@ def name_of(file: Path, root: Path) -> str:
     """Return the name of a file of a program in `root`, which is the same wherever that is."""
     folder = PACKAGE.parent if is_ours(file) else root
     return str(file.relative_to(folder)) if folder in file.parents else f"{file.parent.name}/{file.name}"
+
+
+MOST_LINES = 40  # of texts that differ
+
+
+def changed_lines(old: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return the lines in which two texts differ, with - before old and + before new ones; of many the first."""
+    changes = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]  # after two lines of names
+    lines = [f"  {line[0]} {line[1:]}".rstrip() for line in changes if not line.startswith("@@")]
+    more = len(lines) - MOST_LINES
+    if more > 0:
+        lines[MOST_LINES:] = [f"  ... and {more} more lines"]
+    return lines
+
+
+def changed_since(program: Path, folder: Path, code: str) -> tuple[str, list[str]]:
+    """Return which file of a program was changed since `store` wrote this digest, and its changed lines.
+
+    What a commit holds was not stored: then the file is "core/", without lines.
+    """
+    text = folder / f"source-{code}.py"
+    archive = text.with_suffix(".zip")
+    stored = {program.resolve(): text.read_bytes()} if text.exists() else {}
+    if archive.exists():
+        with zipfile.ZipFile(archive) as zipped:
+            names = {name_of(file, program.resolve().parent): file for file in own_files(program)}
+            stored |= {names[name]: zipped.read(name) for name in zipped.namelist() if name in names}
+    for file, old in stored.items():
+        new = file.read_bytes()
+        if new != old:
+            lines = (part.decode(errors="replace").splitlines() for part in (old, new))
+            return file.name, changed_lines(*lines)
+    return "core/", []
 
 
 def git(*words: str) -> str:

@@ -1,0 +1,376 @@
+"""From an idea to a verdict: make runs of a baseline and of variants in turn, and say which are better.
+
+    python -m large_batch_cifar_10_fast.experiment --recipe muon --width 16 --runs 6 \\
+        --try "filter_rate=0.12" --try "my_muon.py" --try "epochs=8 kept=1" [--out experiment]
+
+The baseline is a recipe with options, as for train_cifar_parallel.sh. A variant is options that change it, or a program
+FILE.py, with options if need be. All are tested on training images that are kept out (--holdout), so that the test
+images are still new at the end. The same command continues an experiment that was interrupted; more --runs or --try
+add to it, which is a second look. --out gets the tables and logs of the runs, and a picture.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from . import PACKAGE, ConfigError, exit_on_config_error
+from .core import program
+from .core.files import write_atomically
+from .core.table import Row, read
+from .launch import follow_launcher
+from .results import Comparison, compare_means, verdict
+
+HOLDOUT = 10_000  # images of CIFAR-10's 50,000: a mean over them is exact to a third of what 1,000 allow
+OWN = ("campaign", "resume", "share", "save", "profile")  # options of a run that an experiment sets or cannot use
+BASELINE = "baseline"
+ORDINALS = {2: "Second", 3: "Third", 4: "Fourth", 5: "Fifth"}
+COLORS = {"better": "#009E73", "worse": "#D55E00", "equivalent": "#0072B2"}
+
+
+@dataclass
+class Plan:
+    """What is compared, as experiment.json keeps it."""
+
+    baseline: list[str]  # words of a command line
+    variants: dict[str, list[str]]  # words that are added to it, by campaign
+    looks: list[dict[str, int]]  # runs and variants of each, which were chosen before it
+
+    @property
+    def campaigns(self) -> dict[str, list[str]]:
+        """The words of each campaign's command line."""
+        return {BASELINE: self.baseline} | {name: self.baseline + words for name, words in self.variants.items()}
+
+    @property
+    def runs(self) -> int:
+        return self.looks[-1]["runs"]
+
+
+@dataclass
+class Result:
+    """A campaign's runs, beside the baseline's."""
+
+    name: str
+    accuracies: pd.Series  # in percent, by seed
+    seconds: float  # mean
+    found: Comparison | None = None
+    verdict: str = "-"  # the baseline has none
+
+
+# ---- The plan
+
+
+def words_of_variant(text: str) -> tuple[str, list[str]]:
+    """Return the name of a variant's campaign, and the words that it adds to a command line. Raise ConfigError."""
+    words = []
+    for number, part in enumerate(text.split()):
+        if number == 0 and part.endswith(".py"):
+            words.append(f"--recipe={part}")
+        elif re.fullmatch(r"\w+=.*", part):
+            words.append(f"--{part}")
+        else:
+            raise ConfigError(f'--try "{text}": give name=value, or FILE.py, with spaces between')
+    if not words:
+        raise ConfigError('--try "": give name=value, or FILE.py')
+    stems = [Path(part).stem if part.endswith(".py") else part for part in text.split()]
+    return re.sub(r"[^\w.:+=-]", "-", "+".join(stems))[:100], words
+
+
+def make_plan(baseline: Sequence[str], texts: Sequence[str], runs: int, out: Path) -> Plan:
+    """Return the plan of an experiment, new or continued. Raise ConfigError if it cannot be one."""
+    variants: dict[str, list[str]] = {}
+    for text in texts:
+        name, words = words_of_variant(text)
+        if name in variants or name == BASELINE:
+            raise ConfigError(f'--try "{text}" has the name of another: leave it out')
+        variants[name] = words
+    plan = read_plan(out) or Plan(list(baseline), {}, [])
+    if plan.baseline != list(baseline):
+        before = " ".join(plan.baseline)
+        raise ConfigError(f"{out} has an experiment with the baseline {before}: give the same, or another --out")
+    changed = [name for name in variants if plan.variants.get(name, variants[name]) != variants[name]]
+    if changed:
+        raise ConfigError(f"{out} has another variant {changed[0]}: choose another --out")
+    plan.variants |= variants
+    if not plan.variants:
+        raise ConfigError('there is nothing to compare: give a variant, like --try "filter_rate=0.12"')
+    if plan.looks and runs < plan.runs:
+        raise ConfigError(f"--runs {runs} is less than the {plan.runs} that were planned: give as many or more")
+    look = {"runs": runs, "variants": len(plan.variants)}
+    if look not in plan.looks:
+        plan.looks.append(look)
+    return plan
+
+
+def read_plan(out: Path) -> Plan | None:
+    """Return the plan of an experiment; None if there is none. Raise ConfigError if it cannot be read."""
+    path = out / "experiment.json"
+    try:
+        return Plan(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): choose another --out") from error
+
+
+def write_plan(plan: Plan, out: Path) -> None:
+    """Write a plan before its first run. Raise ConfigError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with write_atomically(out / "experiment.json") as unfinished:
+            unfinished.write_text(json.dumps(asdict(plan), indent=1))
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
+
+
+def check_commands(plan: Plan) -> None:
+    """Raise ConfigError for a command line that a program would refuse."""
+    for words in plan.campaigns.values():
+        for name in OWN:
+            if any(re.fullmatch(f"--{name}(=.*)?", word) for word in words):
+                raise ConfigError(f"--{name} is not for experiments: leave it out")
+        recipe = program.recipe_of(words, "apple2019")
+        program.read_command(program.load_program(recipe), words)
+
+
+# ---- The runs
+
+
+def make_runs(plan: Plan, out: Path) -> int:
+    """Make the missing runs, the campaigns in turn, so that all meet the same machine. Return a failing exit status.
+
+    A turn is one run of each; or as many as take the time of a start, but at most half of all.
+    """
+    path = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    turn, done = 1, 0
+    while done < plan.runs:
+        done = min(done + turn, plan.runs)
+        for name, words in plan.campaigns.items():
+            finished = seconds_of_runs(out, name)
+            if len(finished) >= done:
+                continue
+            options = [*precision_of(out), *words, f"--campaign={name}", f"--runs={done}", f"--out={out}"]
+            print(f"{name}: run {len(finished)} to {done - 1} of {plan.runs}", file=sys.stderr)
+            start = time.monotonic()
+            with (out / f"{name}.log").open("ab") as log:
+                command = [sys.executable, "-m", f"{PACKAGE.name}.launch", *options]
+                run = subprocess.run(command, stdout=log, env=environment, preexec_fn=follow_launcher)
+            if run.returncode:
+                return run.returncode
+            made = seconds_of_runs(out, name)[len(finished) :]
+            around = time.monotonic() - start - sum(made)  # start, compilation and end
+            turn = max(1, min((plan.runs + 1) // 2, round(around * len(made) / sum(made))))
+    return 0
+
+
+def seconds_of_runs(out: Path, campaign: str) -> list[float]:
+    return [float(row["seconds"]) for row in rows_of(out, campaign)]
+
+
+def precision_of(out: Path) -> list[str]:
+    """Return the option that gives all runs the precision of the first: a CPU might choose another when it is busy."""
+    return [f"--precision={row['precision']}" for row in read(out / "runs.tsv")[:1]]
+
+
+def rows_of(out: Path, campaign: str) -> list[Row]:
+    return [row for row in read(out / "runs.tsv") if row["campaign"] == campaign]
+
+
+# ---- The verdicts
+
+
+def results_of(plan: Plan, out: Path, margin: float) -> list[Result]:
+    """Return the results of all campaigns that have runs, best first. Raise ConfigError without any of the baseline."""
+    results = []
+    for name in plan.campaigns:
+        rows = pd.DataFrame(rows_of(out, name))
+        if len(rows):
+            shares = rows["validation_count"].astype(float) / rows["validation_images"].astype(float)
+            accuracies = pd.Series(100 * shares.to_numpy(), index=rows["seed"].astype(int))
+            results.append(Result(name, accuracies, rows["seconds"].astype(float).mean()))
+    if not results or results[0].name != BASELINE:
+        raise ConfigError(f"{out} has no finished run of the baseline: start without --report")
+    judge(results[0], results[1:], len(plan.variants), margin)
+    return sorted(results, key=lambda result: -result.accuracies.mean())
+
+
+def judge(baseline: Result, variants: Sequence[Result], tests: int, margin: float) -> None:
+    """Compare each variant with the baseline, in pairs of the same seed, corrected for the number of variants."""
+    for variant in variants:
+        variant.found = compare_means(variant.accuracies, baseline.accuracies, tests)
+        variant.verdict = verdict(variant.found, more_is_better=True, margin=margin)
+
+
+def as_table(results: Sequence[Result]) -> str:
+    cells = [("", "accuracy, %", "n", "seconds", "difference", "99% interval", "p", "verdict")]
+    for result in results:
+        spread = f" ± {result.accuracies.std():.2f}" if len(result.accuracies) > 1 else ""
+        difference, interval, p = "-", "-", "-"
+        if result.found:
+            difference = f"{result.found.difference:+.2f}"
+            interval = f"[{result.found.low:+.2f}, {result.found.high:+.2f}]"
+            p = f"{result.found.p:.2g}"
+        accuracy = f"{result.accuracies.mean():.2f}{spread}"
+        count = str(len(result.accuracies))
+        cells.append((result.name, accuracy, count, f"{result.seconds:.3g}", difference, interval, p, result.verdict))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+
+
+def notes_on(plan: Plan, results: Sequence[Result], margin: float) -> list[str]:
+    """Return what the table means: its correction, its looks, what it could find, and what is to be done last."""
+    count = len(plan.variants)
+    notes = []
+    if len(results) <= count or any(len(result.accuracies) < plan.runs for result in results):
+        notes.append(f"Not finished: {plan.runs} runs of each are planned.")
+    together = f"all {count} intervals hold together with 99% (Bonferroni), and p is corrected likewise"
+    notes.append("Differences are in pairs of the same seed; " + (f"{together}." if count > 1 else "p < 0.01 decides."))
+    notes.append(f"Better and worse: the interval leaves out 0. Equivalent: it lies within {margin:g} points.")
+    unclear = [result.found.detectable for result in results if result.found and result.verdict.startswith("no ")]
+    if unclear:
+        notes.append(f"No difference shown: one of {max(unclear):.2g} points would be found four times in five.")
+    if len(plan.looks) > 1:
+        look = ORDINALS.get(len(plan.looks), f"{len(plan.looks)}th")
+        texts = [f"{look['runs']} runs of {look['variants']} variants" for look in plan.looks]
+        notes.append(f"{look} look: planned {', then '.join(texts[:-1])}, now {texts[-1]}. Each look finds chance")
+        notes[-1] += " differences; the intervals hold for a single one."
+    words = " ".join(word for word in plan.campaigns[results[0].name] if not word.startswith("--holdout"))
+    notes.append(f"The test images come last, once: bash train_cifar_parallel.sh {words} --runs {plan.runs}")
+    return notes
+
+
+# ---- The picture
+
+
+def swept_option(plan: Plan) -> tuple[str, dict[str, float]]:
+    """Return the option of which two or more variants are values, and its value by campaign; or "" and nothing."""
+    pairs = {}
+    for name, words in plan.variants.items():
+        option, _, value = words[0].removeprefix("--").partition("=")
+        if len(words) == 1 and re.fullmatch(r"[\d.eE+-]+", value):
+            pairs[name] = option, float(value)
+    options = [option for option, _ in pairs.values()]
+    option = max(options, key=options.count, default="")
+    if options.count(option) < 2:
+        return "", {}
+    recipe = program.recipe_of(plan.baseline, "apple2019")
+    _, _, hyp = program.read_command(program.load_program(recipe), plan.baseline)
+    values = {name: value for name, (owner, value) in pairs.items() if owner == option}
+    return option, values | {BASELINE: float(getattr(hyp, option))}
+
+
+def draw(plan: Plan, results: Sequence[Result], margin: float) -> Figure:
+    """Draw the differences with their intervals; beside them accuracy against the option, if the variants are a sweep.
+
+    The picture is as wide as README shows it.
+    """
+    option, values = swept_option(plan)
+    compared = [result for result in results if result.found]
+    figure = Figure(figsize=(8.5, 1.6 + 0.45 * len(compared) + (2.2 if option else 0)), dpi=200, layout="constrained")
+    panels: Any = figure.subplots(2 if option else 1, 1, squeeze=False)[:, 0]
+    draw_differences(panels[0], compared, margin)
+    if option:
+        draw_sweep(panels[1], option, values, results)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_differences(axes: Axes, compared: Sequence[Result], margin: float) -> None:
+    axes.axvspan(-margin, margin, color="0.92", lw=0)
+    axes.axvline(0, color="black", lw=0.8)
+    for place, result in enumerate(compared):
+        found: Any = result.found
+        color = COLORS.get(result.verdict, "0.35")
+        axes.plot([found.low, found.high], [place, place], color=color, lw=2)
+        axes.plot(found.difference, place, "o", color=color)
+        axes.annotate(result.verdict, (1.01, place), xycoords=("axes fraction", "data"), color=color, va="center")
+    axes.set_yticks(range(len(compared)), [result.name[:40] for result in compared])
+    axes.set_ylim(len(compared) - 0.5, -0.5)
+    tests = "" if len(compared) == 1 else " that hold together"
+    axes.set_xlabel(
+        f"accuracy minus baseline's, points: mean over pairs, 99% intervals{tests} (grey: {margin:g} points)"
+    )
+    axes.set_title("Difference from the baseline", loc="left", weight="bold")
+
+
+def draw_sweep(axes: Axes, option: str, values: dict[str, float], results: Sequence[Result]) -> None:
+    """Draw each run's accuracy against the option's value, and the means."""
+    ordered = sorted(
+        ((values[result.name], result) for result in results if result.name in values), key=lambda pair: pair[0]
+    )
+    for value, result in ordered:
+        axes.plot([value] * len(result.accuracies), result.accuracies, "o", color="0.6", ms=4)
+    numbers = np.array([value for value, _ in ordered])
+    means = [result.accuracies.mean() for _, result in ordered]
+    axes.plot(numbers, means, "o-", color="#0072B2")
+    if numbers.min() > 0 and numbers.max() > 5 * numbers.min():
+        axes.set_xscale("log")
+    axes.set_xticks(numbers, [f"{number:g}" for number in numbers])
+    axes.minorticks_off()
+    axes.set(xlabel=option, ylabel="accuracy, %")
+    axes.set_title("Accuracy of each run, and means", loc="left", weight="bold")
+
+
+# ---- The command
+
+
+@exit_on_config_error("experiment")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m large_batch_cifar_10_fast.experiment",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--try", dest="variants", action="append", default=[], metavar="CHANGE", help="a variant")
+    parser.add_argument("--runs", type=int, default=6, help="runs of each, chosen before looking (6)")
+    parser.add_argument("--out", type=Path, default=Path("experiment"), help="folder of the experiment (experiment)")
+    parser.add_argument("--holdout", type=int, default=HOLDOUT, help="training images to test on (10000)")
+    parser.add_argument("--margin", type=float, default=0.1, help="points of accuracy that are equivalent (0.1)")
+    parser.add_argument("--report", action="store_true", help="make no runs: show those that are there")
+    options, baseline = parser.parse_known_args(arguments)
+    if options.report:
+        plan = read_plan(options.out)
+        if not plan:
+            raise ConfigError(f"--report: there is no experiment in {options.out}: name its folder by --out")
+    else:
+        if options.runs < 2:
+            raise ConfigError(f"--runs {options.runs}: a single run has no spread, give at least 2")
+        words = [*baseline, f"--holdout={options.holdout}"]
+        plan = make_plan(words, options.variants, options.runs, options.out)
+        check_commands(plan)
+        write_plan(plan, options.out)
+        try:
+            status = make_runs(plan, options.out)
+        except KeyboardInterrupt:
+            status = 128 + signal.SIGINT
+        if status:
+            print("Not finished: the same command continues.", file=sys.stderr)
+            return status
+    results = results_of(plan, options.out, options.margin)
+    print(f"Baseline: {' '.join(plan.baseline)}\n\n{as_table(results)}\n")
+    print(*notes_on(plan, results, options.margin), sep="\n")
+    if any(result.found for result in results):
+        picture = options.out / "experiment.png"
+        draw(plan, results, options.margin).savefig(picture)
+        print(f"Picture: {picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

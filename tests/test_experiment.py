@@ -1,0 +1,226 @@
+"""An experiment: its plan, its runs in turn, on images that are kept out; verdicts that hold together; its picture."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import python, write_npz
+
+from large_batch_cifar_10_fast import ConfigError, experiment
+from large_batch_cifar_10_fast.core.images import Images, load_images
+from large_batch_cifar_10_fast.core.shapes import draw_shapes
+from large_batch_cifar_10_fast.core.table import COLUMNS
+from large_batch_cifar_10_fast.experiment import Plan, Result, main
+
+SHAPES = draw_shapes(643, 101)
+
+
+def write_results(out: Path, counts: dict[str, list[int]], name: str = "runs.tsv") -> None:
+    """Write runs of campaigns, with so many of 10,000 images right."""
+    fixed = dict.fromkeys(COLUMNS, "0") | {"validation_images": "10000", "seconds": "2", "train_loss": "1"}
+    rows = [
+        fixed | {"campaign": campaign, "run": str(run), "seed": str(run), "validation_count": str(count)}
+        for campaign, found in counts.items()
+        for run, count in enumerate(found)
+    ]
+    out.mkdir(exist_ok=True)
+    pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(out / name, sep="\t", index=False)
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path):
+    """Let the launcher write rows instead of training, and return what it was started for."""
+    started = []
+
+    def run(command, **_):
+        values = dict(re.findall(r"--(\w+)=(\S+)", " ".join(command)))
+        started.append((values["campaign"], int(values["runs"])))
+        better = 50 if "filter_rate" in values else 0
+        table = tmp_path / "out" / "runs.tsv"
+        counts = {}
+        if table.exists():
+            found = pd.read_csv(table, sep="\t").groupby("campaign", sort=False)["validation_count"]
+            counts = {name: group.tolist() for name, group in found}
+        spread = np.random.default_rng(0).integers(-9, 9, 50)
+        counts[values["campaign"]] = [9400 + better + int(spread[run]) + run % 2 for run in range(int(values["runs"]))]
+        write_results(tmp_path / "out", counts)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(experiment, "subprocess", SimpleNamespace(run=run))
+    return started
+
+
+def run_main(*arguments: object, out: Path) -> int:
+    return main([*map(str, arguments), "--out", str(out)])
+
+
+# ---- Images that are kept out
+
+
+def test_the_last_images_are_tested_and_not_trained_on(tmp_path):
+    """Those of one's own are put in a random order first; the test images have no part in it."""
+    path = write_npz(tmp_path / "mine.npz", *SHAPES)
+    other_tests = write_npz(tmp_path / "others.npz", *SHAPES[:2], *draw_shapes(1, 50)[2:])
+    plain = load_images(str(path))
+    held = load_images(str(path), holdout=100)
+    ordered = plain.shuffled()
+    np.testing.assert_array_equal(held.train_images, ordered.train_images[:543])
+    np.testing.assert_array_equal(held.test_images, ordered.train_images[543:])
+    np.testing.assert_array_equal(held.test_labels, ordered.train_labels[543:])
+    assert held.is_original, "they would be put in another order a second time"
+    assert held.digest == load_images(str(other_tests), holdout=100).digest != plain.digest
+    assert held.name == "mine.npz with the last 100 training images as test images"
+    kept = Images("CIFAR-10", *SHAPES).held_out(100)
+    np.testing.assert_array_equal(kept.test_images, SHAPES[0][543:])
+
+
+@pytest.mark.parametrize("count", [643, 700, 640])
+def test_a_class_without_a_training_image_is_refused(count):
+    with pytest.raises(ConfigError, match=f"--holdout {count} of 643 training images leaves none of a class"):
+        Images("", *SHAPES).held_out(count)
+
+
+# ---- Runs
+
+
+def test_all_campaigns_meet_the_same_machine_in_turn(launches, tmp_path, capsys):
+    """A start takes no time here, so that a turn is one run of each."""
+    assert run_main("--recipe", "muon", "--runs", 3, "--try", "filter_rate=0.12", out=tmp_path / "out") == 0
+    campaigns = ["baseline", "filter_rate=0.12"]
+    assert launches == [(name, runs) for runs in (1, 2, 3) for name in campaigns]
+    shown = capsys.readouterr().out
+    assert re.search(r"filter_rate=0.12 .* \+0.50 .* better\n", shown)
+    assert "look" not in shown
+    launches.clear()
+    run_main("--recipe", "muon", "--runs", 3, "--try", "filter_rate=0.12", out=tmp_path / "out")
+    assert not launches, "all runs were there"
+    run_main("--recipe", "muon", "--runs", 5, "--try", "epochs=8 kept=1", out=tmp_path / "out")
+    assert launches[0] == ("epochs=8+kept=1", 1)
+    assert launches[-3:] == [("baseline", 5), ("filter_rate=0.12", 5), ("epochs=8+kept=1", 5)]
+    assert "Second look: planned 3 runs of 1 variants, now 5 runs of 2 variants." in capsys.readouterr().out
+
+
+def test_the_plan_is_on_the_disk_before_the_first_run(monkeypatch, tmp_path):
+    def run(*_, **__):
+        plan = json.loads((tmp_path / "out" / "experiment.json").read_text())
+        assert plan["looks"] == [{"runs": 4, "variants": 1}]
+        return SimpleNamespace(returncode=7)
+
+    monkeypatch.setattr(experiment, "subprocess", SimpleNamespace(run=run))
+    assert run_main("--runs", 4, "--try", "epochs=8", out=tmp_path / "out") == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--try", "filter_rate"], "give name=value, or FILE.py"),
+        (["--try", "filtre_rate=1"], "no option --filtre_rate=1; did you mean --filter_rate"),
+        (["--try", "absent.py"], "absent.py cannot be used"),
+        (["--try", "epochs=8", "--try", "epochs=8"], "has the name of another"),
+        (["--try", "epochs=8", "--campaign", "x"], "--campaign is not for experiments"),
+        (["--try", "epochs=8 save=w.pt"], "--save is not for experiments"),
+        (["--try", "epochs=8", "--runs", "1"], "a single run has no spread"),
+        ([], "there is nothing to compare"),
+        (["--report"], "there is no experiment"),
+    ],
+)
+def test_what_cannot_be_an_experiment_is_one_line_and_nothing_is_written(words, message, tmp_path, error_line):
+    assert message in error_line(main, ["--recipe", "muon", *words, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_baseline_or_fewer_runs_are_refused(launches, tmp_path, error_line, capsys):
+    out = tmp_path / "out"
+    run_main("--recipe", "muon", "--runs", 3, "--try", "epochs=8", out=out)
+    capsys.readouterr()
+    for words, message in (
+        (["--recipe", "muon", "--width", "16"], "with the baseline --recipe muon --holdout=10000"),
+        (["--recipe", "muon", "--holdout", "9000"], "with the baseline --recipe muon --holdout=10000"),
+        (["--recipe", "muon", "--runs", "2"], "--runs 2 is less than the 3 that were planned"),
+    ):
+        assert message in error_line(main, [*words, "--out", str(out)])
+
+
+@pytest.mark.slow
+def test_an_experiment_trains_and_is_continued(tmp_path):
+    """Whole, with a program of one's own; the report alone says the same again."""
+    write_npz(tmp_path / "mine.npz", *SHAPES)
+    shutil.copy(Path(__file__).with_name("tiny.py"), tmp_path / "small.py")
+    words = ["--recipe", "small.py", "--data", "mine.npz", "--holdout", 143, "--no_warmup", "--device", "cpu"]
+    command = ["-m", "large_batch_cifar_10_fast.experiment", *words, "--runs", 2, "--try", "norm=no"]
+    result = python(*command, cwd=tmp_path, OMP_NUM_THREADS=1)
+    assert result.returncode == 0, result.stderr
+    rows = pd.read_csv(tmp_path / "experiment" / "runs.tsv", sep="\t")
+    assert sorted(zip(rows["campaign"], rows["seed"], strict=True)) == [
+        *(("baseline", seed) for seed in (0, 1)),
+        *(("norm=no", seed) for seed in (0, 1)),
+    ]
+    assert set(rows["validation_images"]) == {143}
+    assert rows["precision"].nunique() == 1
+    assert (tmp_path / "experiment" / "experiment.png").exists()
+    assert "500 training and 143 test images" in (tmp_path / "experiment" / "baseline.log").read_text()
+    report = python("-m", "large_batch_cifar_10_fast.experiment", "--report", cwd=tmp_path)
+    assert report.stdout == result.stdout
+
+
+# ---- Verdicts
+
+
+def test_without_an_effect_a_family_has_a_verdict_in_at_most_one_of_a_hundred():
+    """Of five variants, with six runs each, which share a baseline; seeds have effects of their own."""
+    draws = np.random.default_rng(0)
+    families = 0
+    for _ in range(1000):
+        seeds = draws.normal(94, 0.1, 6)
+        results = [Result(str(n), pd.Series(seeds + draws.normal(0, 0.2, 6)), 1.0) for n in range(6)]
+        experiment.judge(results[0], results[1:], tests=5, margin=0.1)
+        families += any(result.verdict in ("better", "worse") for result in results[1:])
+    assert families <= 10
+
+
+def test_an_effect_is_found_by_pairs_that_the_seeds_would_hide(tmp_path, capsys):
+    plan = Plan(["--recipe", "muon"], {"a": ["--epochs=8"], "b": ["--epochs=7"]}, [{"runs": 4, "variants": 2}])
+    experiment.write_plan(plan, tmp_path)
+    baseline = [9300, 9400, 9500, 9600]
+    changes = {"baseline": baseline, "a": [n + 50 + n % 7 for n in baseline], "b": [n - 50 - n % 7 for n in baseline]}
+    write_results(tmp_path, changes)
+    assert run_main("--report", out=tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line.split()[0] for line in lines if re.search(r" ± ", line)]
+    assert table == ["a", "baseline", "b"], "best first"
+    assert [line.split()[-1] for line in lines if re.search(r" ± ", line)] == ["better", "-", "worse"]
+    assert "The test images come last, once: bash train_cifar_parallel.sh --recipe muon --epochs=8 --runs 4" in lines
+
+
+def test_an_unfinished_experiment_says_so(tmp_path, capsys):
+    plan = Plan(["--recipe", "muon"], {"a": ["--epochs=8"]}, [{"runs": 4, "variants": 1}])
+    experiment.write_plan(plan, tmp_path)
+    write_results(tmp_path, {"baseline": [9400, 9410, 9420], "a": [9400]})
+    run_main("--report", out=tmp_path)
+    shown = capsys.readouterr().out
+    assert "Not finished: 4 runs of each are planned." in shown
+    assert re.search(r"\na +94.00 +1 .* - +no difference shown\n", shown)
+
+
+# ---- The picture
+
+
+def test_the_picture_has_a_line_for_each_variant_and_the_sweep_of_an_option():
+    variants = {"filter_rate=0.12": ["--filter_rate=0.12"], "filter_rate=0.48": ["--filter_rate=0.48"]}
+    variants |= {"silu": ["--recipe=silu.py"]}
+    plan = Plan(["--recipe", "muon"], variants, [{"runs": 4, "variants": 3}])
+    draws = np.random.default_rng(0)
+    results = [Result(name, pd.Series(draws.normal(94, 0.2, 4)), 1.0) for name in plan.campaigns]
+    experiment.judge(results[0], results[1:], tests=3, margin=0.1)
+    differences, sweep = experiment.draw(plan, results, margin=0.1).axes
+    assert [label.get_text() for label in differences.get_yticklabels()] == [*variants]
+    assert sweep.get_xlabel() == "filter_rate"
+    np.testing.assert_allclose(sorted(sweep.get_xticks()), [0.12, 0.24, 0.48])
+    for option in ("epochs=8 kept=1", "pixels=24,32"):
+        _, words = experiment.words_of_variant(option)
+        assert experiment.swept_option(Plan(["--recipe", "muon"], {"a": words, "b": words}, [])) == ("", {})
