@@ -2,8 +2,8 @@
 
     python -m large_batch_cifar_10_fast.compare MINE [REFERENCE]
 
-MINE and REFERENCE are a run log, a runs.tsv (FILE:CAMPAIGN for another campaign than its last), several of them that
-are taken together (`a/runs.tsv,b/runs.tsv` or the pattern '*/runs.tsv'), a timing_log.tsv or other DAWNBench table, or
+MINE and REFERENCE are a run log, a runs.tsv (FILE:CAMPAIGN for another campaign than its last, FILE:* for all), several
+of them that are taken together (`a/runs.tsv,b/runs.tsv` or the pattern '*/runs.tsv'), a DAWNBench table, or
 `published`: Apple's 50 runs, the default for apple2019 on CIFAR-10. Exit status: 0 mine is not shown to be worse, 1
 mine is worse (in accuracy, or in time on the same devices), 2 unreadable, or no reference.
 """

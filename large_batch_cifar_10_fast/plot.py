@@ -41,7 +41,7 @@ COLORS += ["#882255", "#999933", "#332288"]  # Tol
 MARKERS = "os^DvPX"
 MOST_LABELS = 4  # at lines; more are in a legend
 LONGEST = 90  # characters of a label, without n
-HEIGHTS = (0, 10, -10, 22, -22, 34, -34, 46, -46)  # of a label above the end of its line, in points
+HEIGHTS = (0, 12, 24, 36, -12, -24, -36, 48, -48)  # of a label above the end of its line, in points
 SIDES = {"left": 6, "right": -6}  # of a label that begins or ends there, to the right of this end
 UNLABELLED = {*CONDITIONS, *PLACE, "clock"} - {"precision"}  # conditions that are not in a label
 STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
@@ -133,18 +133,18 @@ def label_ends(axes: Axes, medians: pd.DataFrame, taken: Any) -> bool:
 
     A place is near a line if no point of another one is much nearer.
     """
-    medians[["x", "y"]] = axes.transData.transform(medians[["x", "y"]])  # in pixels
-    ends = medians.groupby("log").last().sort_values(["x", "y"], ascending=[False, True])
-    for log, end in ends.iterrows():
-        others = medians.loc[medians["log"] != log, ["x", "y"]]
-        text = axes.annotate(end["label"], (end["x"], end["y"]), (0, 0), "figure pixels", "offset points", va="center")
+    points = axes.transData.transform(medians[["x", "y"]])  # in pixels
+    ends = medians.drop_duplicates("log", keep="last").sort_values(["x", "y"], ascending=[False, True])
+    for place, end in ends.iterrows():
+        others = points[medians["log"] != end["log"]]
+        text = axes.annotate(end["label"], (end["x"], end["y"]), (0, 0), textcoords="offset points", va="center")
         text.set_color(end["color"])
-        for up, align in itertools.product(HEIGHTS, SIDES):
+        for align, up in itertools.product(SIDES, HEIGHTS):
             text.set(position=(SIDES[align], up), ha=align)
             box = text.get_window_extent().padded(4)
             pixels = taken[int(box.y0) : int(box.y1), int(box.x0) : int(box.x1)]
             offset = np.array([SIDES[align], up]) * axes.figure.dpi / 72
-            distances = np.linalg.norm(others - end[["x", "y"]].astype(float) - offset, axis=1)
+            distances = np.linalg.norm(others - points[place] - offset, axis=1)
             is_near = distances.min(initial=np.inf) > 0.6 * np.linalg.norm(offset)
             if is_near and axes.bbox.count_contains(box.corners()) == 4 and not pixels.any():
                 pixels[:] = True
@@ -190,7 +190,8 @@ def draw_picture(data: pd.DataFrame, panels: Sequence[str], legend: bool = False
         if y_label == ACCURACY and not legend:
             low, high = axes.get_ylim()
             axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])
-            axes.set_ylim(low, high + 0.09 * len(logs) * (high - low))  # room for labels
+            axes.set_ylim(low, high + 0.07 * len(logs) * (high - low))  # room for labels
+            axes.set_xlim(0, 1.25 * axes.get_xlim()[1])
             medians[axes] = shown.groupby([*names, x], as_index=False)[y].median().rename(columns={x: "x", y: "y"})
     if legend:
         entries = [Line2D([], [], ms=4, color=log.color, marker=log.marker) for log in logs.itertuples()]

@@ -1,21 +1,17 @@
-"""Verdicts and statuses of comparisons, their statistics, and the picture."""
+"""Verdicts and statuses of comparisons, and their statistics."""
 
-import errno
 import math
 import re
 
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import REPO, run_program
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from conftest import REPO
 from scipy import stats
-from test_results import write_epochs, write_runs
+from test_results import write_runs
 
 from large_batch_cifar_10_fast import compare, plot
-from large_batch_cifar_10_fast.plot import draw_picture
-from large_batch_cifar_10_fast.results import PUBLISHED, compare_means, read_log, verdict, wilson
+from large_batch_cifar_10_fast.results import compare_means, read_log, verdict, wilson
 
 
 @pytest.fixture
@@ -169,60 +165,6 @@ def test_a_verdict_agrees_with_its_interval_and_its_p(tests, paired):
     assert words == {"better", "no difference shown"}
 
 
-CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"
-
-
-@pytest.fixture
-def panels(tmp_path, monkeypatch):
-    """Return a function that draws a picture: it returns the panels by their titles."""
-    drawn = []
-    monkeypatch.setattr(plot, "draw_picture", lambda *what: drawn.append(draw_picture(*what)) or drawn[-1])
-
-    def draw(*arguments: object) -> dict[str, Axes]:
-        plot.main([*map(str, arguments), "--out", str(tmp_path / "p.png")])
-        return {axes.get_title(loc="left"): axes for axes in drawn[-1].axes}
-
-    return draw
-
-
-def texts(axes: Axes) -> list[str]:
-    return [text.get_text() for text in axes.texts]
-
-
-def test_a_picture_has_the_data_and_names_recipes_and_runs(tmp_path, panels):
-    for kept, runs in (("1", [(0.2, 0.25), (0.1, 0.15), (0.3, 0.35)]), ("0.5", [(0.2, 0.3)])):
-        folder = tmp_path / kept
-        write_runs(folder / "runs.tsv", [10_000 * b for _, b in runs], options=f"epochs=2 kept={kept}")
-        rows = [(i, e, a) for i, run in enumerate(runs) for e, a in enumerate(run, 1)]
-        write_epochs(folder, [("b", i, e, e, a, 1 - a, (1 - a) / 2) for i, e, a in rows])
-    curves, losses, final, work = panels(tmp_path / "1" / "runs.tsv", tmp_path / "0.5" / "runs.tsv").values()
-    np.testing.assert_allclose([line.get_ydata() for line in curves.lines], [[20, 25], [20, 30]])
-    np.testing.assert_allclose([line.get_ydata() for line in losses.lines[:2]], [[0.8, 0.75], [0.4, 0.375]])
-    np.testing.assert_allclose(curves.collections[0].get_paths()[0].get_extents().intervaly, [10, 35])
-    assert {*texts(curves)} == {"muon kept=0.5, n = 1", "muon kept=1, n = 3"}
-    assert texts(final) == ["muon kept=1, n = 3: 25.00 ± 10.00%", "muon kept=0.5, n = 1: 30.00%"]
-    assert final.lines[0].get_xdata().tolist() == pytest.approx([15, 25, 35])
-    of_all, of_half = (line.get_xdata()[0] for line in work.lines)
-    assert of_half == pytest.approx(of_all / 2, rel=0.1)
-
-
-def test_published_results_are_drawn_when_asked_for(panels):
-    assert texts(panels("published")["Final accuracy of each run"]) == ["apple2019, n = 50: 94.19 ± 0.19%"]
-    curves = panels(CURVE, "--published")["Accuracy by epoch"]
-    assert curves.lines[1].get_xydata().tolist() == [[18, pytest.approx(94.2)]]
-    assert curves.collections[-1].get_paths()[0].get_extents().intervaly.tolist() == pytest.approx([93.7, 94.5])
-
-
-def test_readmes_picture_has_the_logs_that_it_names(panels, monkeypatch):
-    monkeypatch.chdir(REPO)
-    text = (REPO / "README.md").read_text().replace("\\\n", " ")
-    (line,) = re.findall(r"(?m)^python -m large_batch_cifar_10_fast\.plot (.*)", text)
-    words = run_program("bash", "-c", f"echo {line}", cwd=REPO).stdout.split()
-    tables = [pd.read_csv(word, sep="\t") for word in words if word.endswith(".tsv")]
-    labels = {f"{table['recipe'].iloc[-1]}, n = {len(table)}" for table in tables}
-    assert {*texts(panels(*words)["Accuracy by epoch"])} == labels
-
-
 @pytest.mark.slow
 def test_compare_and_plot_read_every_log(compared):
     paths = [path for path in (REPO / "logs").rglob("*") if path.name in ("runs.tsv", "run_log.txt", "timing_log.tsv")]
@@ -233,17 +175,3 @@ def test_compare_and_plot_read_every_log(compared):
         table = plot.table_of(log, "", "")
         assert table["final"].dropna().tolist() == (100 * log.runs["accuracy"]).tolist()
         assert (table["work"].max() > 0) == ("recipe" in log.conditions)
-
-
-def test_a_failed_picture_is_one_line_and_the_one_before_stays(tmp_path, error_line, monkeypatch):
-    assert "Format 'xyz' is" in error_line(plot.main, [str(CURVE), "--out", "p.xyz"])
-
-    def fill_the_disk(figure, path, **_):
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space")
-
-    monkeypatch.setattr(Figure, "savefig", fill_the_disk)
-    out = tmp_path / "p.png"
-    out.write_bytes(b"before")
-    assert "[Errno 28] No space" in error_line(plot.main, [str(CURVE), "--out", str(out)])
-    assert (out.read_bytes(), [*tmp_path.iterdir()]) == (b"before", [out])
