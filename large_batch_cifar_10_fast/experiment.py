@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,12 +31,13 @@ from matplotlib.figure import Figure
 from . import PACKAGE, ConfigError, exit_on_config_error
 from .core import program
 from .core.files import write_atomically
-from .core.table import Row, read
+from .core.table import CONDITIONS, PLACE, Row, differences, differing_options, diverged, read
 from .launch import follow_launcher
 from .results import Comparison, compare_means, verdict
 
 HOLDOUT = 10_000  # images of CIFAR-10's 50,000: a mean over them is exact to a third of what 1,000 allow
 OWN = ("campaign", "resume", "share", "save", "profile")  # options of a run that an experiment sets or cannot use
+ALIKE = ("data", "holdout", "seed", "runs", "out", "teams", "nproc", "device")  # of all its campaigns
 BASELINE = "baseline"
 ORDINALS = {2: "Second", 3: "Third", 4: "Fourth", 5: "Fifth"}
 COLORS = {"better": "#009E73", "worse": "#D55E00", "equivalent": "#0072B2"}
@@ -65,7 +67,9 @@ class Result:
 
     name: str
     accuracies: pd.Series  # in percent, by seed
-    seconds: float  # mean
+    seconds: float  # mean of the runs that did not diverge
+    diverged: int = 0  # runs
+    differs: str = ""  # from the baseline in more than its change
     found: Comparison | None = None
     verdict: str = "-"  # the baseline has none
 
@@ -79,10 +83,10 @@ def words_of_variant(text: str) -> tuple[str, list[str]]:
     for number, part in enumerate(text.split()):
         if number == 0 and part.endswith(".py"):
             words.append(f"--recipe={part}")
-        elif re.fullmatch(r"\w+=.*", part):
+        elif re.fullmatch(r"\w+(=.*)?", part):
             words.append(f"--{part}")
         else:
-            raise ConfigError(f'--try "{text}": give name=value, or FILE.py, with spaces between')
+            raise ConfigError(f'--try "{text}": {part} is no option like name=value; FILE.py comes first')
     if not words:
         raise ConfigError('--try "": give name=value, or FILE.py')
     stems = [Path(part).stem if part.endswith(".py") else part for part in text.split()]
@@ -95,9 +99,10 @@ def make_plan(baseline: Sequence[str], texts: Sequence[str], runs: int, out: Pat
     for text in texts:
         name, words = words_of_variant(text)
         if name in variants or name == BASELINE:
-            raise ConfigError(f'--try "{text}" has the name of another: leave it out')
+            raise ConfigError(f'--try "{text}" has the name {name}, as another has: leave it out, or rename the file')
         variants[name] = words
-    plan = read_plan(out) or Plan(list(baseline), {}, [])
+    begun = read_plan(out) if read(out / "runs.tsv") else None  # without a run there is nothing to continue
+    plan = begun or Plan(list(baseline), {}, [])
     if plan.baseline != list(baseline):
         before = " ".join(plan.baseline)
         raise ConfigError(f"{out} has an experiment with the baseline {before}: give the same, or another --out")
@@ -136,32 +141,43 @@ def write_plan(plan: Plan, out: Path) -> None:
         raise ConfigError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
 
 
-def check_commands(plan: Plan) -> None:
-    """Raise ConfigError for a command line that a program would refuse."""
+def check_commands(plan: Plan) -> int:
+    """Return the teams of each launch. Raise ConfigError for a command line that a program would refuse."""
+    for name in OWN + ALIKE:
+        given = plan.campaigns if name in OWN else plan.variants
+        if any(re.fullmatch(f"--{name}(=.*)?", word) for words in given.values() for word in words):
+            whose = "experiments" if name in OWN else "variants"
+            raise ConfigError(f"--{name} is not for {whose}: leave it out")
     for words in plan.campaigns.values():
-        for name in OWN:
-            if any(re.fullmatch(f"--{name}(=.*)?", word) for word in words):
-                raise ConfigError(f"--{name} is not for experiments: leave it out")
-        recipe = program.recipe_of(words, "apple2019")
-        program.read_command(program.load_program(recipe), words)
+        read_options(words)
+    return read_options(plan.baseline)[0].teams
+
+
+def read_options(words: Sequence[str]) -> tuple[Any, Any]:
+    """Return the options and hyper-parameters of a command line. Raise ConfigError."""
+    recipe = program.recipe_of(words, "apple2019")
+    return program.read_command(program.load_program(recipe), words)[1:]
 
 
 # ---- The runs
 
 
-def make_runs(plan: Plan, out: Path) -> int:
-    """Make the missing runs, the campaigns in turn, so that all meet the same machine. Return a failing exit status.
+def make_runs(plan: Plan, out: Path, teams: int) -> list[str]:
+    """Make the missing runs, the campaigns in turn, so that all meet the same machine. Return those that failed.
 
-    A turn is one run of each; or as many as take the time of a start, but at most half of all.
+    A turn is one run of each team; or as many as take the time of a start, but at most half of all. A variant that
+    fails is left out from then on, and nothing is made without the baseline.
     """
     path = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-    turn, done = 1, 0
+    failed: list[str] = []
+    turn = teams
+    done = 0
     while done < plan.runs:
         done = min(done + turn, plan.runs)
         for name, words in plan.campaigns.items():
             finished = seconds_of_runs(out, name)
-            if len(finished) >= done:
+            if len(finished) >= done or name in failed:
                 continue
             options = [*precision_of(out), *words, f"--campaign={name}", f"--runs={done}", f"--out={out}"]
             print(f"{name}: run {len(finished)} to {done - 1} of {plan.runs}", file=sys.stderr)
@@ -169,12 +185,15 @@ def make_runs(plan: Plan, out: Path) -> int:
             with (out / f"{name}.log").open("ab") as log:
                 command = [sys.executable, "-m", f"{PACKAGE.name}.launch", *options]
                 run = subprocess.run(command, stdout=log, env=environment, preexec_fn=follow_launcher)
-            if run.returncode:
-                return run.returncode
             made = seconds_of_runs(out, name)[len(finished) :]
+            if run.returncode or not made:
+                failed.append(name)
+                if name == BASELINE:
+                    return failed
+                continue
             around = time.monotonic() - start - sum(made)  # start, compilation and end
-            turn = max(1, min((plan.runs + 1) // 2, round(around * len(made) / sum(made))))
-    return 0
+            turn = max(teams, min((plan.runs + 1) // 2, round(around * len(made) / sum(made))))
+    return failed
 
 
 def seconds_of_runs(out: Path, campaign: str) -> list[float]:
@@ -201,17 +220,32 @@ def results_of(plan: Plan, out: Path, margin: float) -> list[Result]:
         if len(rows):
             shares = rows["validation_count"].astype(float) / rows["validation_images"].astype(float)
             accuracies = pd.Series(100 * shares.to_numpy(), index=rows["seed"].astype(int))
-            results.append(Result(name, accuracies, rows["seconds"].astype(float).mean()))
+            bad = rows.apply(diverged, axis=1)
+            seconds = rows["seconds"].astype(float)[~bad].mean()
+            results.append(Result(name, accuracies, seconds, int(bad.sum()), differs_from_baseline(plan, out, name)))
     if not results or results[0].name != BASELINE:
         raise ConfigError(f"{out} has no finished run of the baseline: start without --report")
     judge(results[0], results[1:], len(plan.variants), margin)
     return sorted(results, key=lambda result: -result.accuracies.mean())
 
 
+def differs_from_baseline(plan: Plan, out: Path, name: str) -> str:
+    """Return in which conditions a campaign's last run differs from the baseline's, but for what the variant says."""
+    mine, baseline = rows_of(out, name)[-1], rows_of(out, BASELINE)[-1]
+    said = {word.lstrip("-").partition("=")[0] for word in plan.variants.get(name, [])}
+    said |= {"recipe", "code"} if "recipe" in said else set()
+    others = [each for each in (*CONDITIONS, *PLACE) if each not in {*said, "options"}]
+    found = [differences(mine, baseline, others)]
+    found += [each for each in differing_options(mine["options"], baseline["options"]) if each.split()[0] not in said]
+    return ", ".join(filter(None, found))
+
+
 def judge(baseline: Result, variants: Sequence[Result], tests: int, margin: float) -> None:
     """Compare each variant with the baseline, in pairs of the same seed, corrected for the number of variants."""
     for variant in variants:
         variant.found = compare_means(variant.accuracies, baseline.accuracies, tests)
+        if variant.found and variant.found.low == variant.found.high != 0:
+            variant.found = None  # differences without a spread, which few runs on few images may have by chance
         variant.verdict = verdict(variant.found, more_is_better=True, margin=margin)
 
 
@@ -235,21 +269,30 @@ def notes_on(plan: Plan, results: Sequence[Result], margin: float) -> list[str]:
     """Return what the table means: its correction, its looks, what it could find, and what is to be done last."""
     count = len(plan.variants)
     notes = []
+    for result in results:
+        if result.diverged:
+            notes.append(f"{result.name}: {result.diverged} of {len(result.accuracies)} runs diverged.")
+        if result.differs:
+            notes.append(f"{result.name} differs from the baseline in more than its change: {result.differs}.")
     if len(results) <= count or any(len(result.accuracies) < plan.runs for result in results):
         notes.append(f"Not finished: {plan.runs} runs of each are planned.")
     together = f"all {count} intervals hold together with 99% (Bonferroni), and p is corrected likewise"
     notes.append("Differences are in pairs of the same seed; " + (f"{together}." if count > 1 else "p < 0.01 decides."))
-    notes.append(f"Better and worse: the interval leaves out 0. Equivalent: it lies within {margin:g} points.")
+    notes.append(f"Equivalent: the interval lies within {margin:g} points; else better or worse: it leaves out 0.")
     unclear = [result.found.detectable for result in results if result.found and result.verdict.startswith("no ")]
     if unclear:
         notes.append(f"No difference shown: one of {max(unclear):.2g} points would be found four times in five.")
     if len(plan.looks) > 1:
         look = ORDINALS.get(len(plan.looks), f"{len(plan.looks)}th")
-        texts = [f"{look['runs']} runs of {look['variants']} variants" for look in plan.looks]
+        texts = ["{runs} runs of {variants} variant(s)".format(**look) for look in plan.looks]
         notes.append(f"{look} look: planned {', then '.join(texts[:-1])}, now {texts[-1]}. Each look finds chance")
         notes[-1] += " differences; the intervals hold for a single one."
-    words = " ".join(word for word in plan.campaigns[results[0].name] if not word.startswith("--holdout"))
-    notes.append(f"The test images come last, once: bash train_cifar_parallel.sh {words} --runs {plan.runs}")
+    better = [result.name for result in results if result.verdict == "better"][:1]
+    notes.append("The test images come last, once:")
+    for name in (BASELINE, *better):
+        words = [word for word in plan.campaigns[name] if not word.startswith("--holdout")]
+        words += [f"--campaign={name}", f"--runs={plan.runs}"]
+        notes.append(f"  bash train_cifar_parallel.sh {shlex.join(words)}")
     return notes
 
 
@@ -261,16 +304,15 @@ def swept_option(plan: Plan) -> tuple[str, dict[str, float]]:
     pairs = {}
     for name, words in plan.variants.items():
         option, _, value = words[0].removeprefix("--").partition("=")
-        if len(words) == 1 and re.fullmatch(r"[\d.eE+-]+", value):
+        if len(words) == 1 and re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", value):
             pairs[name] = option, float(value)
     options = [option for option, _ in pairs.values()]
     option = max(options, key=options.count, default="")
-    if options.count(option) < 2:
+    own = getattr(read_options(plan.baseline)[1], option, None)
+    if options.count(option) < 2 or not isinstance(own, int | float):
         return "", {}
-    recipe = program.recipe_of(plan.baseline, "apple2019")
-    _, _, hyp = program.read_command(program.load_program(recipe), plan.baseline)
     values = {name: value for name, (owner, value) in pairs.items() if owner == option}
-    return option, values | {BASELINE: float(getattr(hyp, option))}
+    return option, values | {BASELINE: float(own)}
 
 
 def draw(plan: Plan, results: Sequence[Result], margin: float) -> Figure:
@@ -344,24 +386,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--margin", type=float, default=0.1, help="points of accuracy that are equivalent (0.1)")
     parser.add_argument("--report", action="store_true", help="make no runs: show those that are there")
     options, baseline = parser.parse_known_args(arguments)
+    if not options.margin > 0:
+        parser.error(f"--margin {options.margin} must be greater than 0")
+    options.out = options.out.expanduser()
+    failed: list[str] = []
     if options.report:
+        if baseline or options.variants:
+            raise ConfigError("--report shows what is there: give it no more than --out and --margin")
         plan = read_plan(options.out)
         if not plan:
             raise ConfigError(f"--report: there is no experiment in {options.out}: name its folder by --out")
     else:
-        if options.runs < 2:
-            raise ConfigError(f"--runs {options.runs}: a single run has no spread, give at least 2")
+        if options.runs < 3:
+            raise ConfigError(f"--runs {options.runs}: so few say nothing of their spread, give at least 3")
+        if options.holdout < 1:
+            raise ConfigError(
+                f"--holdout {options.holdout}: keep out at least one training image, or test images decide"
+            )
         words = [*baseline, f"--holdout={options.holdout}"]
         plan = make_plan(words, options.variants, options.runs, options.out)
-        check_commands(plan)
+        teams = check_commands(plan)
         write_plan(plan, options.out)
         try:
-            status = make_runs(plan, options.out)
+            failed = make_runs(plan, options.out, teams)
         except KeyboardInterrupt:
-            status = 128 + signal.SIGINT
-        if status:
             print("Not finished: the same command continues.", file=sys.stderr)
-            return status
+            return 128 + signal.SIGINT
+        for name in failed:
+            print(f"{name} failed; its log is {options.out / name}.log", file=sys.stderr)
+        if BASELINE in failed:
+            return 1
     results = results_of(plan, options.out, options.margin)
     print(f"Baseline: {' '.join(plan.baseline)}\n\n{as_table(results)}\n")
     print(*notes_on(plan, results, options.margin), sep="\n")
@@ -369,7 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         picture = options.out / "experiment.png"
         draw(plan, results, options.margin).savefig(picture)
         print(f"Picture: {picture}")
-    return 0
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ import pytest
 from conftest import python, write_npz
 
 from large_batch_cifar_10_fast import ConfigError, experiment
-from large_batch_cifar_10_fast.core.images import Images, load_images
+from large_batch_cifar_10_fast.core.images import CIFAR_10_NORMALIZATION, Images, load_images
 from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.core.table import COLUMNS
 from large_batch_cifar_10_fast.experiment import Plan, Result, main
 
 SHAPES = draw_shapes(643, 101)
+SIZES = (50_000, 50_000, 10_000, 10_000)  # of CIFAR-10
 
 
 def write_results(out: Path, counts: dict[str, list[int]], name: str = "runs.tsv") -> None:
@@ -47,7 +48,9 @@ def launches(monkeypatch, tmp_path):
             found = pd.read_csv(table, sep="\t").groupby("campaign", sort=False)["validation_count"]
             counts = {name: group.tolist() for name, group in found}
         spread = np.random.default_rng(0).integers(-9, 9, 50)
-        counts[values["campaign"]] = [9400 + better + int(spread[run]) + run % 2 for run in range(int(values["runs"]))]
+        counts[values["campaign"]] = [
+            9400 + better + (better > 0) * (run % 2) + int(spread[run]) for run in range(int(values["runs"]))
+        ]
         write_results(tmp_path / "out", counts)
         return SimpleNamespace(returncode=0)
 
@@ -75,6 +78,12 @@ def test_the_last_images_are_tested_and_not_trained_on(tmp_path):
     assert held.is_original, "they would be put in another order a second time"
     assert held.digest == load_images(str(other_tests), holdout=100).digest != plain.digest
     assert held.name == "mine.npz with the last 100 training images as test images"
+    names = [str(number) for number in range(10)]
+    assert held.class_names == names
+    assert load_images("synthetic", 100).class_names == names
+    kept = Images("CIFAR-10", *(np.resize(part, (n, *part.shape[1:])) for part, n in zip(SHAPES, SIZES, strict=True)))
+    assert kept.held_out(100).normalization == CIFAR_10_NORMALIZATION
+    assert kept.held_out(100).class_names[0] == "airplane"
     kept = Images("CIFAR-10", *SHAPES).held_out(100)
     np.testing.assert_array_equal(kept.test_images, SHAPES[0][543:])
 
@@ -102,7 +111,7 @@ def test_all_campaigns_meet_the_same_machine_in_turn(launches, tmp_path, capsys)
     run_main("--recipe", "muon", "--runs", 5, "--try", "epochs=8 kept=1", out=tmp_path / "out")
     assert launches[0] == ("epochs=8+kept=1", 1)
     assert launches[-3:] == [("baseline", 5), ("filter_rate=0.12", 5), ("epochs=8+kept=1", 5)]
-    assert "Second look: planned 3 runs of 1 variants, now 5 runs of 2 variants." in capsys.readouterr().out
+    assert "Second look: planned 3 runs of 1 variant(s), now 5 runs of 2 variant(s)." in capsys.readouterr().out
 
 
 def test_the_plan_is_on_the_disk_before_the_first_run(monkeypatch, tmp_path):
@@ -112,21 +121,24 @@ def test_the_plan_is_on_the_disk_before_the_first_run(monkeypatch, tmp_path):
         return SimpleNamespace(returncode=7)
 
     monkeypatch.setattr(experiment, "subprocess", SimpleNamespace(run=run))
-    assert run_main("--runs", 4, "--try", "epochs=8", out=tmp_path / "out") == 7
+    assert run_main("--runs", 4, "--try", "epochs=8", out=tmp_path / "out") == 1
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--try", "filter_rate"], "give name=value, or FILE.py"),
+        (["--try", "filter_rate"], "argument --filter_rate: expected one argument"),
+        (["--try", "epochs=8 silu.py"], "silu.py is no option like name=value; FILE.py comes first"),
+        (["--try", "holdout=0"], "--holdout is not for variants"),
+        (["--try", "epochs=8", "--holdout", "0"], "keep out at least one training image"),
+        (["--try", "epochs=8", "--runs", "2"], "so few say nothing of their spread"),
         (["--try", "filtre_rate=1"], "no option --filtre_rate=1; did you mean --filter_rate"),
         (["--try", "absent.py"], "absent.py cannot be used"),
-        (["--try", "epochs=8", "--try", "epochs=8"], "has the name of another"),
+        (["--try", "epochs=8", "--try", "epochs=8"], "has the name epochs=8, as another has"),
         (["--try", "epochs=8", "--campaign", "x"], "--campaign is not for experiments"),
         (["--try", "epochs=8 save=w.pt"], "--save is not for experiments"),
-        (["--try", "epochs=8", "--runs", "1"], "a single run has no spread"),
         ([], "there is nothing to compare"),
-        (["--report"], "there is no experiment"),
+        (["--report"], "--report shows what is there"),
     ],
 )
 def test_what_cannot_be_an_experiment_is_one_line_and_nothing_is_written(words, message, tmp_path, error_line):
@@ -136,12 +148,12 @@ def test_what_cannot_be_an_experiment_is_one_line_and_nothing_is_written(words, 
 
 def test_another_baseline_or_fewer_runs_are_refused(launches, tmp_path, error_line, capsys):
     out = tmp_path / "out"
-    run_main("--recipe", "muon", "--runs", 3, "--try", "epochs=8", out=out)
+    run_main("--recipe", "muon", "--runs", 5, "--try", "epochs=8", out=out)
     capsys.readouterr()
     for words, message in (
         (["--recipe", "muon", "--width", "16"], "with the baseline --recipe muon --holdout=10000"),
         (["--recipe", "muon", "--holdout", "9000"], "with the baseline --recipe muon --holdout=10000"),
-        (["--recipe", "muon", "--runs", "2"], "--runs 2 is less than the 3 that were planned"),
+        (["--recipe", "muon", "--runs", "4"], "--runs 4 is less than the 5 that were planned"),
     ):
         assert message in error_line(main, [*words, "--out", str(out)])
 
@@ -152,13 +164,13 @@ def test_an_experiment_trains_and_is_continued(tmp_path):
     write_npz(tmp_path / "mine.npz", *SHAPES)
     shutil.copy(Path(__file__).with_name("tiny.py"), tmp_path / "small.py")
     words = ["--recipe", "small.py", "--data", "mine.npz", "--holdout", 143, "--no_warmup", "--device", "cpu"]
-    command = ["-m", "large_batch_cifar_10_fast.experiment", *words, "--runs", 2, "--try", "norm=no"]
+    command = ["-m", "large_batch_cifar_10_fast.experiment", *words, "--runs", 3, "--try", "norm=no"]
     result = python(*command, cwd=tmp_path, OMP_NUM_THREADS=1)
     assert result.returncode == 0, result.stderr
     rows = pd.read_csv(tmp_path / "experiment" / "runs.tsv", sep="\t")
     assert sorted(zip(rows["campaign"], rows["seed"], strict=True)) == [
-        *(("baseline", seed) for seed in (0, 1)),
-        *(("norm=no", seed) for seed in (0, 1)),
+        *(("baseline", seed) for seed in (0, 1, 2)),
+        *(("norm=no", seed) for seed in (0, 1, 2)),
     ]
     assert set(rows["validation_images"]) == {143}
     assert rows["precision"].nunique() == 1
@@ -166,6 +178,29 @@ def test_an_experiment_trains_and_is_continued(tmp_path):
     assert "500 training and 143 test images" in (tmp_path / "experiment" / "baseline.log").read_text()
     report = python("-m", "large_batch_cifar_10_fast.experiment", "--report", cwd=tmp_path)
     assert report.stdout == result.stdout
+
+
+def test_a_typo_before_the_first_run_is_forgotten(monkeypatch, tmp_path, launches):
+    out = tmp_path / "out"
+    experiment.write_plan(Plan(["--recipe", "muon", "--holdout=99999"], {"a": ["--epochs=7"]}, []), out)
+    assert run_main("--recipe", "muon", "--runs", 3, "--try", "epochs=8", out=out) == 0
+    assert {name for name, _ in launches} == {"baseline", "epochs=8"}
+
+
+def test_a_variant_that_fails_does_not_stop_the_others(launches, tmp_path, monkeypatch, capsys):
+    make = experiment.subprocess.run
+
+    def run(command, **how):
+        bad = "--epochs=7" in command
+        return SimpleNamespace(returncode=1) if bad else make(command, **how)
+
+    monkeypatch.setattr(experiment, "subprocess", SimpleNamespace(run=run))
+    words = ["--recipe", "muon", "--runs", 3, "--try", "epochs=7", "--try", "filter_rate=0.12"]
+    assert run_main(*words, out=tmp_path / "out") == 1
+    assert {name for name, _ in launches} == {"baseline", "filter_rate=0.12"}
+    output = capsys.readouterr()
+    assert re.search(r"\nfilter_rate=0.12 .* better\n", output.out)
+    assert "epochs=7 failed; its log is" in output.err
 
 
 # ---- Verdicts
@@ -194,7 +229,11 @@ def test_an_effect_is_found_by_pairs_that_the_seeds_would_hide(tmp_path, capsys)
     table = [line.split()[0] for line in lines if re.search(r" ± ", line)]
     assert table == ["a", "baseline", "b"], "best first"
     assert [line.split()[-1] for line in lines if re.search(r" ± ", line)] == ["better", "-", "worse"]
-    assert "The test images come last, once: bash train_cifar_parallel.sh --recipe muon --epochs=8 --runs 4" in lines
+    last = "  bash train_cifar_parallel.sh --recipe muon"
+    assert lines[lines.index("The test images come last, once:") + 1 :][:2] == [
+        f"{last} --campaign=baseline --runs=4",
+        f"{last} --epochs=8 --campaign=a --runs=4",
+    ]
 
 
 def test_an_unfinished_experiment_says_so(tmp_path, capsys):
@@ -205,6 +244,34 @@ def test_an_unfinished_experiment_says_so(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "Not finished: 4 runs of each are planned." in shown
     assert re.search(r"\na +94.00 +1 .* - +no difference shown\n", shown)
+
+
+def test_what_else_differs_and_what_diverged_is_said(tmp_path, capsys):
+    """A program was edited, or a machine changed, between the runs of a baseline and those of a variant."""
+    variants = {"a": ["--epochs=8"], "b": ["--recipe=b.py"]}
+    experiment.write_plan(Plan(["--recipe", "muon"], variants, [{"runs": 3, "variants": 2}]), tmp_path)
+    write_results(tmp_path, {name: [9400, 9410, 9420] for name in ("baseline", "a", "b")})
+    table = pd.read_csv(tmp_path / "runs.tsv", sep="\t", dtype=str)
+    table["options"] = ["epochs=9 width=64"] * 3 + ["epochs=8 width=64"] * 3 + ["epochs=9 width=32"] * 3
+    table["code"] = ["c1"] * 3 + ["c2"] * 3 + ["c3"] * 3
+    table.loc[5, "train_loss"] = "nan"
+    table.to_csv(tmp_path / "runs.tsv", sep="\t", index=False)
+    run_main("--report", out=tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert "a: 1 of 3 runs diverged." in lines
+    differs = "differs from the baseline in more than its change:"
+    assert [line for line in lines if differs in line] == [
+        f"a {differs} code (c2, not c1).",
+        f"b {differs} width (32, not 64).",
+    ]
+
+
+def test_differences_without_a_spread_are_no_verdict():
+    """Three runs of a hundred images often differ by the same number of images."""
+    accuracies = pd.Series([94.0, 95.0, 96.0])
+    results = [Result("baseline", accuracies, 1.0), Result("a", accuracies + 1, 1.0), Result("b", accuracies, 1.0)]
+    experiment.judge(results[0], results[1:], tests=2, margin=0.1)
+    assert [result.verdict for result in results[1:]] == ["no difference shown", "equivalent"]
 
 
 # ---- The picture
@@ -221,6 +288,6 @@ def test_the_picture_has_a_line_for_each_variant_and_the_sweep_of_an_option():
     assert [label.get_text() for label in differences.get_yticklabels()] == [*variants]
     assert sweep.get_xlabel() == "filter_rate"
     np.testing.assert_allclose(sorted(sweep.get_xticks()), [0.12, 0.24, 0.48])
-    for option in ("epochs=8 kept=1", "pixels=24,32"):
+    for option in ("epochs=8 kept=1", "pixels=24,32", "pixels=24", "micro_batches=2", "views=two"):
         _, words = experiment.words_of_variant(option)
         assert experiment.swept_option(Plan(["--recipe", "muon"], {"a": words, "b": words}, [])) == ("", {})

@@ -60,6 +60,7 @@ class Images:
     test_images: np.ndarray
     test_labels: np.ndarray
     in_random_order: bool = field(default=False, kw_only=True)  # the training images, already
+    whole: "Images | None" = field(default=None, kw_only=True)  # the data set, if images of it are kept out
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -72,14 +73,16 @@ class Images:
     @property
     def class_names(self) -> list[str]:
         """CIFAR-10's names where its normalization is used, except for the shapes; else numbers."""
-        known = self.normalization == CIFAR_10_NORMALIZATION and self.name != SYNTHETIC
+        whole = self.whole or self
+        known = whole.normalization == CIFAR_10_NORMALIZATION and whole.name != SYNTHETIC
         return CLASSES if known else [str(number) for number in range(self.classes)]
 
     @cached_property
     def normalization(self) -> Normalization:
         """CIFAR-10's constants for its images and others of its sizes, and for the shapes; else these images' own."""
-        sizes = len(self.train_images), len(self.test_images), self.classes
-        if self.name == SYNTHETIC or sizes == (50_000, 10_000, 10):
+        whole = self.whole or self
+        sizes = len(whole.train_images), len(whole.test_images), whole.classes
+        if whole.name == SYNTHETIC or sizes == (50_000, 10_000, 10):
             return CIFAR_10_NORMALIZATION
         images, count = self.train_images, self.train_images.size // 3
         mean = np.einsum("nhwc->c", images, dtype=np.float64) / count
@@ -108,13 +111,13 @@ class Images:
         """
         ordered = self if self.is_original else self.shuffled()
         left = len(ordered.train_images) - count
-        if left < 1 or ordered.train_labels[:left].max() < self.classes - 1:
+        if left < 1 or set(ordered.train_labels[:left]) != set(self.train_labels):
             total = f"of {left + count} training images"
             raise ConfigError(f"--holdout {count} {total} leaves none of a class to train on: keep out fewer")
         images = np.split(ordered.train_images, [left])
         labels = np.split(ordered.train_labels, [left])
         name = f"{self.name} with the last {count} training images as test images"
-        return Images(name, images[0], labels[0], images[1], labels[1], in_random_order=True)
+        return Images(name, images[0], labels[0], images[1], labels[1], in_random_order=True, whole=self)
 
     def doubts(self) -> list[str]:
         """Return warnings of images and labels that cannot be right, each with its likely cause."""
