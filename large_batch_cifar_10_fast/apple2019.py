@@ -350,17 +350,13 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
     log.ready(images_by_epoch, calls.compiled, graphs=isinstance(step, fast.CudaGraphs))
     for seed in log.missing_runs():
         restart(seed=seed)
-        plan: list[Tensor] = []
         for epoch in range(1, hyp.epochs + 1):
             with log.clock.timed("training"):
                 sums.zero_()
-                plan = plan or plan_epoch(hyp, own_images, steps, team, seed, epoch)
+                plan = plan_epoch(hyp, own_images, steps, team, seed, epoch)
                 for number, batch in log.progress(plan):
                     set_rates(hyp, optimizer, epoch - 1 + number / steps)
                     step(batch)
-                plan = []
-                if epoch < hyp.epochs:  # planned here, while a GPU still takes these steps
-                    plan = plan_epoch(hyp, own_images, steps, team, seed, epoch + 1)
             with log.clock.timed("validation"):  # shown, but not part of the training time
                 validation = evaluate(shards)
             if not log.epoch(read_score(sums, team), validation):

@@ -404,19 +404,15 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
     for seed in log.missing_runs():
         restart(seed=seed)
         last_losses.fill_(torch.inf)
-        plan: list[Tensor] = []
         for epoch in range(1, hyp.epochs + 1):
             stage = stage_of(hyp, epoch)
             with log.clock.timed("training"):
                 set_stage(network, stage)
                 sums.zero_()
-                plan = plan or plan_epoch(hyp, last_losses, steps[epoch - 1], team, seed, epoch)
+                plan = plan_epoch(hyp, last_losses, steps[epoch - 1], team, seed, epoch)
                 for number, batch in log.progress(plan):
                     set_rates(hyp, optimizers, epoch - 1 + number / len(plan))
                     step(batch, stage)
-                plan = []
-                if epoch < hyp.epochs:  # planned here, while a GPU still takes these steps
-                    plan = plan_epoch(hyp, last_losses, steps[epoch], team, seed, epoch + 1)
             with log.clock.timed("validation"):  # shown, but not part of the training time
                 validation = evaluate(shards, hyp.views if epoch == hyp.epochs else "one")
             if not log.epoch(read_score(sums, team), validation):

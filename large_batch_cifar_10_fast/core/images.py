@@ -203,6 +203,7 @@ def read_images(data: str) -> Images:
 
 def find_source(path: Path) -> tuple[Path, Source]:
     """Return the folder that has a data set, or to which it is downloaded, and which it is. Raise ConfigError."""
+    others = sorted({file.name for form in OTHER_FORMS for file in path.glob(form)})  # first: an archive may arrive
     for source in SOURCES:
         if str(path) == source.key and not path.exists():
             return DATA, source
@@ -210,7 +211,6 @@ def find_source(path: Path) -> tuple[Path, Source]:
             return path.parent, source
         if path != DATA and ((path / source.archive).exists() or (path / source.folder).exists()):
             return path, source
-    others = sorted({file.name for form in OTHER_FORMS for file in path.glob(form)})
     if path == DATA or (path.is_dir() and not others):
         return path, SOURCES[0]
     found = "does not exist"

@@ -13,8 +13,6 @@ import os
 from typing import Any
 
 import torch
-from torch._inductor import lowering
-from torch._inductor.virtualized import ops
 
 from .. import ConfigError
 
@@ -36,19 +34,19 @@ def set_compiler() -> None:
     if "launches" in chosen:
         torch._inductor.config.combo_kernels = True
     if "erf" in chosen:
-        lowering.lowerings[torch.ops.aten.erf.default] = lower_erf
+        replace_erf()
         torch._inductor.config.fx_graph_cache = False  # whose keys know nothing of this
         torch._functorch.config.enable_autograd_cache = False
 
 
-accurate_erf = lowering.lowerings[torch.ops.aten.erf.default]
-
-
-def lower_erf(x: Any) -> Any:
+def replace_erf() -> None:
     """Replace the compiler's code for erf, but in float64."""
-    if x.get_dtype() == torch.float64:
-        return accurate_erf(x)
-    return lowering.make_pointwise(erf_by_exponential)(x)
+    from torch._inductor import lowering  # not above: it is slow, and needs the compiler's folder
+
+    erf = torch.ops.aten.erf.default
+    accurate = lowering.lowerings[erf]
+    by_exponential = lowering.make_pointwise(erf_by_exponential)
+    lowering.lowerings[erf] = lambda x: (accurate if x.get_dtype() == torch.float64 else by_exponential)(x)
 
 
 def erf_by_exponential(x: Any) -> Any:
@@ -56,6 +54,8 @@ def erf_by_exponential(x: Any) -> Any:
 
     With t = 1 / (1 + 0.3275911 |x|) it is sign(x) (1 - (a1 t + a2 t² + ... + a5 t⁵) exp(-x²)).
     """
+    from torch._inductor.virtualized import ops
+
     size = ops.abs(x)
     t = number(1) / (number(1) + number(0.3275911) * size)
     polynomial = number(1.061405429)
@@ -66,4 +66,6 @@ def erf_by_exponential(x: Any) -> Any:
 
 
 def number(value: float) -> Any:
+    from torch._inductor.virtualized import ops
+
     return ops.constant(value, torch.float32)
