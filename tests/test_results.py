@@ -62,6 +62,8 @@ def test_every_log_in_the_repository_is_read():
     assert min(len(tables), len(logs)) > 50
     for path in tables:
         table = pd.read_csv(path, sep="\t")
+        if "campaign" in table:
+            table = table[table["campaign"] == table["campaign"].iloc[-1]]
         found = read_log(str(path)).runs
         np.testing.assert_allclose(found["accuracy"], table["validation_accuracy"], rtol=0, atol=1e-12)
         np.testing.assert_array_equal(found["seconds"], table["seconds"])
