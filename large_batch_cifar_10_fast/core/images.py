@@ -59,8 +59,7 @@ class Images:
     train_labels: np.ndarray
     test_images: np.ndarray
     test_labels: np.ndarray
-    in_random_order: bool = field(default=False, kw_only=True)  # the training images, already
-    whole: "Images | None" = field(default=None, kw_only=True)  # the data set, if images of it are kept out
+    whole: "Images | None" = field(default=None, kw_only=True)  # the data set that `held_out` made these of
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -93,7 +92,7 @@ class Images:
     @property
     def is_original(self) -> bool:
         """Whether the training images keep their order: CIFAR's own, which is a random one, or already a random one."""
-        known = self.in_random_order or self.name in (CIFAR_10, CIFAR_100, SYNTHETIC)
+        known = self.whole is not None or self.name in (CIFAR_10, CIFAR_100, SYNTHETIC)
         return known or self.digests[0] == CIFAR_10_TRAINING
 
     def shuffled(self) -> "Images":
@@ -117,7 +116,7 @@ class Images:
         images = np.split(ordered.train_images, [left])
         labels = np.split(ordered.train_labels, [left])
         name = f"{self.name} with the last {count} training images as test images"
-        return Images(name, images[0], labels[0], images[1], labels[1], in_random_order=True, whole=self)
+        return Images(name, images[0], labels[0], images[1], labels[1], whole=self)
 
     def doubts(self) -> list[str]:
         """Return warnings of images and labels that cannot be right, each with its likely cause."""
@@ -155,7 +154,8 @@ class Images:
 
     def pinned(self) -> "Images":
         """Return a copy in page-locked memory, from which uploads are faster; making it takes longer than it saves."""
-        return Images(self.name, *(torch.from_numpy(part).pin_memory().numpy() for part in self.arrays))
+        pinned = (torch.from_numpy(part).pin_memory().numpy() for part in self.arrays)
+        return Images(self.name, *pinned, whole=self.whole)
 
     @property
     def digest(self) -> str:
