@@ -20,7 +20,7 @@ from .core.images import CIFAR_10
 from .core.program import hyp_class
 from .core.source import changed_lines
 from .core.table import PLACE, differences
-from .results import Log, compare_means, find_files, read_log, verdict, wilson
+from .results import Log, compare_means, find_files, in_columns, read_log, verdict, wilson
 
 TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
 BUSY = 0.95  # of the other side's CPU seconds a second: less is no equal share of the machine
@@ -121,8 +121,7 @@ def as_table(mine: Log, reference: Log, not_compared: Mapping[str, object]) -> s
             last = (f"{found.difference:+.3f}", f"[{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}")
         cells.append((title, mean_and_deviation(a), mean_and_deviation(b), *last))
     cells.append(("runs at 94%", runs_at_goal(mine), runs_at_goal(reference), *"---"))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+    return in_columns(cells)
 
 
 def judge(mine: Log, reference: Log, name: str, unit: str, margin: float) -> tuple[str, str]:

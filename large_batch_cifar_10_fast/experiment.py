@@ -33,7 +33,7 @@ from .core import program
 from .core.files import write_atomically
 from .core.table import CONDITIONS, PLACE, Row, differences, differing_options, diverged, read
 from .launch import follow_launcher
-from .results import Comparison, compare_means, verdict
+from .results import Comparison, compare_means, in_columns, verdict
 
 HOLDOUT = 10_000  # images of CIFAR-10's 50,000: a mean over them is exact to a third of what 1,000 allow
 OWN = ("campaign", "resume", "share", "save", "profile")  # options of a run that an experiment sets or cannot use
@@ -197,7 +197,7 @@ def make_runs(plan: Plan, out: Path, teams: int) -> list[str]:
 
 
 def seconds_of_runs(out: Path, campaign: str) -> list[float]:
-    return [float(row["seconds"]) for row in rows_of(out, campaign)]
+    return [float(row["seconds"]) for row in read(out / "runs.tsv") if row["campaign"] == campaign]
 
 
 def precision_of(out: Path) -> list[str]:
@@ -205,34 +205,37 @@ def precision_of(out: Path) -> list[str]:
     return [f"--precision={row['precision']}" for row in read(out / "runs.tsv")[:1]]
 
 
-def rows_of(out: Path, campaign: str) -> list[Row]:
-    return [row for row in read(out / "runs.tsv") if row["campaign"] == campaign]
-
-
 # ---- The verdicts
 
 
 def results_of(plan: Plan, out: Path, margin: float) -> list[Result]:
     """Return the results of all campaigns that have runs, best first. Raise ConfigError without any of the baseline."""
-    results = []
-    for name in plan.campaigns:
-        rows = pd.DataFrame(rows_of(out, name))
-        if len(rows):
-            shares = rows["validation_count"].astype(float) / rows["validation_images"].astype(float)
-            accuracies = pd.Series(100 * shares.to_numpy(), index=rows["seed"].astype(int))
-            bad = rows.apply(diverged, axis=1)
-            seconds = rows["seconds"].astype(float)[~bad].mean()
-            results.append(Result(name, accuracies, seconds, int(bad.sum()), differs_from_baseline(plan, out, name)))
-    if not results or results[0].name != BASELINE:
+    table = read(out / "runs.tsv")
+    rows = {name: [row for row in table if row["campaign"] == name] for name in plan.campaigns}
+    if not rows[BASELINE]:
         raise ConfigError(f"{out} has no finished run of the baseline: start without --report")
+    results = []
+    for name, found in rows.items():
+        if found:
+            differs = differs_from_baseline(plan.variants.get(name, []), found[-1], rows[BASELINE][-1])
+            results.append(result_of(name, found, differs))
     judge(results[0], results[1:], len(plan.variants), margin)
     return sorted(results, key=lambda result: -result.accuracies.mean())
 
 
-def differs_from_baseline(plan: Plan, out: Path, name: str) -> str:
-    """Return in which conditions a campaign's last run differs from the baseline's, but for what the variant says."""
-    mine, baseline = rows_of(out, name)[-1], rows_of(out, BASELINE)[-1]
-    said = {word.lstrip("-").partition("=")[0] for word in plan.variants.get(name, [])}
+def result_of(name: str, rows: Sequence[Row], differs: str) -> Result:
+    """Return what a campaign's rows say, not yet compared."""
+    table = pd.DataFrame(rows)
+    shares = table["validation_count"].astype(float) / table["validation_images"].astype(float)
+    accuracies = pd.Series(100 * shares.to_numpy(), index=table["seed"].astype(int))
+    bad = table.apply(diverged, axis=1)
+    seconds = table["seconds"].astype(float)[~bad].mean()
+    return Result(name, accuracies, seconds, int(bad.sum()), differs)
+
+
+def differs_from_baseline(words: Sequence[str], mine: Row, baseline: Row) -> str:
+    """Return in which conditions a run differs from one of the baseline, but for what the variant's words say."""
+    said = {word.lstrip("-").partition("=")[0] for word in words}
     said |= {"recipe", "code"} if "recipe" in said else set()
     others = [each for each in (*CONDITIONS, *PLACE) if each not in {*said, "options"}]
     found = [differences(mine, baseline, others)]
@@ -261,8 +264,7 @@ def as_table(results: Sequence[Result]) -> str:
         accuracy = f"{result.accuracies.mean():.2f}{spread}"
         count = str(len(result.accuracies))
         cells.append((result.name, accuracy, count, f"{result.seconds:.3g}", difference, interval, p, result.verdict))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+    return in_columns(cells)
 
 
 def notes_on(plan: Plan, results: Sequence[Result], margin: float) -> list[str]:

@@ -10,7 +10,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -330,3 +330,12 @@ def verdict(found: Comparison | None, more_is_better: bool, margin: float) -> st
 def wilson(count: int, total: int) -> tuple[float, float]:
     """Return the 99% score interval of a proportion."""
     return stats.binomtest(count, total).proportion_ci(1 - SIGNIFICANCE, method="wilson")
+
+
+# ---- Texts
+
+
+def in_columns(lines: Sequence[Sequence[str]]) -> str:
+    """Return the cells of a table as text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

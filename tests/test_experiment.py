@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from conftest import python, write_npz
 
 from large_batch_cifar_10_fast import ConfigError, experiment
@@ -65,7 +66,7 @@ def run_main(*arguments: object, out: Path) -> int:
 # ---- Images that are kept out
 
 
-def test_the_last_images_are_tested_and_not_trained_on(tmp_path):
+def test_the_last_images_are_tested_and_not_trained_on(tmp_path, monkeypatch):
     """Those of one's own are put in a random order first; the test images have no part in it."""
     path = write_npz(tmp_path / "mine.npz", *SHAPES)
     other_tests = write_npz(tmp_path / "others.npz", *SHAPES[:2], *draw_shapes(1, 50)[2:])
@@ -84,6 +85,8 @@ def test_the_last_images_are_tested_and_not_trained_on(tmp_path):
     kept = Images("CIFAR-10", *(np.resize(part, (n, *part.shape[1:])) for part, n in zip(SHAPES, SIZES, strict=True)))
     assert kept.held_out(100).normalization == CIFAR_10_NORMALIZATION
     assert kept.held_out(100).class_names[0] == "airplane"
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # as on a GPU
+    assert kept.held_out(100).pinned().normalization == CIFAR_10_NORMALIZATION
     kept = Images("CIFAR-10", *SHAPES).held_out(100)
     np.testing.assert_array_equal(kept.test_images, SHAPES[0][543:])
 

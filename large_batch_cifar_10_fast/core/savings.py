@@ -46,7 +46,11 @@ def replace_erf() -> None:
     erf = torch.ops.aten.erf.default
     accurate = lowering.lowerings[erf]
     by_exponential = lowering.make_pointwise(erf_by_exponential)
-    lowering.lowerings[erf] = lambda x: (accurate if x.get_dtype() == torch.float64 else by_exponential)(x)
+
+    def lower(x: Any) -> Any:
+        return accurate(x) if x.get_dtype() == torch.float64 else by_exponential(x)
+
+    lowering.lowerings[erf] = lower
 
 
 def erf_by_exponential(x: Any) -> Any:
