@@ -5,7 +5,8 @@
     torchrun --nproc_per_node 8 -m large_batch_cifar_10_fast.apple2019
 
 Published: 94.19% in 7.8 s on eight V100s (n = 50). The file reads in the order in which an image meets its parts.
-To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`. Sections are those of docs/method.md.
+To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`. Sections are those of docs/method.md;
+docs/why_it_is_fast.md explains the tricks.
 """
 
 from collections.abc import Callable, Iterator
@@ -109,7 +110,8 @@ def plan_epoch(hyp: Hyp, own_images: int, steps: int, team: Team, seed: int, epo
 def balanced_assignment(count: int, options: int, draws: torch.Generator) -> Tensor:
     """Assign one of `options` to each of `count` images, each option equally often, up to one image (int64 [count]).
 
-    Independent draws favour some crops, and one side, in each epoch. Without: data.independent_assignment
+    Independent draws favour some crops, and one side, in each epoch (docs/why_it_is_fast.md#crops-and-flips). Without:
+    data.independent_assignment
     """
     shuffled = torch.randperm(options, generator=draws, device=draws.device)
     images = torch.randperm(count, generator=draws, device=draws.device)
@@ -180,7 +182,10 @@ class Residual(nn.Module):
 
 
 def conv_pool_norm(channels_in: int, channels_out: int, norm: Callable[[int], nn.Module]) -> nn.Sequential:
-    """Return convolution, pooling, norm, CELU; pooling first leaves a quarter of the work to the norm."""
+    """Return convolution, pooling, norm, CELU; pooling first leaves a quarter of the work to the norm.
+
+    docs/why_it_is_fast.md#a-small-network-that-pools-early
+    """
     return nn.Sequential(
         layers.convolution(channels_in, channels_out),
         layers.MaxPool(2),
@@ -201,7 +206,8 @@ def flop(hyp: Hyp, train_images: int) -> float:
 def whiten(network: Network, images: Tensor) -> None:
     """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
 
-    Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate.
+    Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate
+    (docs/why_it_is_fast.md#whitening).
     """
     network.whitening.weight.copy_(layers.whitening_filters(images[:10_000], size=3, epsilon=0.01))
 
@@ -218,7 +224,8 @@ MOMENTUM = 0.9
 def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each image, [B], in float32 at least.
 
-    With label smoothing, weights stop growing once the right class is likely. Without: --label_smoothing 0
+    With label smoothing, weights stop growing once the right class is likely (docs/why_it_is_fast.md#label-smoothing).
+    Without: --label_smoothing 0
     """
     logits = fast.at_least_float32(logits)
     return F.cross_entropy(logits, labels, reduction="none", label_smoothing=hyp.label_smoothing)
@@ -241,7 +248,8 @@ def make_optimizer(hyp: Hyp, network: Network, team: Team) -> Optimizer:
 def learning_rate(hyp: Hyp, epoch: float) -> float:
     """Return the rate at a time in epochs: up to the peak, down, then constant.
 
-    The constant rate at the end takes the place of an average of the weights. Without: --ema_ep 0
+    The constant rate at the end takes the place of an average of the weights (docs/why_it_is_fast.md#learning-rates).
+    Without: --ema_ep 0
     """
     # The loss is a sum over the batch, so the rate is divided by its size: a mean could round gradients to zero.
     peak = hyp.lr_scaler * (1 / hyp.batch_size)

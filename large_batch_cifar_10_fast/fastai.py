@@ -1,9 +1,11 @@
-"""fast.ai, 2018: super-convergence, a wide ResNet 22-6 under a 1cycle of rate and momentum (docs/recipes.md).
+"""fast.ai, 2018: super-convergence, a wide ResNet 22-6 under a 1cycle of rate and momentum
+(docs/recipes.md#basenet-page-fastai).
 
     bash train_cifar_parallel.sh --recipe fastai                    # the entry on eight V100s: 8 workers of 128 images
     bash train_cifar_parallel.sh --recipe fastai --entry one_gpu    # the entry on one: 1 worker of 512
 
-Large rates regularize, so they are reached slowly, while the momentum falls, and left as slowly.
+Large rates regularize, so they are reached slowly, while the momentum falls, and left as slowly
+(docs/why_it_is_fast.md#learning-rates).
 
 To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`.
 """

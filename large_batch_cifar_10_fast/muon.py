@@ -1,4 +1,6 @@
-"""Muon, 2024 to 2026: a small network with orthogonalized updates, the least work of all recipes (docs/recipes.md).
+"""Muon, 2024 to 2026: a small network with orthogonalized updates, the least work of all recipes.
+
+The recipe is described in docs/recipes.md#muon, its tricks in docs/why_it_is_fast.md.
 
     bash train_cifar_parallel.sh --recipe muon              # or muon2024, the recipe that it started from
     python -m large_batch_cifar_10_fast.muon --runs 5       # the same without the launcher, in one process
@@ -114,6 +116,7 @@ class Stage(NamedTuple):
 
 def stage_of(hyp: Hyp, epoch: int) -> Stage:
     # Coarse features are learned first and need few pixels: a step at 24 has half of the work. Without: --pixels 32
+    # (docs/why_it_is_fast.md#fewer-pixels-fewer-images)
     resolution = int(spread(hyp.pixels, epoch, hyp.epochs))
     return Stage(resolution, trains_whitening=epoch <= hyp.whitening_epochs)
 
@@ -149,8 +152,8 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
         flips = data.independent_assignment(len(rows), 2, draws)  # replaced below; without it, `order` would differ
         order = torch.randperm(len(rows), generator=draws, device=team.device)
         # Alternating flip: an image is mirrored at random in the first epoch, then in every other one. So two epochs
-        # show both of its sides; independent flips show one side of half of the images twice. Without: delete the next
-        # two lines.
+        # show both of its sides; independent flips show one side of half of the images twice
+        # (docs/why_it_is_fast.md#crops-and-flips). Without: delete the next two lines.
         first_side = data.independent_assignment(len(rows), 2, data.generator(team.device, seed, worker, 0))
         flips = (first_side + epoch) % 2
         if spread(hyp.kept, epoch, hyp.epochs) < 1:
@@ -163,6 +166,7 @@ def hardest(losses: Tensor, count: int) -> Tensor:
     """Return the places of the `count` highest losses, in their order.
 
     Late epochs skip the images that were easiest when last seen: they teach little. Without: --kept 1
+    (docs/why_it_is_fast.md#fewer-pixels-fewer-images)
     """
     return losses.topk(count, sorted=False).indices.sort().values
 
@@ -222,6 +226,7 @@ def dirac_init(convolution: nn.Conv2d) -> nn.Conv2d:
     """Let the first filters be the identity, so that the image reaches the head from the first step on.
 
     The others have PyTorch's initialization. Without: return the convolution as it is.
+    (docs/why_it_is_fast.md#a-small-network-that-pools-early)
     """
     nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
     return convolution
@@ -241,7 +246,8 @@ def flop(hyp: Hyp, train_images: int) -> float:
 def whiten(network: Network, images: Tensor) -> None:
     """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
 
-    Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate.
+    Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate
+    (docs/why_it_is_fast.md#whitening).
     """
     filters = layers.whitening_filters(images[:5000], size=2, epsilon=5e-4)
     both_signs = torch.cat([filters, -filters])  # since the activation suppresses negative values
@@ -261,7 +267,8 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     filters = [weight for weight in inner if weight.ndim == 4]
     biases = [weight for weight in inner if weight.ndim == 1]
     # Muon: m = 0.6 m + g;  w = w sqrt(out) / |w|;  w = w - rate * orthogonal(g + 0.6 m). All directions of an update
-    # have about the same size, so that rare ones are learned, too. A fixed norm takes the place of weight decay.
+    # have about the same size, so that rare ones are learned, too. A fixed norm takes the place of weight decay
+    # (docs/why_it_is_fast.md#muon).
     muon = Muon([{"params": filters, "first_rate": hyp.filter_rate, "epochs": hyp.epochs}], hyp.filter_momentum, team)
     groups: list[dict] = [
         {"params": biases, "first_rate": hyp.bias_rate, "epochs": hyp.epochs},
@@ -292,7 +299,8 @@ def set_rates(hyp: Hyp, optimizers: list[Optimizer], epoch: float) -> None:
 def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each image, [B], in float32 at least.
 
-    With label smoothing, weights stop growing once the right class is likely. Without: --label_smoothing 0
+    With label smoothing, weights stop growing once the right class is likely (docs/why_it_is_fast.md#label-smoothing).
+    Without: --label_smoothing 0
     """
     logits = fast.at_least_float32(logits)
     return F.cross_entropy(logits, labels, reduction="none", label_smoothing=hyp.label_smoothing)

@@ -1,4 +1,5 @@
-"""David Page, 2018, and Ben Johnson, from whom he started: a pre-activation ResNet-18 (docs/recipes.md).
+"""David Page, 2018, and Ben Johnson, from whom he started: a pre-activation ResNet-18
+(docs/recipes.md#basenet-page-fastai).
 
     bash train_cifar_parallel.sh --recipe page                      # Page's network and schedule
     bash train_cifar_parallel.sh --recipe page --starting_point     # with a norm more, and a kink in the rate

@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -154,11 +153,3 @@ def test_each_task_of_an_array_makes_its_share_of_one_campaign(tmp_path):
         number = task["SLURM_ARRAY_TASK_ID"]
         assert (options.runs, options.share, options.campaign) == (5, f"{number}/2", "9")
         assert options.out == f"campaign_9/{number}"
-
-
-def test_every_relative_link_leads_to_a_file():
-    documents = [path for path in REPO.rglob("*.md") if not {".venv", ".git", "data"} & set(path.parts)]
-    links = [(path, link) for path in documents for link in re.findall(r"\]\(([^)#\s]+)", path.read_text())]
-    relative = [(path, link) for path, link in links if "://" not in link]
-    assert len(relative) > 40
-    assert [(path.name, link) for path, link in relative if not (path.parent / link).exists()] == []

@@ -215,7 +215,7 @@ def compile_training(
 
     `forward(images, labels)` returns a NamedTuple of tensors, and lists of tensors, with the `loss` to differentiate.
     All that each graph computes is compared with the uncompiled results, because a compiler can be wrong without an
-    error (docs/performance.md, "A trap"): these, and the gradients of the network.
+    error (docs/performance.md#a-trap-a-compiler-can-be-wrong-without-an-error): these, and the network's gradients.
     """
 
     def check(compiled: Callable) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 class GhostBatchNorm(nn.Module):
     """Batch norm over each of `groups` equal parts of the batch, from [B, C, H, W] to the same shape.
 
-    Few images have noisy statistics, and large batches lack that noise and generalize worse without it. A group never
-    crosses the boundary of a worker's batch if `groups` is a multiple of the workers that are computed together: so
-    several workers are computed as one larger batch. With one group a worker it is plain batch norm per worker.
+    Few images have noisy statistics, and large batches lack that noise and generalize worse without it
+    (docs/why_it_is_fast.md#ghost-batches). A group never crosses the boundary of a worker's batch if `groups` is a
+    multiple of the workers that are computed together: so several workers are computed as one larger batch. With one
+    group a worker it is plain batch norm per worker.
 
     The bias is trained, the scale only with `scaled`. Both and the statistics are float32 (float64 if the input is).
 
@@ -103,7 +104,7 @@ def whitening_filters(images: Tensor, size: int, epsilon: float) -> Tensor:
 
     `images` [n, H, W, 3] are normalized and unpadded. X has all their patches as rows. The filters are the eigenvectors
     of X'X / (rows - 1), largest eigenvalue first, divided by sqrt(eigenvalue + epsilon); epsilon keeps weak directions
-    small. Computed in float32, or float64 if the images are.
+    small (docs/why_it_is_fast.md#whitening). Computed in float32, or float64 if the images are.
     """
     dtype = torch.promote_types(images.dtype, torch.float32)
     patches = images.unfold(1, size, 1).unfold(2, size, 1)  # [n, 30, 30, 3, 3, 3] for 3x3 of 32x32

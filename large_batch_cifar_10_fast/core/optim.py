@@ -103,8 +103,9 @@ class Muon(Optimizer):
         w = w * sqrt(out) / |w|;  w = w - lr * orthogonal(d)
 
     All directions of an update have the same size, so that directions that gradients rarely show are learned, too, and
-    the scale of the gradients has no effect. Each process orthogonalizes some of the matrices as one batch of products,
-    in half precision under autocast. torch.optim.Muon (2.9) takes only matrices, one by one, and keeps no norm.
+    the scale of the gradients has no effect (docs/why_it_is_fast.md#muon). Each process orthogonalizes some of the
+    matrices as one batch of products, in half precision under autocast. torch.optim.Muon (2.9) takes only matrices, one
+    by one, and keeps no norm.
     """
 
     def __init__(self, groups: Iterable[dict], momentum: float, team: Team) -> None:

@@ -6,7 +6,7 @@
 * `launches`: small kernels that do not depend on each other are launched as one.
 * `erf`: GELU and its gradient take an exponential for the error function.
 
-They change results by rounding only. docs/performance.md has the launches and bytes that they save.
+They change results by rounding only. docs/performance.md#launches-counted has the launches and bytes that they save.
 """
 
 import os

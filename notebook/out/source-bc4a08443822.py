@@ -1,0 +1,424 @@
+"""Muon, 2024 to 2026: a small network with orthogonalized updates, the least work of all recipes (docs/recipes.md).
+
+    bash train_cifar_parallel.sh --recipe muon              # or muon2024, the recipe that it started from
+    python -m large_batch_cifar_10_fast.muon --runs 5       # the same without the launcher, in one process
+
+A run: 9 epochs in steps of 2000 images, four epochs at 24 pixels and five at 32, the last four of them without the
+easiest third of the images. It needs 0.174 PFLOP; the method of 2019 needs 2.01.
+
+To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core.clock import Clock
+from large_batch_cifar_10_fast.core.log import Log, Score, read_score, sums_of
+from large_batch_cifar_10_fast.core.optim import Muon, interpolate, set_rate, spread
+from large_batch_cifar_10_fast.core.options import Options, check_range, text_of
+from large_batch_cifar_10_fast.core.program import main
+from large_batch_cifar_10_fast.core.team import Team
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hyper-parameters. Each is an option: --epochs 12
+# ---------------------------------------------------------------------------------------------------------------------
+
+STEP_IMAGES = 2000
+EPOCH_IMAGES = 50_000  # of CIFAR-10
+
+
+@dataclass(frozen=True)
+class Hyp:
+    """Our own settings."""
+
+    epochs: int = 9  # passes over the training images, over which the rates fall to 0
+    batch_size: int = 0  # images a worker takes each step; 0: 2000 divided by the workers
+    width: int = 64  # channels of the first block; the others have four times as many
+    pixels: tuple[int, ...] = (24, 24, 24, 24, 32, 32, 32, 32, 32)  # resolutions, spread evenly over the epochs
+    kept: tuple[float, ...] = (1, 1, 1, 1, 1, 0.68, 0.68, 0.68, 0.68)  # fractions of the images, likewise
+    filter_rate: float = 0.24  # Muon's first rate, for the filters
+    filter_momentum: float = 0.6  # Muon's momentum
+    bias_rate: float = 0.053  # SGD's first rate for biases
+    head_rate: float = 0.67  # SGD's first rate for the last layer
+    momentum: float = 0.85  # SGD's momentum
+    whitening_epochs: int = -1  # epochs that train the whitening's bias; -1: 1 of 9 (muon2024: 3 of 8)
+    label_smoothing: float = 0.2  # part of a label that is spread over all classes
+    norm_momentum: float = 0.4  # weight of a new batch in the running statistics
+    views: Literal["one", "two", "six"] = "six"  # views of a test image after the last epoch (data.average_over_views)
+    workers: int = 1  # replicas, each with its own training images
+
+    # Without a type these are no options.
+    half = "bf16"  # precision on a GPU that has it
+    whitening_share = 1 / 9  # of the epochs
+
+    def __post_init__(self) -> None:
+        check_range(self, 1, 100_000, "epochs", "width", "workers")
+        check_range(self, 0, 100_000, "batch_size")
+        check_range(self, -1, self.epochs, "whitening_epochs")
+        check_range(self, 1e-9, 100_000, "filter_rate", "bias_rate", "head_rate")
+        check_range(self, 1e-9, 1, "momentum")
+        check_range(self, 0, 1, "filter_momentum", "label_smoothing", "norm_momentum")
+        if not all(9 <= size <= 32 for size in self.pixels):
+            raise ConfigError(
+                f"--pixels {text_of(self.pixels)}: sizes must lie in 9 to 32, or three poolings leave nothing"
+            )
+        if not all(0 < share <= 1 for share in self.kept):
+            raise ConfigError(f"--kept {text_of(self.kept)}: shares must lie above 0, and at most be 1")
+        if self.batch_size == 0:
+            if STEP_IMAGES % self.workers:
+                raise ConfigError(f"--workers {self.workers} does not divide {STEP_IMAGES} images: choose --batch_size")
+            object.__setattr__(self, "batch_size", STEP_IMAGES // self.workers)
+        if self.batch_size == 1:
+            raise ConfigError("a worker's batch of one image is too small for its norms: use a larger --batch_size")
+        if self.whitening_epochs < 0:
+            object.__setattr__(self, "whitening_epochs", max(1, round(self.epochs * self.whitening_share)))
+
+    def check_images(self, count: int) -> None:
+        """Raise ConfigError if so many training images are too few."""
+        for epoch, steps in enumerate(steps_by_epoch(self, count), 1):
+            if not steps:
+                few = f"epoch {epoch} keeps {spread(self.kept, epoch, self.epochs):g} of {count} images, less than a"
+                needed = self.workers * self.batch_size
+                raise ConfigError(f"{few} step's {needed}: raise --kept, or use a smaller batch")
+
+
+@dataclass(frozen=True)
+class Hyp2024(Hyp):
+    """Airbench's recipe with Muon (2024); its authors publish 94.01% on one A100 in 2.59 s."""
+
+    epochs: int = 8  # passes over the training images, over which the rates fall to 0
+    pixels: tuple[int, ...] = (32,)  # resolutions, spread evenly over the epochs
+    kept: tuple[float, ...] = (1,)  # fractions of the images, likewise
+
+    whitening_share = 3 / 8
+
+
+SETS = {"muon2024": Hyp2024}
+
+
+class Stage(NamedTuple):
+    """What differs between kinds of step: each has compiled code and a CUDA graph of its own."""
+
+    resolution: int  # pixels a side
+    trains_whitening: bool  # its bias; later the backward pass ends before the first layer
+
+
+def stage_of(hyp: Hyp, epoch: int) -> Stage:
+    # Coarse features are learned first and need few pixels: a step at 24 has half of the work. Without: --pixels 32
+    resolution = int(spread(hyp.pixels, epoch, hyp.epochs))
+    return Stage(resolution, trains_whitening=epoch <= hyp.whitening_epochs)
+
+
+def set_stage(network: "Network", stage: Stage) -> None:
+    network.get_parameter("whitening.bias").requires_grad_(stage.trains_whitening)
+
+
+def steps_by_epoch(hyp: Hyp, train_images: int) -> list[int]:
+    """Return the number of steps of each epoch."""
+    kept = [spread(hyp.kept, epoch, hyp.epochs) for epoch in range(1, hyp.epochs + 1)]
+    return [round(train_images // hyp.workers * share) // hyp.batch_size for share in kept]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+PADDING = 2  # pixels by which a crop is shifted, at most
+
+
+def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int, epoch: int) -> list[Tensor]:
+    """Return the batch of each step: images of this process, crops and flips, int64 [3, workers * batch_size].
+
+    `last_losses` [n] are those of the images when they were last seen, at first infinite. Each worker has its own
+    images and its own random numbers, whatever process computes it.
+    """
+    plans = []
+    for number, worker in enumerate(team.workers):
+        rows = data.shard(number, len(team.workers), len(last_losses), team.device)
+        draws = data.generator(team.device, seed, worker, epoch)
+        crops = data.independent_assignment(len(rows), (2 * PADDING + 1) ** 2, draws)
+        flips = data.independent_assignment(len(rows), 2, draws)  # replaced below; without it, `order` would differ
+        order = torch.randperm(len(rows), generator=draws, device=team.device)
+        # Alternating flip: an image is mirrored at random in the first epoch, then in every other one. So two epochs
+        # show both of its sides; independent flips show one side of half of the images twice. Without: delete the next
+        # two lines.
+        first_side = data.independent_assignment(len(rows), 2, data.generator(team.device, seed, worker, 0))
+        flips = (first_side + epoch) % 2
+        if spread(hyp.kept, epoch, hyp.epochs) < 1:
+            order = order[hardest(last_losses[rows[order]], steps * hyp.batch_size)]
+        plans.append(torch.stack([rows, crops, flips])[:, order])
+    return data.split_into_steps(plans, steps, hyp.batch_size)
+
+
+def hardest(losses: Tensor, count: int) -> Tensor:
+    """Return the places of the `count` highest losses, in their order.
+
+    Late epochs skip the images that were easiest when last seen: they teach little. Without: --kept 1
+    """
+    return losses.topk(count, sorted=False).indices.sort().values
+
+
+def make_batch(images: Tensor, labels: Tensor, batch: Tensor, stage: Stage) -> tuple[Tensor, Tensor]:
+    """Return augmented images [B, 3, resolution, resolution], channels-last, and their labels [B]."""
+    rows, crops, flips = batch
+    x = data.crop_and_flip(images, rows, crops, flips, PADDING)
+    if stage.resolution < data.SIZE:
+        x = F.interpolate(x, size=(stage.resolution, stage.resolution), mode="bilinear", align_corners=False)
+        x = x.contiguous(memory_format=torch.channels_last)  # which compiled interpolation loses
+    return x, labels[rows]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Network
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Images [B, 3, H, W] to logits [B, classes]; 1,971,352 trained parameters at width 64, 0.211 GFLOP forward."""
+
+    def __init__(self, hyp: Hyp, classes: int, workers: int = 1) -> None:
+        """`workers` are those whose batches are computed together, one after the other."""
+        super().__init__()
+        width = hyp.width
+        norm = partial(layers.GhostBatchNorm, groups=workers, momentum=hyp.norm_momentum, eps=1e-12)
+        self.whitening = layers.WhiteningConvolution(3, 24, size=2)
+        self.groups = nn.Sequential(
+            block(24, width, norm),
+            block(width, 4 * width, norm),
+            block(4 * width, 4 * width, norm),
+        )
+        self.pool = layers.MaxPool()  # over all that is left, whatever the resolution
+        self.linear = nn.Linear(4 * width, classes, bias=False)
+        self.linear.weight.data /= self.linear.weight.data.std()
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.groups(F.gelu(self.whitening(images)))
+        return self.linear(self.pool(x).flatten(1)) / 256
+
+
+def block(channels_in: int, channels_out: int, norm: Callable[[int], nn.Module]) -> nn.Sequential:
+    """Return two 3x3 convolutions with norms, from [B, channels_in, S, S] to [B, channels_out, S // 2, S // 2]."""
+    return nn.Sequential(
+        dirac_init(layers.Convolution(channels_in, channels_out, pooled=True)),
+        layers.MaxPool(2),  # before the norm, which leaves it a quarter of the work
+        norm(channels_out),
+        nn.GELU(),
+        dirac_init(layers.Convolution(channels_out, channels_out)),
+        norm(channels_out),
+        nn.GELU(),
+    )
+
+
+def dirac_init(convolution: nn.Conv2d) -> nn.Conv2d:
+    """Let the first filters be the identity, so that the image reaches the head from the first step on.
+
+    The others have PyTorch's initialization. Without: return the convolution as it is.
+    """
+    nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
+    return convolution
+
+
+def flop(hyp: Hyp, train_images: int) -> float:
+    """Return the floating-point operations of a run's training steps."""
+    network = Network(hyp, classes=10)
+    total = 0.0
+    for epoch, steps in enumerate(steps_by_epoch(hyp, train_images), 1):
+        stage = stage_of(hyp, epoch)
+        set_stage(network, stage)
+        total += steps * hyp.workers * hyp.batch_size * fast.count_flop(network, stage.resolution)
+    return total
+
+
+def whiten(network: Network, images: Tensor) -> None:
+    """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
+
+    Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate.
+    """
+    filters = layers.whitening_filters(images[:5000], size=2, epsilon=5e-4)
+    both_signs = torch.cat([filters, -filters])  # since the activation suppresses negative values
+    network.whitening.weight.copy_(both_signs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers
+# ---------------------------------------------------------------------------------------------------------------------
+
+WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's rate
+
+
+def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
+    """Return Muon for the filters, and SGD for biases and head. Each group's rate falls from `first_rate` to 0."""
+    inner = list(network.groups.parameters())
+    filters = [weight for weight in inner if weight.ndim == 4]
+    biases = [weight for weight in inner if weight.ndim == 1]
+    # Muon: m = 0.6 m + g;  w = w sqrt(out) / |w|;  w = w - rate * orthogonal(g + 0.6 m). All directions of an update
+    # have about the same size, so that rare ones are learned, too. A fixed norm takes the place of weight decay.
+    muon = Muon([{"params": filters, "first_rate": hyp.filter_rate, "epochs": hyp.epochs}], hyp.filter_momentum, team)
+    groups: list[dict] = [
+        {"params": biases, "first_rate": hyp.bias_rate, "epochs": hyp.epochs},
+        {"params": [network.whitening.bias], "first_rate": hyp.bias_rate, "epochs": hyp.whitening_epochs},
+        {"params": [network.linear.weight], "first_rate": hyp.head_rate, "epochs": hyp.epochs},
+    ]
+    for group in groups:
+        group["weight_decay"] = WEIGHT_DECAY * hyp.batch_size / group["first_rate"]
+        group["first_rate"] *= hyp.workers  # it is for the sum of a step's losses; ours is the mean of workers' sums
+    optimizers = [muon, SGD(groups, lr=0.0, momentum=hyp.momentum, nesterov=True)]
+    fast.keep_rates_on_gpu(optimizers, team)
+    return optimizers
+
+
+def set_rates(hyp: Hyp, optimizers: list[Optimizer], epoch: float) -> None:
+    """Set all rates at a time in epochs: they fall linearly from the end of CIFAR-10's first step on."""
+    step = hyp.workers * hyp.batch_size / EPOCH_IMAGES
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            set_rate(group, interpolate(epoch, (step, group["epochs"] + step), (group["first_rate"], 0)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss and evaluation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of each image, [B], in float32 at least.
+
+    With label smoothing, weights stop growing once the right class is likely. Without: --label_smoothing 0
+    """
+    logits = fast.at_least_float32(logits)
+    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=hyp.label_smoothing)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Pass(NamedTuple):
+    """The results of a forward pass over images [B]."""
+
+    loss: Tensor  # to differentiate
+    losses: Tensor  # of each image, float32 [B]
+    sums: Tensor  # [3]
+    statistics: list[Tensor]  # of the norms
+
+
+def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: Tensor, labels: Tensor) -> Pass:
+    with precision.autocast():
+        logits = network(images)
+    losses = losses_of(hyp, logits, labels)
+    sums = sums_of(logits, labels, losses)
+    return Pass(losses.sum(), losses.detach().float(), sums, layers.batch_statistics(network))
+
+
+def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log) -> None:
+    """Make the missing runs of a campaign."""
+    precision = fast.Precision(options.precision, team.device, half_weights=False)
+    workers_at_once = len(team.workers) // options.micro_batches
+    steps = steps_by_epoch(hyp, len(images.train_images))
+    own_images = data.count_own(len(images.train_images), team)
+    last_losses = torch.full((own_images,), torch.inf, device=team.device)  # of each image, when it was last seen
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
+
+    def fresh() -> tuple[Network, list[Optimizer]]:
+        network = Network(hyp, images.classes, workers_at_once)
+        fast.place(network, precision)
+        return network, make_optimizers(hyp, network, team)
+
+    network, optimizers = fresh()
+    restart = partial(fast.restart, network, optimizers, fresh, team, keep=["whitening.weight"])
+    calls = fast.Functions(  # later those that are compiled
+        forward=partial(forward_pass, hyp, network, precision),
+        predict=partial(fast.predict, network),
+        make_batch=make_batch,
+        compiled=False,
+    )
+
+    def prepare(images: data.Images, clock: Clock) -> data.Shards:
+        shards = data.upload(images, team, precision, clock)
+        with clock.timed("whitening"):
+            if team.is_main:
+                whiten(network, shards.images[:: len(team.workers)])
+            team.broadcast(network.whitening.weight)
+        return shards
+
+    def kinds() -> Iterator[tuple[Tensor, Stage]]:
+        """Set a fresh network to each kind of step, one after the other, and yield what such a step takes."""
+        restart(seed=0)
+        stages = [stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]
+        for stage in dict.fromkeys(stages):
+            set_stage(network, stage)
+            yield plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=stages.index(stage) + 1)[0], stage
+
+    # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.
+    def train_step(shards: data.Shards, batch: Tensor, stage: Stage) -> None:
+        """Update the weights once, from one batch of every worker."""
+        losses: list[Tensor] = []
+        for part in batch.chunk(options.micro_batches, dim=1):
+            made = calls.forward(*calls.make_batch(shards.images, shards.labels, part, stage))
+            made.loss.backward()
+            if not losses:  # the first part begins with worker 0's images, whose statistics count
+                layers.update_running_statistics(network, made.statistics)
+            sums.add_(made.sums)
+            losses.append(made.losses)
+        team.average_gradients(network.parameters())  # over all workers, here and nowhere else
+        with precision.autocast():  # for the matrix products of Muon
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        last_losses[batch[0]] = torch.cat(losses)
+
+    def evaluate(shards: data.Shards, views: str) -> Score:
+        """Return the score on the test images, of which each process evaluates its share."""
+        with fast.evaluating(network, precision, team):
+            chunks = fast.chunks(shards.test_images)
+            logits = torch.cat([data.average_over_views(calls.predict, chunk, views) for chunk in chunks])
+        losses = losses_of(hyp, logits, shards.test_labels)
+        return read_score(sums_of(logits, shards.test_labels, losses), team)
+
+    # Not timed: compiling, and a step of each kind, which chooses kernels; on noise.
+    noise = prepare(data.noise_like(images, team), Clock(team.synchronize))
+    if options.compile:
+        calls = fast.compile_all(calls, network, optimizers, kinds, noise, options.micro_batches, precision, team)
+    if not options.no_warmup:
+        for batch, stage in kinds():
+            train_step(noise, batch, stage)
+        evaluate(noise, "one")
+        evaluate(noise, hyp.views)
+    del noise
+
+    shards = prepare(images, log.clock)  # timed, as is each epoch's training
+    # Not timed: the capture of CUDA graphs, after trial steps on these images. `restart` makes weights fresh again.
+    step = fast.graph(partial(train_step, shards), kinds(), team, enabled=not options.no_graph)
+    images_by_epoch = [count * hyp.workers * hyp.batch_size for count in steps]
+    log.ready(images_by_epoch, calls.compiled, graphs=isinstance(step, fast.CudaGraphs))
+    for seed in log.missing_runs():
+        restart(seed=seed)
+        last_losses.fill_(torch.inf)
+        for epoch in range(1, hyp.epochs + 1):
+            stage = stage_of(hyp, epoch)
+            with log.clock.timed("training"):
+                set_stage(network, stage)
+                sums.zero_()
+                plan = plan_epoch(hyp, last_losses, steps[epoch - 1], team, seed, epoch)
+                for number, batch in log.progress(plan):
+                    set_rates(hyp, optimizers, epoch - 1 + number / len(plan))
+                    step(batch, stage)
+            with log.clock.timed("validation"):  # shown, but not part of the training time
+                validation = evaluate(shards, hyp.views if epoch == hyp.epochs else "one")
+            if not log.epoch(read_score(sums, team), validation):
+                break
+        log.finish(network.state_dict())
+
+
+if __name__ == "__main__":
+    main()
