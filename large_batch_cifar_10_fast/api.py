@@ -2,9 +2,9 @@
 
 from large_batch_cifar_10_fast import api
 runs = api.train("muon", runs=5, data="cifar10.npz", save="weights.pt")
-probabilities = api.load("weights.pt").predict(images)
+probabilities = api.load("weights.pt").predict(api.read_picture("cat.jpg"))
 
-python -m large_batch_cifar_10_fast.api weights.pt --data cifar10.npz
+python -m large_batch_cifar_10_fast.api weights.pt --data cifar10.npz    # accuracy alone; evaluate says more
 """
 
 import argparse
@@ -27,9 +27,12 @@ from .core.devices import take_device
 from .core.images import DATA, load_images
 from .core.log import Score
 from .core.options import as_words
+from .core.pictures import read_picture
 from .core.source import digest
 from .core.table import COLUMNS, NUMBERS
 from .core.team import warn
+
+__all__ = ["Classifier", "evaluate", "load", "read_picture", "train"]
 
 
 def train(recipe: str = "apple2019", **options: Any) -> pd.DataFrame:
@@ -97,7 +100,8 @@ def as_images(images: Any) -> Tensor:
         tensor = tensor[None]
     if tensor.dtype != torch.uint8 or tensor.shape[1:] != (32, 32, 3):
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise ConfigError(f"images are {kind} {list(tensor.shape)}: give bytes (0 to 255), uint8 [n, 32, 32, 3] of RGB")
+        how = "give bytes (0 to 255), uint8 [n, 32, 32, 3] of RGB, as api.read_picture makes of a file"
+        raise ConfigError(f"images are {kind} {list(tensor.shape)}: {how}")
     return tensor
 
 
@@ -133,14 +137,34 @@ def evaluate(weights: Path | str, data: str = str(DATA), device: str = "", progr
 
     The loss is cross-entropy, with the label smoothing of the program.
     """
-    model = load(weights, program)
+    model = load(weights, program).to(take_device(device))
+    images, labels = test_images(model, data)
+    return score(model, model.logits(images), labels)
+
+
+def test_images(model: Classifier, data: str) -> tuple[Tensor, Tensor]:
+    """Return the test images of `data`, uint8 [n, 32, 32, 3], and the places of their classes among the model's.
+
+    Raise ConfigError for a class that the model does not know.
+    """
     images = load_images(data)
-    if images.classes > len(model.classes):
-        few = f"{weights} knows {len(model.classes)} classes, and {data} has {images.classes}"
+    labels = torch.from_numpy(images.test_labels)
+    if images.names:  # which may be in another order, or some of the model's
+        unknown = [name for name in images.names if name not in model.classes]
+        if unknown:
+            known = ", ".join(model.classes[:5])
+            raise ConfigError(f"{data} has a class {unknown[0]!r}, and the weights know {known}: give the same classes")
+        places = [model.classes.index(name) for name in images.names]
+        labels = torch.tensor(places)[labels]
+    elif images.classes > len(model.classes):
+        few = f"the weights know {len(model.classes)} classes, and {data} has {images.classes}"
         raise ConfigError(f"{few}: give images of the same classes")
-    place = take_device(device)
-    labels = torch.from_numpy(images.test_labels).to(place)
-    logits = model.to(place).logits(torch.from_numpy(images.test_images).to(place))
+    return torch.from_numpy(images.test_images), labels
+
+
+def score(model: Classifier, logits: Tensor, labels: Tensor) -> Score:
+    """Return the score of logits [n, C] for images of these classes [n]."""
+    labels = labels.to(logits.device)
     loss = F.cross_entropy(logits, labels, label_smoothing=getattr(model.hyp, "label_smoothing", 0.0))
     correct = int((logits.argmax(1) == labels).sum())
     return Score(correct, len(labels), float(loss))

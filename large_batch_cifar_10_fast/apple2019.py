@@ -9,6 +9,7 @@ To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`. Sec
 docs/why_it_is_fast.md explains the tricks.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +72,17 @@ class Hyp:
         if peak > self.epochs - self.ema_ep:
             late = f"in {self.epochs} epochs the rate peaks at {peak:g} and is constant in the last {self.ema_ep:g}"
             raise ConfigError(f"{late}: use more --epochs, or give --ema_ep of at most {self.epochs - peak:g}")
+
+    def fit_to(self, images: int) -> str:
+        """Return options for a small data set: at least eight steps an epoch, as many steps as on CIFAR-10, and as high
+        a rate for each image of a step.
+        """
+        published = Hyp()
+        batch_size = min(published.batch_size, images // 8 // 16 * 16)
+        steps = published.epochs * (50_000 // published.workers // published.batch_size)
+        epochs = math.ceil(steps / (images // batch_size))
+        rate = published.lr_scaler * batch_size / (published.workers * published.batch_size)
+        return f"--workers 1 --batch_size {batch_size} --epochs {epochs} --lr_scaler {rate:.3g}"
 
 
 DEMO = {  # --demo: two minutes on two cores

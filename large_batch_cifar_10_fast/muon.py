@@ -11,6 +11,7 @@ easiest third of the images. It needs 0.174 PFLOP; the method of 2019 needs 2.01
 To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +92,15 @@ class Hyp:
                 few = f"epoch {epoch} keeps {spread(self.kept, epoch, self.epochs):g} of {count} images, less than a"
                 needed = self.workers * self.batch_size
                 raise ConfigError(f"{few} step's {needed}: raise --kept, or use a smaller batch")
+
+    def fit_to(self, images: int) -> str:
+        """Return options for a small data set: at least eight steps an epoch, and as many steps as on CIFAR-10. Rates
+        are for each image of a step, or for updates of a fixed size.
+        """
+        batch_size = min(STEP_IMAGES, images // 8)
+        steps = type(self).epochs * (EPOCH_IMAGES // STEP_IMAGES)
+        epochs = math.ceil(steps / (images // batch_size))
+        return f"--workers 1 --batch_size {batch_size} --epochs {epochs}"
 
 
 @dataclass(frozen=True)

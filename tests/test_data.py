@@ -167,7 +167,7 @@ def test_a_failed_download_leaves_nothing_and_says_what_to_do(name, server, tmp_
         (__file__, "test_data.py is another file"),
         ("pictures", "pictures has test, train"),
         ("x" * 300, "cannot be used (File name too long)"),
-        ("/proc/self", "CIFAR-10 cannot be had in /proc/self"),
+        ("/proc/self", "/proc/self has folders and no JPEG, PNG or WebP pictures in them"),
     ],
 )
 def test_other_data_is_refused_and_nothing_is_downloaded(name, found, server, tmp_path, monkeypatch):

@@ -26,6 +26,17 @@ def lock(descriptor: int, path: Path) -> None:
         warn_once(f"{path} cannot be locked ({error.strerror}): do not write it from several launches at once")
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Run the body while no other process of this machine does so with this folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def flush_to_disk(descriptor: int, path: Path) -> None:
     """Return when what was written is on the disk. Where that cannot be asked for, warn once, and continue."""
     try:

@@ -1,4 +1,4 @@
-"""Load the images that `--data` names: CIFAR-10 or CIFAR-100 (downloaded if missing), a .npz file, or shapes."""
+"""Load the images that `--data` names: CIFAR-10 or CIFAR-100 (downloaded if missing), .npz, pictures, or shapes."""
 
 import contextlib
 import hashlib
@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from .. import PACKAGE, ConfigError, first_line
-from .files import lock
+from .files import locked
+from .pictures import find_pictures, has_pictures, read_pictures
 from .shapes import draw_shapes
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std of red, green and blue, on the 0..255 scale
@@ -59,6 +60,7 @@ class Images:
     train_labels: np.ndarray
     test_images: np.ndarray
     test_labels: np.ndarray
+    names: tuple[str, ...] = field(default=(), kw_only=True)  # of the classes, if the data set has them
     whole: "Images | None" = field(default=None, kw_only=True)  # the data set that `held_out` made these of
 
     @property
@@ -71,7 +73,9 @@ class Images:
 
     @property
     def class_names(self) -> list[str]:
-        """CIFAR-10's names where its normalization is used, except for the shapes; else numbers."""
+        """Their own; else CIFAR-10's where its normalization is used, except for the shapes; else numbers."""
+        if self.names:
+            return list(self.names)
         whole = self.whole or self
         known = whole.normalization == CIFAR_10_NORMALIZATION and whole.name != SYNTHETIC
         return CLASSES if known else [str(number) for number in range(self.classes)]
@@ -116,7 +120,7 @@ class Images:
         images = np.split(ordered.train_images, [left])
         labels = np.split(ordered.train_labels, [left])
         name = f"{self.name} with the last {count} training images as test images"
-        return Images(name, images[0], labels[0], images[1], labels[1], whole=self)
+        return Images(name, images[0], labels[0], images[1], labels[1], names=self.names, whole=self)
 
     def doubts(self) -> list[str]:
         """Return warnings of images and labels that cannot be right, each with its likely cause."""
@@ -155,7 +159,7 @@ class Images:
     def pinned(self) -> "Images":
         """Return a copy in page-locked memory, from which uploads are faster; making it takes longer than it saves."""
         pinned = (torch.from_numpy(part).pin_memory().numpy() for part in self.arrays)
-        return Images(self.name, *pinned, whole=self.whole)
+        return Images(self.name, *pinned, names=self.names, whole=self.whole)
 
     @property
     def digest(self) -> str:
@@ -179,26 +183,52 @@ def hash_images(images: np.ndarray) -> np.ndarray:
     return images.reshape(len(images), -1).view(np.int64) @ factors
 
 
-def load_images(data: str, holdout: int = 0) -> Images:
+def load_images(data: str, holdout: int = 0, cache: Path | None = None) -> Images:
     """Read `--data` into memory; download CIFAR-10 or CIFAR-100 if it is missing. Raise ConfigError.
 
-    With `holdout` the last training images take the place of the test images.
+    With `holdout` the last training images take the place of the test images. Decoded pictures are stored in `cache`.
     """
-    images = read_images(data)
+    images = read_images(data, cache)
     return images.held_out(holdout) if holdout else images
 
 
-def read_images(data: str) -> Images:
+def read_images(data: str, cache: Path | None) -> Images:
     path = Path(data)
     if data == SYNTHETIC:
         return Images(SYNTHETIC, *draw_shapes())
     if path.suffix.lower() == ".npz":
-        return Images(path.name, *read_npz(path))
+        return read_npz(path)
+    if is_pictures(path):
+        arrays = read_pictures(find_pictures(path), cache)
+        return from_arrays(path.resolve().name, arrays)
     try:
         folder, source = find_source(path)
     except OSError as error:  # too long a name, or a folder that may not be read
         raise ConfigError(f"--data {data} cannot be used ({error.strerror}): name another") from error
     return Images(source.name, *read_cifar(folder, source))
+
+
+def is_pictures(path: Path) -> bool:
+    """Return whether `--data` is a folder of pictures, to which nothing is downloaded."""
+    sources = [name for source in SOURCES for name in (source.archive, source.folder)]
+    try:
+        return path.is_dir() and not any((path / name).exists() for name in sources) and has_pictures(path)
+    except OSError:  # `find_source` says why
+        return False
+
+
+def count_pictures(data: str, out: str) -> tuple[int, int] | None:
+    """Return how many training and test pictures `--data` has; None if it is no folder of pictures.
+
+    Raise ConfigError if results would be written into it.
+    """
+    folder = Path(data)
+    if data == SYNTHETIC or not is_pictures(folder):
+        return None
+    if Path(out).resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"--out {out} lies in the folder of pictures {data}: choose another")
+    pictures = find_pictures(folder)
+    return len(pictures.train), len(pictures.test)
 
 
 def find_source(path: Path) -> tuple[Path, Source]:
@@ -211,15 +241,22 @@ def find_source(path: Path) -> tuple[Path, Source]:
             return path.parent, source
         if path != DATA and ((path / source.archive).exists() or (path / source.folder).exists()):
             return path, source
-    if path == DATA or (path.is_dir() and not others):
+    if path == DATA or (path.is_dir() and not others and not has_folders(path)):
         return path, SOURCES[0]
     found = "does not exist"
     if others:
         found = f"has {', '.join(others[:3])}"
+    elif path.is_dir():
+        found = "has folders and no JPEG, PNG or WebP pictures in them"
     elif path.exists():
         found = "is another file"
     archives = " or ".join(source.archive for source in SOURCES)
     raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, or another existing folder for a download")
+
+
+def has_folders(path: Path) -> bool:
+    """Return whether a folder has others, except those of a download."""
+    return any(each.is_dir() and not each.name.startswith(("download-", ".")) for each in path.iterdir())
 
 
 def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
@@ -257,17 +294,6 @@ def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
     return arrays
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Run the body while no other process of this machine does so with this folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        lock(descriptor, folder)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def download(url: str, archive: Path, md5: str) -> None:
     """Download an archive by torchvision, whose progress bar is shown on terminals only.
 
@@ -296,11 +322,23 @@ def random_images(train: int, test: int, classes: int = 10) -> Images:
     return Images("noise", images[:train], labels[:train], images[train:], labels[train:])
 
 
-def read_npz(path: Path) -> list[np.ndarray]:
-    """Read the four ARRAYS of a .npz file: images uint8 [N, 32, 32, 3], labels as int64 [N]. Raise ConfigError."""
+def from_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> Images:
+    """Return images of the ARRAYS, with int64 labels, and of `class_names` if there are any."""
+    parts = [arrays[part] for part in ARRAYS]
+    for place in (1, 3):
+        parts[place] = parts[place].astype(np.int64)
+    return Images(name, *parts, names=tuple(map(str, arrays.get("class_names", ()))))
+
+
+def read_npz(path: Path) -> Images:
+    """Read a .npz file of ARRAYS, images uint8 [N, 32, 32, 3] and labels [N], and of `class_names`, which may lack.
+
+    Raise ConfigError.
+    """
     try:
         with np.load(path, allow_pickle=False) as archive:
-            arrays = [archive[name] for name in ARRAYS]
+            given = {name: archive[name] for name in (*ARRAYS, "class_names") if name in (*ARRAYS, *archive.files)}
+        arrays = [given[name] for name in ARRAYS]
         for images, labels in (arrays[:2], arrays[2:]):
             if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3) or not len(images):
                 raise ValueError(f"images are {images.dtype} {list(images.shape)}, not uint8 [N, 32, 32, 3]")
@@ -311,7 +349,13 @@ def read_npz(path: Path) -> list[np.ndarray]:
                 raise ValueError(f"labels are {labels.min()} to {labels.max()}, not 0 to {last}, training's largest")
             if not 1 <= last < 1000:
                 raise ValueError(f"labels are of {last + 1} classes, not of 2 to 1000")
-        return [arrays[0], arrays[1].astype(np.int64), arrays[2], arrays[3].astype(np.int64)]
+        names = given.get("class_names")
+        if names is not None:
+            if names.dtype.kind != "U" or names.shape != (last + 1,) or len(set(names.tolist())) <= last:
+                raise ValueError(f"class_names are {names.dtype} {list(names.shape)}, not {last + 1} different texts")
+            if not all(name.isprintable() for name in names.tolist()):
+                raise ValueError("class_names have characters that cannot be printed")
+        return from_arrays(path.name, given)
     except Exception as error:  # zipfile, zlib and NumPy raise nearly anything for a damaged file
         reason = f"{', '.join(ARRAYS)}: {first_line(error)}"
         raise ConfigError(f"--data {path} cannot be read as a .npz file of {reason}") from error

@@ -7,8 +7,8 @@ A program is a Python file with
 * `train(hyp, options, images, team, log)`, which makes the missing runs of a campaign, and `main()` at its end;
 * if it likes, `SETS` (further recipes: their names and classes like Hyp), `DEMO` (what --demo changes), `Hyp.half` (its
   precision on a GPU that has it, fp16 or bf16), `Hyp.check_images(count)` (a ConfigError for too few of them),
-  `Hyp.views` (of a test image) and `Hyp.label_smoothing` (of the loss) for `api`, and `flop(hyp, images)` of a run, if
-  not all epochs are alike.
+  `Hyp.fit_to(count)` (options for a small data set), `Hyp.views` (of a test image) and `Hyp.label_smoothing` (of the
+  loss) for `api`, and `flop(hyp, images)` of a run, if not all epochs are alike.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from .campaign import Campaign, conditions
 from .devices import out_of_memory_hint
 from .fast import count_flop, precision_on_cpu, precision_on_gpu
 from .files import temporary_folder
-from .images import Images, load_images
+from .images import count_pictures, load_images
 from .log import LONG, Log, warned
 from .options import Options, as_words, check_save, from_texts, parse_options
 from .profile import ProfileDone
@@ -43,6 +43,7 @@ from .team import Team, exit_process, join_team
 PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
 PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 CORE = 70e9  # FLOP/s of a CPU core in float32, as measured: 30 images/s of the default recipe
+FEWEST = 128  # training images for which `Hyp.fit_to` gives options
 BF16 = 4  # times as fast, compiled: 2.6 to 6.0 as measured on two AMD EPYC and an Intel Xeon with AMX
 
 
@@ -67,8 +68,11 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             raise ConfigError(
                 f"--micro_batches {options.micro_batches} does not divide the {here} workers of a process"
             )
-        images = load_images(options.data, options.holdout)
-        check_images(images, team, hyp)
+        counts = count_pictures(options.data, options.out)
+        if counts:  # before they are decoded
+            check_counts(counts[0] - options.holdout, options.holdout or counts[1], team, hyp)
+        images = load_images(options.data, options.holdout, Path(options.out))
+        check_counts(len(images.train_images), len(images.test_images), team, hyp)
         flop = flop_of(program, hyp, len(images.train_images), images.classes)
         options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team)
         file = file_of(program)
@@ -198,16 +202,16 @@ def workers_of(hyp: Any) -> int:
     return getattr(hyp, "workers", 1)
 
 
-def check_images(images: Images, team: Team, hyp: Any) -> None:
-    """Raise ConfigError if there are too few images for a step, or for a process to have a test image."""
-    tests = len(images.test_images)
+def check_counts(count: int, tests: int, team: Team, hyp: Any) -> None:
+    """Raise ConfigError if so many training images are too few for a step, or test images for a process to have one."""
     if tests < team.world_size:
         raise ConfigError(f"{team.world_size} processes need as many test images, not {tests}: use fewer processes")
     needed = team.total_workers * hyp.batch_size
-    count = len(images.train_images)
     if needed > count:
         step = f"{team.total_workers} workers x --batch_size {hyp.batch_size} = {needed} images a step"
-        hint = "use a smaller batch, fewer workers or more images"
+        hint = f"use --batch_size {max(1, count // team.total_workers // 4)} or less, or more images"
+        if count >= FEWEST and hasattr(hyp, "fit_to"):
+            hint = f"try {hyp.fit_to(count)} (as many steps as on CIFAR-10, at as high a rate for each image)"
         raise ConfigError(f"{step}, more than the training set's {count}: {hint}")
     if hasattr(hyp, "check_images"):
         hyp.check_images(count)

@@ -1,0 +1,83 @@
+"""Write a trained network as one ONNX file, for other programs and languages.
+
+    pip install onnx onnxscript
+    python -m large_batch_cifar_10_fast.export weights.pt model.onnx
+
+Its input `images` is uint8 [n, 32, 32, 3] (RGB) for any n, its output `probabilities` float32 [n, classes], the mean
+over the views that the recipe evaluates; or with --logits `logits` of the images as they are, for less work. The file's
+metadata have `classes`, the names of the classes as JSON, and `recipe`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from . import ConfigError, exit_on_config_error, first_line
+from .api import Classifier, load
+from .core import data
+from .core.files import write_atomically
+
+
+class Probabilities(nn.Module):
+    """Images uint8 [n, 32, 32, 3] to probabilities [n, C], with the test-time augmentation of the recipe."""
+
+    def __init__(self, model: Classifier) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.model.normalized(images).permute(0, 3, 1, 2)
+        logits = data.average_over_views(self.model.network, x, getattr(self.model.hyp, "views", "one"))
+        return logits.softmax(1)
+
+
+def export_onnx(model: Classifier, path: Path, logits: bool = False) -> None:
+    """Write a network to an ONNX file. Raise ConfigError if packages lack, or the network cannot be exported."""
+    try:
+        import onnx
+        import onnxscript  # noqa: F401  # which torch needs
+    except ImportError as error:
+        raise ConfigError(f"ONNX needs a package ({error}): pip install onnx onnxscript") from error
+    network = model if logits else Probabilities(model)
+    some = torch.zeros(2, 32, 32, 3, dtype=torch.uint8)
+    any_number = {0: torch.export.Dim("images", max=100_000)}
+    try:
+        with write_atomically(path.resolve()) as unfinished:
+            program = torch.onnx.export(
+                network.eval(),
+                (some,),
+                input_names=["images"],
+                output_names=["logits" if logits else "probabilities"],
+                dynamic_shapes=(any_number,),
+                dynamo=True,
+                verbose=False,
+            )
+            assert program is not None
+            written = program.model_proto
+            about = {"classes": json.dumps(model.classes), "recipe": str(model.about["recipe"])}
+            onnx.helper.set_model_props(written, about)
+            onnx.save(written, unfinished)
+    except Exception as error:  # of torch's exporter, or the disk
+        raise ConfigError(
+            f"{path} cannot be written ({first_line(error)}): choose another, or another recipe"
+        ) from error
+
+
+@exit_on_config_error("export")
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.export", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("weights", help="file that --save wrote")
+    parser.add_argument("onnx", type=Path, metavar="FILE.onnx")
+    parser.add_argument("--logits", action="store_true", help="of the images as they are, instead of probabilities")
+    parser.add_argument("--program", default="", help="FILE.py of a program of your own")
+    options = parser.parse_args(arguments)
+    export_onnx(load(options.weights, options.program), options.onnx, options.logits)
+    print(options.onnx)
+
+
+if __name__ == "__main__":
+    main()

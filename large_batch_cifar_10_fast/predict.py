@@ -1,0 +1,41 @@
+"""Say what pictures show, by weights that --save wrote.
+
+    python -m large_batch_cifar_10_fast.predict weights.pt cat.jpg dog.png
+
+A line for each picture: its file, and the three most probable classes with their probabilities. A picture of any size
+is scaled to 32x32 pixels as a folder of pictures is for training.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from . import ConfigError, exit_on_config_error
+from .api import load
+from .core.pictures import decode
+
+MOST = 3  # classes of a line
+
+
+@exit_on_config_error("predict")
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.predict", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("weights", help="file that --save wrote")
+    parser.add_argument("pictures", nargs="+", type=Path, metavar="PICTURE", help="JPEG, PNG or WebP")
+    parser.add_argument("--program", default="", help="FILE.py of a program of your own")
+    options = parser.parse_args(arguments)
+    model = load(options.weights, options.program)
+    images, places = decode([(path, place) for place, path in enumerate(options.pictures)], "pictures")
+    for place, probabilities in zip(places, model.predict(np.stack(images)) if images else (), strict=True):
+        best = probabilities.topk(min(MOST, len(model.classes)))
+        words = [f"{model.classes[label]} {value:.3f}" for value, label in zip(*map(list, best), strict=True)]
+        print(f"{options.pictures[place]}: {', '.join(words)}")
+    missing = len(options.pictures) - len(images)
+    if missing:
+        raise ConfigError(f"{missing} of {len(options.pictures)} pictures cannot be read: leave them out")
+
+
+if __name__ == "__main__":
+    main()

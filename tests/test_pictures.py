@@ -1,0 +1,402 @@
+"""Pictures of one's own: from a folder of photos to a prediction."""
+
+import json
+import os
+import re
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_here
+from PIL import Image, ImageDraw, ImageOps
+
+from large_batch_cifar_10_fast import ConfigError, api, evaluate, export, predict
+from large_batch_cifar_10_fast.core import images, pictures
+from large_batch_cifar_10_fast.core.images import load_images
+from large_batch_cifar_10_fast.core.program import hyp_class
+
+SHAPES = ("circles", "große Quadrate", "stripes")
+KINDS = ("RGB.jpg", "L.jpg", "CMYK.jpeg", "turned.JPG", "RGB.png", "P.png", "RGBA.png", "16 bits.png", "RGB.webp")
+
+
+def draw_photo(shape: str, random: np.random.Generator) -> Image.Image:
+    """Draw one dark shape on a bright ground, of any size."""
+    width, height = map(int, random.integers(40, 500, 2))
+    photo = Image.new("RGB", (width, height), tuple(map(int, random.integers(150, 256, 3))))
+    draw = ImageDraw.Draw(photo)
+    color = tuple(map(int, random.integers(0, 90, 3)))
+    middle = np.array([width, height]) / 2
+    half = min(width, height) * random.uniform(0.25, 0.45)
+    box = [*(middle - half), *(middle + half)]
+    if shape == "circles":
+        draw.ellipse(box, fill=color)
+    elif shape == "stripes":
+        for place in np.linspace(box[1], box[3], 5):
+            draw.line([box[0], place, box[2], place], fill=color, width=max(1, int(half / 6)))
+    else:
+        draw.rectangle(box, fill=color)
+    return photo
+
+
+def save_photo(photo: Image.Image, path: Path, kind: str) -> Path:
+    path = path.with_name(f"{path.name} {kind}")
+    mode = kind.partition(".")[0]
+    if mode == "turned":
+        exif = Image.Exif()
+        exif[0x112] = 6  # to be turned clockwise
+        photo.rotate(90, expand=True).save(path, exif=exif)
+    elif mode == "16 bits":
+        Image.fromarray(np.asarray(photo.convert("L")).astype(np.uint16) * 257).save(path)
+    elif mode == "RGBA":
+        photo.putalpha(255)
+        photo.save(path)
+    else:
+        photo.convert(mode).save(path)
+    return path
+
+
+def make_photos(folder: Path, counts: dict[str, int], kinds=KINDS) -> Path:
+    random = np.random.default_rng(0)
+    for shape, count in counts.items():
+        (folder / shape).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            save_photo(draw_photo(shape, random), folder / shape / f"{number:03d}", kinds[number % len(kinds)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A small folder of all formats, which nothing may change."""
+    folder = make_photos(tmp_path_factory.mktemp("photos"), dict.fromkeys(SHAPES, 20))
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    yield folder
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def refusal(folder) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_images(str(folder))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_of_each_format_is_scaled_cropped_and_turned(kind, tmp_path):
+    """A wide picture with a red left, a green middle and a blue right: its middle square is left, upright."""
+    photo = Image.new("RGB", (640, 320), "green")
+    photo.paste("red", (0, 0, 160, 320))
+    photo.paste("blue", (480, 0, 640, 320))
+    photo.paste("black", (160, 0, 480, 20))  # above
+    expected = Image.new("RGB", (32, 32), "green")
+    expected.paste("black", (0, 0, 32, 2))
+    if kind[0] in "L1":
+        expected = expected.convert("L").convert("RGB")
+    found = pictures.read_picture(save_photo(photo, tmp_path / "photo", kind))
+    assert (found.dtype, found.shape) == (np.uint8, (32, 32, 3))
+    rows = np.abs(found.astype(int) - np.asarray(expected)).mean((1, 2))
+    assert rows.max() < 12
+    assert np.delete(rows, [1, 2, 3], 0).mean() < 4
+
+
+def test_transparent_parts_are_white(tmp_path):
+    Image.new("RGBA", (40, 40), (255, 0, 0, 0)).save(tmp_path / "a.png")
+    assert (pictures.read_picture(tmp_path / "a.png") == 255).all()
+
+
+def test_a_large_picture_is_scaled_as_by_pillow_alone(tmp_path):
+    """Although a JPEG is decoded at a fraction of its size."""
+    smooth = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    photo = Image.fromarray(smooth).resize((2000, 1600), Image.Resampling.BICUBIC)
+    photo.save(tmp_path / "a.jpg", quality=95)
+    expected = ImageOps.fit(photo, (32, 32), Image.Resampling.BILINEAR)
+    assert np.abs(pictures.read_picture(tmp_path / "a.jpg").astype(int) - np.asarray(expected)).mean() < 2
+
+
+def test_a_fifth_of_each_class_are_test_images_and_always_the_same(photos, tmp_path):
+    found = load_images(str(photos), cache=tmp_path)
+    assert found.class_names == list(SHAPES)
+    assert np.bincount(found.train_labels).tolist() == [16, 16, 16]
+    assert np.bincount(found.test_labels).tolist() == [4, 4, 4]
+    assert found.name == photos.name
+    assert not found.doubts()
+    assert load_images(str(photos)).digest == found.digest
+    assert found.normalization != images.CIFAR_10_NORMALIZATION
+
+
+def test_folders_train_and_test_are_kept_apart(photos, tmp_path):
+    for part, first in (("train", 0), ("test", 15)):
+        for shape in SHAPES:
+            (tmp_path / part / shape / "deeper").mkdir(parents=True)
+            for path in sorted((photos / shape).iterdir())[first : first + 5]:
+                (tmp_path / part / shape / "deeper" / path.name).write_bytes(path.read_bytes())
+    found = load_images(str(tmp_path))
+    assert (len(found.train_images), len(found.test_images), found.class_names) == (15, 15, list(SHAPES))
+    (last, *_) = sorted((photos / SHAPES[0]).iterdir())[15:]
+    np.testing.assert_array_equal(found.test_images[0], pictures.read_picture(last))
+
+
+def test_pictures_are_decoded_once_and_again_if_one_changes(tmp_path, monkeypatch, capsys):
+    folder = make_photos(tmp_path / "photos", dict.fromkeys(SHAPES, 5))
+    before = load_images(str(folder), cache=tmp_path / "out").digest
+    (stored,) = (tmp_path / "out").iterdir()
+    assert load_images(str(stored)).class_names == list(SHAPES)  # it is a data set of its own
+    with monkeypatch.context() as patch:
+        patch.setattr(pictures, "read_picture", lambda path: pytest.fail("decoded"))
+        assert load_images(str(folder), cache=tmp_path / "out").digest == before
+    draw_photo("circles", np.random.default_rng(9)).save(next((folder / SHAPES[0]).glob("*.png")))
+    assert load_images(str(folder), cache=tmp_path / "out").digest != before
+    assert capsys.readouterr() == ("", "")
+
+
+def test_pictures_that_cannot_be_read_are_named_and_counted(tmp_path, capsys):
+    folder = make_photos(tmp_path / "photos", dict.fromkeys(SHAPES, 10), ("RGB.jpg",))
+    whole = sorted((folder / "circles").iterdir())[0].read_bytes()
+    (folder / "circles" / "text.jpg").write_text("no picture")
+    (folder / "circles" / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "circles" / "nowhere.jpg").symlink_to(tmp_path / "absent")
+    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + header
+    huge = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    (folder / "circles" / "huge.png").write_bytes(huge)
+    (folder / "circles" / "notes.txt").write_text("no picture")
+    (folder / "circles" / "._hidden.jpg").write_text("ignored")
+    found = load_images(str(folder))
+    assert len(found.train_images) + len(found.test_images) == 30
+    warned = capsys.readouterr().err
+    assert sum(map(int, re.findall(r"Warning: (\d) of \d+ \w+ pictures cannot be read: /", warned))) == 5
+    for name in ("text", "cut", "nowhere", "huge"):
+        assert name in warned or "more" in warned
+
+
+BROKEN = {  # what is done to a folder, and the line that it gives
+    "empty class": (
+        lambda folder: (folder / "empty").mkdir(),
+        "/empty has no pictures: add some, or remove the folder",
+    ),
+    "only text": (
+        lambda folder: [path.write_text("no") for path in (folder / "stripes").iterdir()],
+        "no train picture of class 'stripes' can be read",
+    ),
+    "one class": (
+        lambda folder: [path.rename(folder.parent / path.name) for path in list(folder.iterdir())[1:]],
+        "has 1 folder with pictures of a class: give 2 to 1000",
+    ),
+    "no folders": (
+        lambda folder: (
+            [path.rename(folder / path.name) for path in list(folder.glob("*/*"))]
+            and [path.rmdir() for path in folder.iterdir() if path.is_dir()]
+        ),
+        "has 0 folders with pictures of a class",
+    ),
+    "one picture": (
+        lambda folder: [path.unlink() for path in list((folder / "circles").iterdir())[1:]],
+        "circles has one picture: give at least two",
+    ),
+    "only train": (
+        lambda folder: (
+            [(folder / "train").mkdir()]
+            and [path.rename(folder / "train" / path.name) for path in folder.iterdir() if path.name != "train"]
+        ),
+        "has a folder train and no test: give both",
+    ),
+    "5,000 classes": (
+        lambda folder: [(folder / f"class {number}").mkdir() for number in range(5000)],
+        "has 5003 folders with pictures of a class: give 2 to 1000",
+    ),
+    "a name": (lambda folder: (folder / "circles").rename(folder / "a\nb"), r"has a class 'a\\nb': rename it"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_folder_that_is_no_data_set_is_refused(name, tmp_path, capsys):
+    folder = make_photos(tmp_path / "photos", dict.fromkeys(SHAPES, 3), ("RGB.png",))
+    change, line = BROKEN[name]
+    change(folder)
+    assert re.search(line, refusal(folder))
+
+
+def test_classes_of_training_and_test_pictures_are_the_same(tmp_path):
+    make_photos(tmp_path / "train", dict.fromkeys(SHAPES, 2), ("RGB.png",))
+    make_photos(tmp_path / "test", dict.fromkeys(SHAPES[:2], 2), ("RGB.png",))
+    assert "test has no class 'stripes', which train has: give it test pictures" in refusal(tmp_path)
+    make_photos(tmp_path / "test", {"stripes": 2, "dots": 2}, ("RGB.png",))
+    assert "test has a class 'dots' that train lacks" in refusal(tmp_path)
+
+
+def test_a_folder_that_may_not_be_read_is_named(photos, monkeypatch):
+    """Root may read everything, so the system is asked for a refusal."""
+
+    def refuse_stripes(path):
+        if Path(path).name == "stripes":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", refuse_stripes)
+    assert f"--data {photos}/stripes cannot be read (Permission denied): make it readable" in refusal(photos)
+
+
+def test_nothing_is_downloaded_or_written_to_a_folder_of_pictures(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "download", lambda *_: pytest.fail("downloaded"))
+    for data in (photos, photos / "circles"):
+        with pytest.raises(ConfigError, match=r"^--(out|data) "):
+            run_here("--recipe", "muon", "--data", data, "--out", data / "out")
+    (tmp_path / "empty" / "cats").mkdir(parents=True)
+    assert "has folders and no JPEG, PNG or WebP pictures in them" in refusal(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("recipe", ["apple2019", "muon", "fastai"])
+def test_too_few_pictures_for_a_step_are_refused_before_they_are_decoded(recipe, photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "read_picture", lambda path: pytest.fail("decoded"))
+    with pytest.raises(ConfigError, match=r"more than the training set's 48: use --batch_size \d+ or less"):
+        run_here("--recipe", recipe, "--data", photos, "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize("recipe", ["apple2019", "muon", "muon2024"])
+@pytest.mark.parametrize("count", [128, 480, 1999])
+def test_the_options_for_few_images_fit(recipe, count):
+    """There are at least eight steps an epoch and as many steps as on CIFAR-10, rounded to epochs."""
+    kind = hyp_class(recipe)
+    words = kind().fit_to(count).replace("--", "").split()
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    types = {"lr_scaler": float}
+    hyp = kind(**{name: types.get(name, int)(value) for name, value in given.items()})
+    steps = count // hyp.batch_size
+    published = {"apple2019": 432, "muon": 225, "muon2024": 200}[recipe]
+    assert hyp.workers == 1
+    assert steps >= 8
+    assert published <= hyp.epochs * steps < published + steps
+    if recipe == "apple2019":
+        assert hyp.lr_scaler / hyp.batch_size == pytest.approx(1.5 / 2048, rel=0.01)
+    else:
+        hyp.check_images(count)
+
+
+# ---- Predictions
+
+
+@pytest.fixture(scope="module")
+def trained(photos, tmp_path_factory):
+    """Weights of a short training, and their folder."""
+    out = tmp_path_factory.mktemp("trained")
+    run_here("--recipe", "muon", "--data", photos, "--width", 8, "--batch_size", 16, "--epochs", 12, "--out", out,
+             "--save", out / "weights.pt", "--precision", "fp32", "--no_compile")  # fmt: skip
+    return out / "weights.pt"
+
+
+def test_the_classes_names_lead_from_the_folder_to_a_prediction(trained, photos, capsys):
+    files = [next((photos / shape).glob("*RGB.png")) for shape in SHAPES]
+    predict.main([str(trained), *map(str, files)])
+    lines = capsys.readouterr().out.splitlines()
+    model = api.load(trained)
+    for file, line in zip(files, lines, strict=True):
+        probabilities = model.predict(api.read_picture(file))[0]
+        best = SHAPES[int(probabilities.argmax())]
+        assert line.startswith(f"{file}: {best} {probabilities.max():.3f}, ")
+        assert sorted(SHAPES) == sorted(re.findall(r"(?:: |, )(\D+?) [\d.]+(?=,|$)", line))
+
+
+def test_a_picture_that_cannot_be_read_does_not_hide_the_others(trained, photos, tmp_path, capsys):
+    (tmp_path / "text.jpg").write_text("no picture")
+    file = next((photos / "circles").glob("*.png"))
+    with pytest.raises(SystemExit) as ended:
+        predict.main([str(trained), str(tmp_path / "text.jpg"), str(file)])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert printed.out.startswith(f"{file}: ")
+    assert re.fullmatch(r"Warning: 1 of 2 .*text.jpg \(.*\)\npredict: 1 of 2 pictures cannot be read.*\n", printed.err)
+
+
+def test_evaluation_says_what_is_taken_for_what(trained, photos, tmp_path, capsys):
+    out = tmp_path / "confusion.png"
+    errors = tmp_path / "errors.svg"
+    evaluate.main([str(trained), "--data", str(photos), "--confusion", str(out), "--errors", str(errors)])
+    printed = capsys.readouterr().out
+    model = api.load(trained)
+    given = load_images(str(photos))
+    answers = model.predict(given.test_images).argmax(1).numpy()
+    correct = int((answers == given.test_labels).sum())
+    assert f"accuracy {correct / 12:.4f} ({correct} of 12 images)" in printed
+    for label, shape in enumerate(SHAPES):
+        share = (answers[given.test_labels == label] == label).mean()
+        assert re.search(rf"(?m)^{shape} +4 +{share:.4f} +\[", printed)
+    confused = sum(map(int, re.findall(r"taken for [^:]+: (\d+) of", printed)))
+    assert confused == 12 - correct
+    assert Image.open(out).width > 500
+    assert errors.read_text().startswith("<?xml")
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main([str(trained), "--data", str(photos), "--confusion", str(tmp_path / "x.nothing")])
+    assert "--confusion" in capsys.readouterr().err
+
+
+def test_confusions_are_counted_and_the_largest_come_first():
+    labels = torch.tensor([0, 0, 0, 1, 1, 2])
+    answers = torch.tensor([0, 1, 1, 1, 2, 2])
+    counts = evaluate.count_confusions(labels, answers, 3)
+    assert counts.tolist() == [[1, 2, 0], [0, 1, 1], [0, 0, 1]]
+    assert evaluate.largest_confusions(counts, "abc") == ["a taken for b: 2 of 3", "b taken for c: 1 of 2"]
+    assert evaluate.largest_confusions(torch.eye(3, dtype=torch.int64), "abc") == []
+
+
+def test_classes_are_matched_by_their_names(trained, photos, tmp_path):
+    """Also if a folder has only some of them; another class is refused."""
+    for shape in SHAPES[1:]:
+        (tmp_path / "some" / shape).mkdir(parents=True)
+        for path in (photos / shape).iterdir():
+            (tmp_path / "some" / shape / path.name).write_bytes(path.read_bytes())
+    _, labels = api.test_images(api.load(trained), str(tmp_path / "some"))
+    assert labels.unique().tolist() == [1, 2]
+    (tmp_path / "some" / "stripes").rename(tmp_path / "some" / "dots")
+    with pytest.raises(ConfigError, match="has a class 'dots', and the weights know circles"):
+        api.evaluate(trained, str(tmp_path / "some"))
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        (["a", "b"], None),
+        (["a"], "class_names are <U1 [1], not 2 different texts"),
+        (["a", "a"], "class_names are <U1 [2], not 2 different texts"),
+        ([1, 2], "not 2 different texts"),
+        (["a", "b\n"], "cannot be printed"),
+    ],
+)
+def test_an_npz_file_may_name_its_classes(names, line, tmp_path):
+    some = np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), np.uint8)
+    labels = np.array([0, 1, 0, 1])
+    path = tmp_path / "some.npz"
+    np.savez(path, train_images=some, train_labels=labels, test_images=some, test_labels=labels, class_names=names)
+    if line:
+        assert line in refusal(path)
+        return
+    loaded = load_images(str(path))
+    assert loaded.class_names == names
+    assert loaded.shuffled().class_names == loaded.held_out(1).class_names == names
+
+
+def test_an_array_of_another_size_is_refused_in_one_line(trained):
+    with pytest.raises(ConfigError, match=r"^images are uint8 \[1, 480, 640, 3\]: give [^\n]*api.read_picture"):
+        api.load(trained).predict(np.zeros((480, 640, 3), np.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("logits", [False, True])
+def test_an_onnx_file_predicts_as_the_model(logits, trained, photos, tmp_path):
+    """It is one file, with named inputs and outputs and the classes' names."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    export.main([str(trained), str(tmp_path / "model.onnx"), *["--logits"] * logits])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    assert [each.name for each in session.get_inputs()] == ["images"]
+    assert [each.name for each in session.get_outputs()] == ["logits" if logits else "probabilities"]
+    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == list(SHAPES)
+    model = api.load(trained)
+    for count in (1, 12):
+        some = load_images(str(photos)).test_images[:count]
+        (found,) = session.run(None, {"images": some})
+        expected = model(torch.from_numpy(some)).detach() if logits else model.predict(some)
+        assert np.allclose(found, expected, atol=1e-4)
