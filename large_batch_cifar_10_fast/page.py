@@ -127,6 +127,7 @@ class Network(nn.Module):
             block(c, c, stride=2),
             block(c, c, stride=1),
         )
+        self.maximum = layers.MaxPool()  # over the whole image
         self.maximum_first = hyp.by_page
         self.linear = nn.Linear(2 * c, classes)
         for made in layers.ghost_norms(self):
@@ -135,7 +136,7 @@ class Network(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.blocks(self.prep(images))
         mean = F.adaptive_avg_pool2d(x, 1)
-        maximum = F.adaptive_max_pool2d(x, 1)
+        maximum = self.maximum(x)
         both = [maximum, mean] if self.maximum_first else [mean, maximum]
         return self.linear(torch.cat(both, 1).flatten(1))
 

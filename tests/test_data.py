@@ -16,9 +16,8 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import REPO, python, write_npz
+from conftest import python, write_npz
 from numpy._core._multiarray_umath import __cpu_dispatch__
-from PIL import Image
 from torchvision import datasets
 
 from large_batch_cifar_10_fast import ConfigError
@@ -244,20 +243,6 @@ def test_only_images_of_cifar_10s_sizes_have_its_normalization():
 )
 def test_images_that_cannot_be_right_are_doubted(test, doubts):
     assert [doubt[:10] for doubt in Images("", *TRAIN, test, TEST[1]).doubts()] == doubts
-
-
-def test_the_documented_script_makes_images_of_pictures(tmp_path):
-    for part, size in (("train", (32, 32)), ("test", (80, 60))):
-        for number in range(4):
-            file = tmp_path / "pictures" / part / f"class {number // 2}" / f"{number}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(TRAIN[0][number]).resize(size).save(file)
-    (script,) = re.findall("```python\n([^`]*ImageFolder[^`]*)```", (REPO / "docs" / "running.md").read_text())
-    assert python("-c", script, cwd=tmp_path).returncode == 0
-    loaded = load_images(str(tmp_path / "pictures.npz"))
-    np.testing.assert_array_equal(loaded.train_images, TRAIN[0][:4])
-    assert loaded.train_labels.tolist() == loaded.test_labels.tolist() == [0, 0, 1, 1]
-    assert loaded.test_images.shape == (4, 32, 32, 3)
 
 
 def test_every_machine_draws_the_same_synthetic_images(tmp_path):
