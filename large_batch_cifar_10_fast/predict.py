@@ -7,15 +7,23 @@ is scaled to 32x32 pixels as a folder of pictures is for training.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from . import ConfigError, exit_on_config_error
 from .api import load
 from .core.pictures import decode
 
 MOST = 3  # classes of a line
+
+
+def describe(probabilities: Tensor, classes: Sequence[str]) -> str:
+    """Return the most probable classes of a picture with their probabilities, from those of all [C]."""
+    values, labels = probabilities.topk(min(MOST, len(classes)))
+    return ", ".join(f"{classes[int(label)]} {value:.3f}" for value, label in zip(values, labels, strict=True))
 
 
 @exit_on_config_error("predict")
@@ -27,11 +35,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--program", default="", help="FILE.py of a program of your own")
     options = parser.parse_args(arguments)
     model = load(options.weights, options.program)
-    images, places = decode([(path, place) for place, path in enumerate(options.pictures)], "pictures")
-    for place, probabilities in zip(places, model.predict(np.stack(images)) if images else (), strict=True):
-        best = probabilities.topk(min(MOST, len(model.classes)))
-        words = [f"{model.classes[label]} {value:.3f}" for value, label in zip(*map(list, best), strict=True)]
-        print(f"{options.pictures[place]}: {', '.join(words)}")
+    numbered = [(path, place) for place, path in enumerate(options.pictures)]
+    images, places = decode(numbered, "pictures")
+    if images:
+        for place, probabilities in zip(places, model.predict(np.stack(images)), strict=True):
+            print(f"{options.pictures[place]}: {describe(probabilities, model.classes)}")
     missing = len(options.pictures) - len(images)
     if missing:
         raise ConfigError(f"{missing} of {len(options.pictures)} pictures cannot be read: leave them out")
