@@ -8,6 +8,7 @@ python -m large_batch_cifar_10_fast.api weights.pt --data cifar10.npz    # accur
 """
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -149,17 +150,25 @@ def test_images(model: Classifier, data: str) -> tuple[Tensor, Tensor]:
     """
     images = load_images(data)
     labels = torch.from_numpy(images.test_labels)
-    if images.names:  # which may be in another order, or some of the model's
-        unknown = [name for name in images.names if name not in model.classes]
+    names = images.class_names
+    if has_names(names) and has_names(model.classes):  # perhaps in another order, or only some of the model's
+        unknown = [name for name in names if name not in model.classes]
         if unknown:
             known = ", ".join(model.classes[:5])
             raise ConfigError(f"{data} has a class {unknown[0]!r}, and the weights know {known}: give the same classes")
-        places = [model.classes.index(name) for name in images.names]
+        places = [model.classes.index(name) for name in names]
         labels = torch.tensor(places)[labels]
-    elif images.classes > len(model.classes):
-        few = f"the weights know {len(model.classes)} classes, and {data} has {images.classes}"
+    elif len(names) > len(model.classes):
+        few = f"the weights know {len(model.classes)} classes, and {data} has {len(names)}"
         raise ConfigError(f"{few}: give images of the same classes")
+    elif has_names(names) or has_names(model.classes):
+        warn(f"the weights or {data} do not name their classes: the numbers of classes are taken for the same")
     return torch.from_numpy(images.test_images), labels
+
+
+def has_names(classes: Sequence[str]) -> bool:
+    """Return whether classes have other names than their numbers."""
+    return list(classes) != [str(number) for number in range(len(classes))]
 
 
 def score(model: Classifier, logits: Tensor, labels: Tensor) -> Score:

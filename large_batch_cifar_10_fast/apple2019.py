@@ -74,11 +74,11 @@ class Hyp:
             raise ConfigError(f"{late}: use more --epochs, or give --ema_ep of at most {self.epochs - peak:g}")
 
     def fit_to(self, images: int) -> str:
-        """Return options for a small data set: at least eight steps an epoch, as many steps as on CIFAR-10, and as high
-        a rate for each image of a step.
+        """Return options for a small data set: as many steps as on CIFAR-10, at least eight an epoch if they then have
+        16 images, and as high a rate for each image of a step.
         """
         published = Hyp()
-        batch_size = min(published.batch_size, images // 8 // 16 * 16)
+        batch_size = min(published.batch_size, max(16, images // 8 // 16 * 16))
         steps = published.epochs * (50_000 // published.workers // published.batch_size)
         epochs = math.ceil(steps / (images // batch_size))
         rate = published.lr_scaler * batch_size / (published.workers * published.batch_size)

@@ -18,11 +18,12 @@ from . import ConfigError, exit_on_config_error
 from .api import load, score, test_images
 from .core.devices import take_device
 from .core.files import write_atomically
-from .core.images import DATA
+from .core.images import DATA, check_outside
 from .results import in_columns, wilson
 
 MOST_CONFUSIONS = 5  # that are named
 MOST_WRITTEN = 20  # classes up to which the matrix has numbers
+MOST_NAMED = 150  # classes up to which it has names
 ERRORS = 15  # that are shown
 
 
@@ -59,21 +60,23 @@ def as_table(counts: Tensor, classes: Sequence[str]) -> str:
 
 def draw_confusions(counts: Tensor, classes: Sequence[str]) -> Figure:
     """Draw the matrix: a row for each class, with the shares of its images that were taken for each class."""
-    size = max(5.0, 0.42 * len(classes)) if len(classes) <= MOST_WRITTEN else max(8.0, 0.16 * len(classes))
+    is_small = len(classes) <= MOST_WRITTEN
+    size = max(5.0, 0.42 * len(classes)) if is_small else min(24.0, max(8.0, 0.16 * len(classes)))
     figure = Figure(figsize=(size + 1.5, size + 1), dpi=150, layout="constrained")
     axes = figure.subplots()
     shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
-    axes.imshow(shares, cmap="Greys", vmin=0, vmax=1)
-    for row, column in counts.nonzero().tolist() if len(classes) <= MOST_WRITTEN else ():
+    axes.imshow(shares.numpy(), cmap="Greys", vmin=0, vmax=1)
+    for row, column in counts.nonzero().tolist() if is_small else ():
         color = "white" if shares[row, column] > 0.5 else "black"
         axes.text(column, row, str(int(counts[row, column])), ha="center", va="center", color=color, size=8)
     names = [name if len(name) <= 20 else f"{name[:19]}…" for name in classes]
-    axes.set_xticks(range(len(classes)), names, rotation=90)
-    axes.set_yticks(range(len(classes)), names)
-    axes.tick_params(labelsize=9 if len(classes) <= MOST_WRITTEN else 6)
+    if len(classes) <= MOST_NAMED:
+        axes.set_xticks(range(len(classes)), names, rotation=90, parse_math=False)
+        axes.set_yticks(range(len(classes)), names, parse_math=False)
+    axes.tick_params(labelsize=9 if is_small else 6)
     axes.set(xlabel="taken for", ylabel="is")
     largest = "\n".join(largest_confusions(counts, classes)[:3]) or "no errors"
-    axes.set_title(f"Largest confusions:\n{largest}", loc="left", size=10)
+    axes.set_title(f"Largest confusions:\n{largest}", loc="left", size=10, parse_math=False)
     return figure
 
 
@@ -87,11 +90,21 @@ def draw_errors(images: Tensor, labels: Tensor, probabilities: Tensor, classes: 
     for axes in panels:
         axes.set(xticks=[], yticks=[], frame_on=False)
     for axes, place in zip(panels, surest, strict=False):
-        axes.imshow(images[place])
-        axes.set_title(f"{classes[int(answers[place])][:20]} {sure[place]:.0%}", size=9)
-        axes.set_xlabel(f"is {classes[int(labels[place])][:20]}", size=9)
+        axes.imshow(images[place].numpy())
+        axes.set_title(f"{classes[int(answers[place])][:20]} {sure[place]:.0%}", size=9, parse_math=False)
+        axes.set_xlabel(f"is {classes[int(labels[place])][:20]}", size=9, parse_math=False)
     figure.suptitle(f"The surest of {len(wrong)} errors on {len(labels)} images", weight="bold", size=11)
     return figure
+
+
+def check_picture(path: Path, data: str, option: str) -> None:
+    """Raise ConfigError if a picture could not be written, before anything takes time."""
+    check_outside(data, path, option)
+    formats = FigureCanvasAgg.filetypes
+    if path.suffix[1:].lower() not in formats:
+        raise ConfigError(f"{option} {path} has none of the endings {', '.join(formats)}: choose one, .png say")
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"{option} {path} cannot be written: {path.parent} is no folder, make it first")
 
 
 def write(figure: Figure, path: Path, option: str) -> None:
@@ -99,9 +112,9 @@ def write(figure: Figure, path: Path, option: str) -> None:
     FigureCanvasAgg(figure)
     try:
         with write_atomically(path.resolve()) as unfinished:
-            figure.savefig(unfinished, format=path.suffix[1:].lower() or None)
-    except (OSError, ValueError) as error:  # of the disk, or a format that Matplotlib lacks
-        raise ConfigError(f"{option} {path} cannot be written ({error}): choose another, .png say") from error
+            figure.savefig(unfinished, format=path.suffix[1:].lower())
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be written ({error.strerror}): choose another") from error
 
 
 @exit_on_config_error("evaluate")
@@ -115,6 +128,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--confusion", type=Path, metavar="PICTURE", help="what is taken for what: .png, .svg or .pdf")
     parser.add_argument("--errors", type=Path, metavar="PICTURE", help="the surest errors, likewise")
     options = parser.parse_args(arguments)
+    for option, path in (("--confusion", options.confusion), ("--errors", options.errors)):
+        if path:
+            check_picture(path, options.data, option)
     model = load(options.weights, options.program).to(take_device(options.device))
     images, labels = test_images(model, options.data)
     logits = model.logits(images).cpu()

@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 from . import PACKAGE, ConfigError, exit_on_config_error
 from .core import program
 from .core.files import write_atomically
+from .core.images import check_outside
 from .core.table import CONDITIONS, PLACE, Row, differences, differing_options, diverged, read
 from .launch import follow_launcher
 from .results import Comparison, compare_means, in_columns, verdict
@@ -408,6 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = [*baseline, f"--holdout={options.holdout}"]
         plan = make_plan(words, options.variants, options.runs, options.out)
         teams = check_commands(plan)
+        check_outside(read_options(plan.baseline)[0].data, options.out, "--out")
         write_plan(plan, options.out)
         try:
             failed = make_runs(plan, options.out, teams)

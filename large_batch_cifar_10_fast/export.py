@@ -36,6 +36,8 @@ class Probabilities(nn.Module):
 
 def export_onnx(model: Classifier, path: Path, logits: bool = False) -> None:
     """Write a network to an ONNX file. Raise ConfigError if packages lack, or the network cannot be exported."""
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: {path.parent} is no folder, make it first")
     try:
         import onnx
         import onnxscript  # noqa: F401  # which torch needs

@@ -91,13 +91,13 @@ class Hyp:
             if not steps:
                 few = f"epoch {epoch} keeps {spread(self.kept, epoch, self.epochs):g} of {count} images, less than a"
                 needed = self.workers * self.batch_size
-                raise ConfigError(f"{few} step's {needed}: raise --kept, or use a smaller batch")
+                raise ConfigError(f"{few} step's {needed}: raise --kept, or try {self.fit_to(count)}")
 
     def fit_to(self, images: int) -> str:
         """Return options for a small data set: at least eight steps an epoch, and as many steps as on CIFAR-10. Rates
         are for each image of a step, or for updates of a fixed size.
         """
-        batch_size = min(STEP_IMAGES, images // 8)
+        batch_size = min(STEP_IMAGES, max(2, images // 8))
         steps = type(self).epochs * (EPOCH_IMAGES // STEP_IMAGES)
         epochs = math.ceil(steps / (images // batch_size))
         return f"--workers 1 --batch_size {batch_size} --epochs {epochs}"

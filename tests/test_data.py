@@ -166,12 +166,13 @@ def test_a_failed_download_leaves_nothing_and_says_what_to_do(name, server, tmp_
         (__file__, "test_data.py is another file"),
         ("pictures", "pictures has test, train"),
         ("x" * 300, "cannot be used (File name too long)"),
-        ("/proc/self", "/proc/self has folders and no JPEG, PNG or WebP pictures in them"),
+        ("folders", "folders has folders and no JPEG, PNG or WebP pictures in them"),
     ],
 )
 def test_other_data_is_refused_and_nothing_is_downloaded(name, found, server, tmp_path, monkeypatch):
     for folder in ("train", "test"):
         (tmp_path / "pictures" / folder).mkdir(parents=True)
+    (tmp_path / "folders" / "cats").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert found in refusal(name)
     assert not server.requests

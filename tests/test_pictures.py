@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import run_here
+from conftest import run_here, write_npz
 from PIL import Image, ImageDraw, ImageOps
 
-from large_batch_cifar_10_fast import ConfigError, api, evaluate, export, predict
+from large_batch_cifar_10_fast import ConfigError, api, evaluate, experiment, export, predict
 from large_batch_cifar_10_fast.core import images, pictures
 from large_batch_cifar_10_fast.core.images import load_images
 from large_batch_cifar_10_fast.core.program import hyp_class
@@ -126,8 +126,32 @@ def test_a_fifth_of_each_class_are_test_images_and_always_the_same(photos, tmp_p
     assert found.normalization != images.CIFAR_10_NORMALIZATION
 
 
-def test_folders_train_and_test_are_kept_apart(photos, tmp_path):
-    for part, first in (("train", 0), ("test", 15)):
+def test_a_new_picture_makes_no_test_pictures_of_those_trained_on(tmp_path):
+    folder = make_photos(tmp_path, dict.fromkeys(SHAPES, 50), ("RGB.png",))
+    trained_on = {path for path, _ in pictures.find_pictures(folder).train}
+    for number in range(5):
+        draw_photo("stripes", np.random.default_rng(number)).save(folder / "stripes" / f"new {number}.png")
+        moved = {path for path, _ in pictures.find_pictures(folder).test} & trained_on
+        assert len(moved) <= 1  # the share of 51 to 55 pictures is one more than that of 50
+
+
+def test_what_is_no_picture_file_is_not_read(tmp_path):
+    """Hidden folders, links to folders and pipes, which would wait for ever; classes may be links."""
+    folder = make_photos(tmp_path / "photos", dict.fromkeys(SHAPES, 5), ("RGB.png",))
+    make_photos(folder / "circles", {".thumbnails": 3}, ("RGB.png",))
+    (folder / "circles" / "again").symlink_to(folder / "stripes")
+    os.mkfifo(folder / "circles" / "pipe.jpg")
+    (tmp_path / "links").mkdir()
+    for shape in SHAPES:
+        (tmp_path / "links" / shape).symlink_to(folder / shape)
+    for data in (folder, tmp_path / "links"):
+        found = load_images(str(data))
+        assert len(found.train_images) + len(found.test_images) == 15
+
+
+@pytest.mark.parametrize("names", [("train", "test"), ("Train", "TEST")])
+def test_folders_train_and_test_are_kept_apart(names, photos, tmp_path):
+    for part, first in zip(names, (0, 15), strict=True):
         for shape in SHAPES:
             (tmp_path / part / shape / "deeper").mkdir(parents=True)
             for path in sorted((photos / shape).iterdir())[first : first + 5]:
@@ -146,6 +170,8 @@ def test_pictures_are_decoded_once_and_again_if_one_changes(tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(pictures, "read_picture", lambda path: pytest.fail("decoded"))
         assert load_images(str(folder), cache=tmp_path / "out").digest == before
+    stored.write_bytes(stored.read_bytes()[:1000])  # it is damaged
+    assert load_images(str(folder), cache=tmp_path / "out").digest == before
     draw_photo("circles", np.random.default_rng(9)).save(next((folder / SHAPES[0]).glob("*.png")))
     assert load_images(str(folder), cache=tmp_path / "out").digest != before
     assert capsys.readouterr() == ("", "")
@@ -178,7 +204,7 @@ BROKEN = {  # what is done to a folder, and the line that it gives
     ),
     "only text": (
         lambda folder: [path.write_text("no") for path in (folder / "stripes").iterdir()],
-        "no train picture of class 'stripes' can be read",
+        "no train picture of class 'stripes' can be read: give others, JPEG",
     ),
     "one class": (
         lambda folder: [path.rename(folder.parent / path.name) for path in list(folder.iterdir())[1:]],
@@ -241,9 +267,21 @@ def test_a_folder_that_may_not_be_read_is_named(photos, monkeypatch):
 
 def test_nothing_is_downloaded_or_written_to_a_folder_of_pictures(photos, tmp_path, monkeypatch):
     monkeypatch.setattr(images, "download", lambda *_: pytest.fail("downloaded"))
-    for data in (photos, photos / "circles"):
-        with pytest.raises(ConfigError, match=r"^--(out|data) "):
-            run_here("--recipe", "muon", "--data", data, "--out", data / "out")
+    monkeypatch.chdir(photos)
+    muon = ["--recipe", "muon", "--batch_size", "10"]
+    for words in (["--data", "."], ["--data", photos, "--out", "out"]):
+        with pytest.raises(ConfigError, match=r"^--out \S+ lies in the folder of pictures"):
+            run_here(*muon, *words)
+    with pytest.raises(ConfigError, match=r"^--save circles/w\.pt lies in the folder of pictures"):
+        run_here(*muon, "--data", photos, "--out", tmp_path, "--save", "circles/w.pt")
+    with pytest.raises(SystemExit, match="2"):
+        experiment.main([*muon, "--data", ".", "--try", "width=8"])
+    for path in ("circles", "circles/x.png"):
+        with pytest.raises(ConfigError, match="lies in the folder of pictures"):
+            evaluate.check_picture(Path(path), ".", "--confusion")
+    monkeypatch.setattr(images, "DATA", photos)  # as in an installed package, beside one's pictures
+    with pytest.raises(ConfigError, match="has pictures, and nothing is downloaded to it: name another folder"):
+        load_images("cifar10")
     (tmp_path / "empty" / "cats").mkdir(parents=True)
     assert "has folders and no JPEG, PNG or WebP pictures in them" in refusal(tmp_path / "empty")
 
@@ -251,12 +289,16 @@ def test_nothing_is_downloaded_or_written_to_a_folder_of_pictures(photos, tmp_pa
 @pytest.mark.parametrize("recipe", ["apple2019", "muon", "fastai"])
 def test_too_few_pictures_for_a_step_are_refused_before_they_are_decoded(recipe, photos, tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "read_picture", lambda path: pytest.fail("decoded"))
-    with pytest.raises(ConfigError, match=r"more than the training set's 48: use --batch_size \d+ or less"):
+    hints = {"apple2019": "--workers 1 --batch_size 16 --epochs 144 --lr_scaler 0.0117 ", "fastai": "a smaller batch"}
+    hint = hints.get(recipe, "--workers 1 --batch_size 6 --epochs 29 ")
+    with pytest.raises(ConfigError, match=rf"more than the training set's 48: (try|use) {hint}"):
         run_here("--recipe", recipe, "--data", photos, "--out", tmp_path / "out")
+    with pytest.raises(ConfigError, match="--holdout leaves -52 training images: keep out fewer"):
+        run_here("--recipe", recipe, "--data", photos, "--out", tmp_path / "out", "--holdout", "100")
 
 
 @pytest.mark.parametrize("recipe", ["apple2019", "muon", "muon2024"])
-@pytest.mark.parametrize("count", [128, 480, 1999])
+@pytest.mark.parametrize("count", [128, 480, 1999, 2500, 10_000])
 def test_the_options_for_few_images_fit(recipe, count):
     """There are at least eight steps an epoch and as many steps as on CIFAR-10, rounded to epochs."""
     kind = hyp_class(recipe)
@@ -327,9 +369,10 @@ def test_evaluation_says_what_is_taken_for_what(trained, photos, tmp_path, capsy
     assert confused == 12 - correct
     assert Image.open(out).width > 500
     assert errors.read_text().startswith("<?xml")
-    with pytest.raises(SystemExit, match="2"):
-        evaluate.main([str(trained), "--data", str(photos), "--confusion", str(tmp_path / "x.nothing")])
-    assert "--confusion" in capsys.readouterr().err
+    for name, line in (("x.nothing", "has none of the endings"), ("no/x.png", "no is no folder, make it first")):
+        with pytest.raises(SystemExit, match="2"):
+            evaluate.main([str(trained), "--data", str(photos), "--confusion", str(tmp_path / name)])
+        assert line in capsys.readouterr().err
 
 
 def test_confusions_are_counted_and_the_largest_come_first():
@@ -341,7 +384,7 @@ def test_confusions_are_counted_and_the_largest_come_first():
     assert evaluate.largest_confusions(torch.eye(3, dtype=torch.int64), "abc") == []
 
 
-def test_classes_are_matched_by_their_names(trained, photos, tmp_path):
+def test_classes_are_matched_by_their_names(trained, photos, tmp_path, capsys):
     """Also if a folder has only some of them; another class is refused."""
     for shape in SHAPES[1:]:
         (tmp_path / "some" / shape).mkdir(parents=True)
@@ -352,6 +395,11 @@ def test_classes_are_matched_by_their_names(trained, photos, tmp_path):
     (tmp_path / "some" / "stripes").rename(tmp_path / "some" / "dots")
     with pytest.raises(ConfigError, match="has a class 'dots', and the weights know circles"):
         api.evaluate(trained, str(tmp_path / "some"))
+    assert not capsys.readouterr().err
+    given = load_images(str(photos))
+    write_npz(tmp_path / "numbers.npz", *given.arrays)
+    assert api.test_images(api.load(trained), str(tmp_path / "numbers.npz"))[1].tolist() == given.test_labels.tolist()
+    assert "do not name their classes: the numbers of classes are taken" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

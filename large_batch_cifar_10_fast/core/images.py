@@ -32,6 +32,7 @@ CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 SYNTHETIC = "synthetic"  # the --data that needs no file
 TIMEOUT = 30  # seconds without a byte after which a download fails
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")  # of a .npz file
+HARMLESS = (".", "download-", "lost+found")  # folders beside which CIFAR-10 may be downloaded begin so
 OTHER_FORMS = ("cifar*", "*_batch*", "train*", "test*", "*.npz")  # of a data set, in a folder
 
 
@@ -209,25 +210,28 @@ def read_images(data: str, cache: Path | None) -> Images:
 
 
 def is_pictures(path: Path) -> bool:
-    """Return whether `--data` is a folder of pictures, to which nothing is downloaded."""
+    """Return whether `--data` is a folder of pictures, and of no CIFAR. Raise ConfigError if it cannot be read."""
     sources = [name for source in SOURCES for name in (source.archive, source.folder)]
     try:
         return path.is_dir() and not any((path / name).exists() for name in sources) and has_pictures(path)
-    except OSError:  # `find_source` says why
+    except PermissionError as error:
+        raise ConfigError(f"--data {error.filename} cannot be read ({error.strerror}): make it readable") from error
+    except OSError:  # too long a name, say, of which `find_source` tells; or a download beside this deleted a folder
         return False
 
 
-def count_pictures(data: str, out: str) -> tuple[int, int] | None:
-    """Return how many training and test pictures `--data` has; None if it is no folder of pictures.
-
-    Raise ConfigError if results would be written into it.
-    """
+def check_outside(data: str, path: Path | str, option: str) -> None:
+    """Raise ConfigError if a file or folder to be written lies in a folder of pictures."""
     folder = Path(data)
-    if data == SYNTHETIC or not is_pictures(folder):
+    if data != SYNTHETIC and is_pictures(folder) and Path(path).resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{option} {path} lies in the folder of pictures {data}: choose another")
+
+
+def count_pictures(data: str) -> tuple[int, int] | None:
+    """Return how many training and test pictures `--data` has; None if it is no folder of pictures."""
+    if data == SYNTHETIC or not is_pictures(Path(data)):
         return None
-    if Path(out).resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"--out {out} lies in the folder of pictures {data}: choose another")
-    pictures = find_pictures(folder)
+    pictures = find_pictures(Path(data))
     return len(pictures.train), len(pictures.test)
 
 
@@ -256,7 +260,7 @@ def find_source(path: Path) -> tuple[Path, Source]:
 
 def has_folders(path: Path) -> bool:
     """Return whether a folder has others, except those of a download."""
-    return any(each.is_dir() and not each.name.startswith(("download-", ".")) for each in path.iterdir())
+    return any(each.is_dir() and not each.name.startswith(HARMLESS) for each in path.iterdir())
 
 
 def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
@@ -276,6 +280,10 @@ def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
         with locked(folder):
             if not all(check_integrity(folder / source.folder / name, md5) for name, md5 in files):
                 if not archive.exists():
+                    if has_pictures(folder):
+                        raise ConfigError(
+                            f"{folder} has pictures, and nothing is downloaded to it: name another folder"
+                        )
                     download(os.environ.get(variable) or kind.url, archive, kind.tgz_md5)
                 if not check_integrity(archive, kind.tgz_md5):
                     raise ConfigError(

@@ -7,6 +7,7 @@ photos/train/CLASS/PICTURE    and photos/test/CLASS/PICTURE
 import hashlib
 import os
 import warnings
+import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,12 +21,12 @@ from .. import ConfigError
 from .files import locked, write_atomically
 from .team import warn
 
-ENDINGS = {".jpg", ".jpeg", ".png", ".webp"}  # by which a folder of pictures is known
-FORMATS = ("JPEG", "PNG", "WEBP")  # that are read, whatever the ending
+ENDINGS = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".avif"}
+FORMATS = ("JPEG", "PNG", "WEBP")  # of files that are read, whatever their ending
 SIZE = 32  # pixels a side
 TEST_SHARE = 0.2  # of each class, if there is no folder of test pictures
 MOST_CLASSES = 1000
-VERSION = 1  # of what becomes of a picture: another makes the caches anew
+VERSION = 2  # of what becomes of a picture: another makes the caches anew
 
 
 class Pictures(NamedTuple):
@@ -41,21 +42,24 @@ class Pictures(NamedTuple):
 
 
 def has_pictures(folder: Path) -> bool:
-    """Return whether a folder, or one in it, has a picture. Raise OSError."""
-    return any(path.suffix.lower() in ENDINGS for path in walk(folder))
+    """Return whether a folder, or one in it, has a picture, also of a format that is not read. Raise OSError."""
+    folders = [path for level in ("*", "*/*") for path in folder.glob(level) if path.is_symlink() and path.is_dir()]
+    return any(path.suffix.lower() in ENDINGS for top in (folder, *folders) for path in walk(top))
 
 
 def find_pictures(folder: Path) -> Pictures:
     """Return the pictures of a folder, by class. Raise ConfigError if they are no data set."""
     try:
-        parts = {name: folder / name for name in ("train", "test") if (folder / name).is_dir()}
+        folders = {path.name.lower(): path for path in folder.iterdir() if path.is_dir()}
+        parts = {name: folders[name] for name in ("train", "test") if name in folders}
         if len(parts) == 2:
             train = files_of_classes(parts["train"])
             test = files_of_classes(parts["test"])
         elif parts:
             (one,) = parts
             other = "test" if one == "train" else "train"
-            raise ConfigError(f"--data {folder} has a folder {one} and no {other}: give both, or a folder per class")
+            both = f"--data {folder} has a folder {one} and no {other}"
+            raise ConfigError(f"{both}: give both, or a folder per class and no class of this name")
         else:
             train, test = split(files_of_classes(folder), folder)
     except OSError as error:
@@ -83,33 +87,41 @@ def files_of_classes(folder: Path) -> dict[str, list[Path]]:
     for path in folders:
         if not path.name.isprintable():
             raise ConfigError(f"--data {folder} has a class {path.name!a}: rename it")
-        classes[path.name] = sorted(file for file in walk(path) if not file.name.startswith("."))
+        classes[path.name] = sorted(walk(path))
         if not classes[path.name]:
             raise ConfigError(f"--data {path} has no pictures: add some, or remove the folder")
     return classes
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and the folders in it; links to folders are not followed. Raise OSError."""
+    """Yield the files in a folder and the folders in it, and links that lead nowhere. Raise OSError.
+
+    Hidden files, links to folders, and what is no file are left out.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
+            if entry.name.startswith("."):
+                continue
             if entry.is_dir(follow_symlinks=False):
                 yield from walk(Path(entry.path))
-            else:
+            elif entry.is_file() or not os.path.exists(entry.path):
                 yield Path(entry.path)
 
 
 def split(classes: dict[str, list[Path]], folder: Path) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
-    """Return training and test pictures: a fifth of each class, drawn at random, always the same, and at least one."""
+    """Return training and test pictures: a fifth of each class, and at least one.
+
+    Hashes of their names choose them, so that new pictures do not make test pictures of those that were trained on.
+    """
     train = {}
     test = {}
     for name, files in classes.items():
         if len(files) < 2:
             raise ConfigError(f"--data {folder}/{name} has one picture: give at least two, to train and to test")
-        order = np.random.default_rng(0).permutation(len(files))
-        tests = {*order[: max(1, round(TEST_SHARE * len(files)))].tolist()}
-        train[name] = [file for place, file in enumerate(files) if place not in tests]
-        test[name] = [file for place, file in enumerate(files) if place in tests]
+        ranked = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
+        chosen = {*ranked[: max(1, round(TEST_SHARE * len(files)))]}
+        train[name] = [file for file in files if file not in chosen]
+        test[name] = [file for file in files if file in chosen]
     return train, test
 
 
@@ -122,7 +134,7 @@ def read_picture(path: Path | str) -> np.ndarray:
     It is turned as its camera says, and transparent parts become white. Pillow raises nearly anything if it is none, or
     if its header promises more pixels than a picture has.
     """
-    with warnings.catch_warnings(action="ignore"), Image.open(path, formats=FORMATS) as picture:
+    with Image.open(path, formats=FORMATS) as picture:
         picture.draft(None, (4 * SIZE, 4 * SIZE))  # a large JPEG is decoded at a fraction of its size, which is fast
         upright = as_rgb(ImageOps.exif_transpose(picture))
         return np.asarray(ImageOps.fit(upright, (SIZE, SIZE), Image.Resampling.BILINEAR))
@@ -148,13 +160,24 @@ def read_pictures(pictures: Pictures, cache: Path | None) -> dict[str, np.ndarra
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with locked(cache):  # one process of a run decodes, the others wait
-            if not stored.exists():
-                with write_atomically(stored) as unfinished, unfinished.open("wb") as file:
-                    np.savez(file, allow_pickle=False, **decode_all(pictures))
-            with np.load(stored, allow_pickle=False) as archive:
-                return dict(archive)
-    except (OSError, ValueError) as error:
+            found = read_cache(stored)
+            if found:
+                return found
+            arrays = decode_all(pictures)
+            with write_atomically(stored) as unfinished, unfinished.open("wb") as file:
+                np.savez(file, allow_pickle=False, **arrays)
+            return arrays
+    except OSError as error:
         raise ConfigError(f"{stored} cannot be used ({error}): delete it, or choose another --out") from error
+
+
+def read_cache(stored: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a file; none if it is absent or damaged."""
+    try:
+        with np.load(stored, allow_pickle=False) as archive:
+            return dict(archive)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        return {}
 
 
 def decode_all(pictures: Pictures) -> dict[str, np.ndarray]:
@@ -163,9 +186,8 @@ def decode_all(pictures: Pictures) -> dict[str, np.ndarray]:
         images, labels = decode(files, f"{name} pictures")
         missing = sorted({*range(len(pictures.classes))} - {*labels})
         if missing:
-            raise ConfigError(
-                f"--data {pictures.folder}: no {name} picture of class {pictures.classes[missing[0]]!r} can be read"
-            )
+            lost = f"no {name} picture of class {pictures.classes[missing[0]]!r} can be read"
+            raise ConfigError(f"--data {pictures.folder}: {lost}: give others, JPEG, PNG or WebP")
         arrays[f"{name}_images"] = np.stack(images)
         arrays[f"{name}_labels"] = np.array(labels)
     return arrays
@@ -180,7 +202,9 @@ def decode(files: Sequence[tuple[Path, int]], what: str) -> tuple[list[np.ndarra
         except Exception as error:  # Pillow raises nearly anything for a damaged file
             return f"{path} ({str(error) or type(error).__name__})"
 
-    with ThreadPoolExecutor() as pool:  # Pillow decodes without Python's lock
+    cores = len(os.sched_getaffinity(0))
+    # Pillow decodes without Python's lock. It also warns of much that does not matter at this size.
+    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(cores) as pool:
         found = pool.map(read_or_say, [path for path, _ in files])
         results = list(tqdm(found, what, len(files), disable=None, leave=False))
     broken = [result for result in results if isinstance(result, str)]

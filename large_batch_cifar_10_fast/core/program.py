@@ -33,7 +33,7 @@ from .campaign import Campaign, conditions
 from .devices import out_of_memory_hint
 from .fast import count_flop, precision_on_cpu, precision_on_gpu
 from .files import temporary_folder
-from .images import count_pictures, load_images
+from .images import check_outside, count_pictures, load_images
 from .log import LONG, Log, warned
 from .options import Options, as_words, check_save, from_texts, parse_options
 from .profile import ProfileDone
@@ -43,7 +43,7 @@ from .team import Team, exit_process, join_team
 PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
 PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 CORE = 70e9  # FLOP/s of a CPU core in float32, as measured: 30 images/s of the default recipe
-FEWEST = 128  # training images for which `Hyp.fit_to` gives options
+FEWEST = 32  # training images for which `Hyp.fit_to` gives options
 BF16 = 4  # times as fast, compiled: 2.6 to 6.0 as measured on two AMD EPYC and an Intel Xeon with AMX
 
 
@@ -68,7 +68,10 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             raise ConfigError(
                 f"--micro_batches {options.micro_batches} does not divide the {here} workers of a process"
             )
-        counts = count_pictures(options.data, options.out)
+        check_outside(options.data, options.out, "--out")
+        if options.save:
+            check_outside(options.data, options.save, "--save")
+        counts = count_pictures(options.data)
         if counts:  # before they are decoded
             check_counts(counts[0] - options.holdout, options.holdout or counts[1], team, hyp)
         images = load_images(options.data, options.holdout, Path(options.out))
@@ -204,12 +207,14 @@ def workers_of(hyp: Any) -> int:
 
 def check_counts(count: int, tests: int, team: Team, hyp: Any) -> None:
     """Raise ConfigError if so many training images are too few for a step, or test images for a process to have one."""
+    if count < 1:
+        raise ConfigError(f"--holdout leaves {count} training images: keep out fewer")
     if tests < team.world_size:
         raise ConfigError(f"{team.world_size} processes need as many test images, not {tests}: use fewer processes")
     needed = team.total_workers * hyp.batch_size
     if needed > count:
         step = f"{team.total_workers} workers x --batch_size {hyp.batch_size} = {needed} images a step"
-        hint = f"use --batch_size {max(1, count // team.total_workers // 4)} or less, or more images"
+        hint = "use a smaller batch, fewer workers or more images"
         if count >= FEWEST and hasattr(hyp, "fit_to"):
             hint = f"try {hyp.fit_to(count)} (as many steps as on CIFAR-10, at as high a rate for each image)"
         raise ConfigError(f"{step}, more than the training set's {count}: {hint}")
