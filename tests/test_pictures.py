@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import run_here, write_npz
+from conftest import launch, python, run_here, write_npz
 from PIL import Image, ImageDraw, ImageOps
 
 from large_batch_cifar_10_fast import ConfigError, api, evaluate, experiment, export, predict
@@ -339,6 +339,26 @@ def test_the_classes_names_lead_from_the_folder_to_a_prediction(trained, photos,
         best = SHAPES[int(probabilities.argmax())]
         assert line.startswith(f"{file}: {best} {probabilities.max():.3f}, ")
         assert sorted(SHAPES) == sorted(re.findall(r"(?:: |, )(\D+?) [\d.]+(?=,|$)", line))
+
+
+@pytest.mark.slow
+def test_two_commands_lead_from_600_photos_to_predictions(tmp_path):
+    """The options are those that the line for too few images names."""
+    folder = make_photos(tmp_path / "my photos", dict(zip(SHAPES, (280, 200, 120), strict=True)))
+    muon = ["--recipe", "muon", "--data", "my photos", "--width", "8", "--out", "run", "--save", "w.pt"]
+    refused = launch(*muon, cwd=tmp_path)
+    options = re.search(r"the training set's 480: try (.*) \(", refused.stderr)[1].split()
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert launch(*muon, *options, cwd=tmp_path).returncode == 0
+    files = [path for shape in SHAPES for path in sorted((folder / shape).iterdir())[::40]]
+    said = python("-m", "large_batch_cifar_10_fast.predict", "w.pt", *files, cwd=tmp_path)
+    assert (said.returncode, said.stderr) == (0, "")
+    right = [
+        line.startswith(f"{path}: {path.parent.name} ")
+        for path, line in zip(files, said.stdout.splitlines(), strict=True)
+    ]
+    assert len(right) == 15
+    assert sum(right) >= 13
 
 
 def test_a_picture_that_cannot_be_read_does_not_hide_the_others(trained, photos, tmp_path, capsys):
