@@ -1,6 +1,6 @@
 """Run the cells of why_it_is_fast.ipynb, store their output in it, and write its pictures to docs/why_it_is_fast/.
 
-    CIFAR10_NPZ=originals.npz python notebook/why_it_is_fast.py [--notebook FILE] [--pictures FOLDER]
+    CIFAR10_NPZ=originals.npz python notebook/why_it_is_fast.py [--only NAME...] [--notebook FILE] [--pictures FOLDER]
 
 No Jupyter is needed. A picture has the name that is its cell's tag.
 """
@@ -44,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--notebook", type=Path, default=HERE / "why_it_is_fast.ipynb", help="where the outputs go")
     parser.add_argument("--pictures", type=Path, default=HERE.parent / "docs" / "why_it_is_fast")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="the pictures that are drawn anew (all)")
     options = parser.parse_args()
     notebook = json.loads((HERE / "why_it_is_fast.ipynb").read_text())
     target = options.notebook.resolve()
@@ -55,6 +56,9 @@ def main() -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(code, 1):
+        tags = cell["metadata"].get("tags", [])
+        if options.only and tags and not {*tags} & {*options.only}:
+            continue  # its output stays
         cell["outputs"] = run_cell(cell, names, pictures)
         cell["execution_count"] = number
     target.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
