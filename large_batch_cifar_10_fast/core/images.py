@@ -199,7 +199,7 @@ def read_images(data: str, cache: Path | None) -> Images:
         return Images(SYNTHETIC, *draw_shapes())
     if path.suffix.lower() == ".npz":
         return read_npz(path)
-    if is_pictures(path):
+    if is_pictures(data):
         arrays = read_pictures(find_pictures(path), cache)
         return from_arrays(path.resolve().name, arrays)
     try:
@@ -209,8 +209,11 @@ def read_images(data: str, cache: Path | None) -> Images:
     return Images(source.name, *read_cifar(folder, source))
 
 
-def is_pictures(path: Path) -> bool:
+def is_pictures(data: str) -> bool:
     """Return whether `--data` is a folder of pictures, and of no CIFAR. Raise ConfigError if it cannot be read."""
+    path = Path(data)
+    if data == SYNTHETIC:
+        return False
     sources = [name for source in SOURCES for name in (source.archive, source.folder)]
     try:
         return path.is_dir() and not any((path / name).exists() for name in sources) and has_pictures(path)
@@ -223,13 +226,13 @@ def is_pictures(path: Path) -> bool:
 def check_outside(data: str, path: Path | str, option: str) -> None:
     """Raise ConfigError if a file or folder to be written lies in a folder of pictures."""
     folder = Path(data)
-    if data != SYNTHETIC and is_pictures(folder) and Path(path).resolve().is_relative_to(folder.resolve()):
+    if is_pictures(data) and Path(path).resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"{option} {path} lies in the folder of pictures {data}: choose another")
 
 
 def count_pictures(data: str) -> tuple[int, int] | None:
     """Return how many training and test pictures `--data` has; None if it is no folder of pictures."""
-    if data == SYNTHETIC or not is_pictures(Path(data)):
+    if not is_pictures(data):
         return None
     pictures = find_pictures(Path(data))
     return len(pictures.train), len(pictures.test)
