@@ -3,11 +3,8 @@
 from large_batch_cifar_10_fast import api
 runs = api.train("muon", runs=5, data="cifar10.npz", save="weights.pt")
 probabilities = api.load("weights.pt").predict(api.read_picture("cat.jpg"))
-
-python -m large_batch_cifar_10_fast.api weights.pt --data cifar10.npz    # accuracy alone; evaluate says more
 """
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import ConfigError, exit_on_config_error, first_line
+from . import ConfigError, first_line
 from .core import data as batches
 from .core import fast
 from .core import program as programs
@@ -177,19 +174,3 @@ def score(model: Classifier, logits: Tensor, labels: Tensor) -> Score:
     loss = F.cross_entropy(logits, labels, label_smoothing=getattr(model.hyp, "label_smoothing", 0.0))
     correct = int((logits.argmax(1) == labels).sum())
     return Score(correct, len(labels), float(loss))
-
-
-def main() -> None:
-    """Evaluate saved weights from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.api", description=evaluate.__doc__)
-    parser.add_argument("weights", help="file that --save wrote")
-    parser.add_argument("--data", default=str(DATA), help="as for training (default: CIFAR-10)")
-    parser.add_argument("--device", default="", choices=("cuda", "cpu"), help="default: a GPU if there is one")
-    parser.add_argument("--program", default="", help="FILE.py of a program of your own")
-    with exit_on_config_error("api"):
-        score = evaluate(**vars(parser.parse_args()))
-        print(f"accuracy {score.accuracy:.4f} ({score.correct} of {score.images} images), loss {score.loss:.3f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import ConfigError, exit_on_config_error
 from .api import load, score, test_images
 from .core.devices import take_device
-from .core.files import write_atomically
+from .core.files import write_picture
 from .core.images import DATA, check_outside
 from .results import in_columns, wilson
 
@@ -107,16 +107,6 @@ def check_picture(path: Path, data: str, option: str) -> None:
         raise ConfigError(f"{option} {path} cannot be written: {path.parent} is no folder, make it first")
 
 
-def write(figure: Figure, path: Path, option: str) -> None:
-    """Write a picture. Raise ConfigError."""
-    FigureCanvasAgg(figure)
-    try:
-        with write_atomically(path.resolve()) as unfinished:
-            figure.savefig(unfinished, format=path.suffix[1:].lower())
-    except OSError as error:
-        raise ConfigError(f"{option} {path} cannot be written ({error.strerror}): choose another") from error
-
-
 @exit_on_config_error("evaluate")
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.evaluate", description=__doc__)
@@ -143,9 +133,9 @@ def main(arguments: list[str] | None = None) -> None:
     for text in largest_confusions(counts, model.classes):
         print(text)
     if options.confusion:
-        write(draw_confusions(counts, model.classes), options.confusion, "--confusion")
+        write_picture(draw_confusions(counts, model.classes), options.confusion, "--confusion")
     if options.errors:
-        write(draw_errors(images, labels, logits.softmax(1), model.classes), options.errors, "--errors")
+        write_picture(draw_errors(images, labels, logits.softmax(1), model.classes), options.errors, "--errors")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 
 from . import PACKAGE, ConfigError, exit_on_config_error
 from .core import program
-from .core.files import write_atomically
+from .core.files import write_atomically, write_picture
 from .core.images import check_outside
 from .core.table import CONDITIONS, PLACE, Row, differences, differing_options, diverged, read
 from .launch import follow_launcher
@@ -425,7 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(*notes_on(plan, results, options.margin), sep="\n")
     if any(result.found for result in results):
         picture = options.out / "experiment.png"
-        draw(plan, results, options.margin).savefig(picture)
+        write_picture(draw(plan, results, options.margin), picture, "--out")
         print(f"Picture: {picture}")
     return int(bool(failed))
 

@@ -23,7 +23,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from . import ConfigError, exit_on_config_error
-from .core.files import write_atomically
+from .core.files import write_picture
 from .core.program import flop_of_conditions
 from .core.table import CONDITIONS, GOAL, PLACE
 from .core.team import warn
@@ -247,13 +247,7 @@ def main(arguments: list[str] | None = None) -> None:
     figure = draw_picture(data, [panel for panel in values if values[panel].nunique() > 1] or default)
     for name in left_out:
         warn(f"{name} has no finished run: left out")
-    try:
-        if options.out.exists() and not options.out.is_file():
-            raise OSError("it exists and is not a file")
-        with write_atomically(options.out.resolve()) as unfinished:  # the target of a link, not the link
-            figure.savefig(unfinished, format=options.out.suffix[1:].lower())
-    except (OSError, ValueError) as error:  # of the disk, or a format that Matplotlib lacks
-        raise ConfigError(f"--out {options.out} cannot be written ({error}): choose another") from error
+    write_picture(figure, options.out, "--out")
     print(options.out)
 
 

@@ -11,7 +11,7 @@ import torch
 from conftest import ALONE, CPU, REPO, TINY, run_here, write_npz
 from torchvision.io import write_png
 
-from large_batch_cifar_10_fast import ConfigError, api, apple2019
+from large_batch_cifar_10_fast import ConfigError, api, apple2019, evaluate
 from large_batch_cifar_10_fast.core import fast, log
 from large_batch_cifar_10_fast.core.devices import out_of_memory_hint
 from large_batch_cifar_10_fast.core.shapes import draw_shapes
@@ -35,13 +35,12 @@ def saved(request, tiny_npz, tmp_path_factory):
     return folder / "w.pt", options, pd.read_csv(folder / "runs.tsv", sep="\t").iloc[0]
 
 
-def test_saved_weights_alone_make_a_model_with_the_result_of_their_run(saved, tiny_npz, monkeypatch, capsys):
+def test_saved_weights_alone_make_a_model_with_the_result_of_their_run(saved, tiny_npz, capsys):
     weights, _, row = saved
     score = api.evaluate(weights, tiny_npz)
     assert score.accuracy == row["validation_accuracy"]
     assert score.loss == pytest.approx(row["validation_loss"], rel=1e-6)
-    monkeypatch.setattr("sys.argv", ["api", str(weights), "--data", str(tiny_npz)])
-    api.main()
+    evaluate.main([str(weights), "--data", str(tiny_npz)])
     assert f"accuracy {score.accuracy:.4f} ({score.correct} of {score.images} images)" in capsys.readouterr().out
     model = api.load(weights)
     images = torch.from_numpy(np.load(tiny_npz)["test_images"])

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from .. import ConfigError
 from .team import warn
@@ -58,6 +59,17 @@ def write_atomically(path: Path) -> Iterator[Path]:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_picture(figure: Any, path: Path, option: str) -> None:
+    """Write a Matplotlib figure, in the format that the path ends with. Raise ConfigError that names the option."""
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it exists and is not a file")
+        with write_atomically(path.resolve()) as unfinished:  # the target of a link, not the link
+            figure.savefig(unfinished, format=path.suffix[1:].lower())
+    except (OSError, ValueError) as error:  # of the disk, or a format that Matplotlib lacks
+        raise ConfigError(f"{option} {path} cannot be written ({error}): choose another") from error
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory:
