@@ -1,6 +1,7 @@
 """CIFAR-10 to 94%, eight workers at a time: a living reproduction of the 2019 result."""
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -40,6 +41,8 @@ def first_line(text: object) -> str:
 @contextlib.contextmanager
 def exit_on_config_error(command: str) -> Iterator[None]:
     """Print a ConfigError as one line on STDERR, unless another process does, and exit with status 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of names that the terminal cannot show
     try:
         yield
         print(end="", flush=True)

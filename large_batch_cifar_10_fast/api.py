@@ -92,7 +92,7 @@ def as_images(images: Any) -> Tensor:
     """Return a tensor of images [n, 32, 32, 3], also from an array, a picture or a single image. Raise ConfigError."""
     try:
         tensor = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"these are no images ({first_line(error)}): give uint8 [n, 32, 32, 3]") from error
     if tensor.ndim == 3:
         tensor = tensor[None]
@@ -148,17 +148,17 @@ def test_images(model: Classifier, data: str) -> tuple[Tensor, Tensor]:
     images = load_images(data)
     labels = torch.from_numpy(images.test_labels)
     names = images.class_names
-    if has_names(names) and has_names(model.classes):  # perhaps in another order, or only some of the model's
-        unknown = [name for name in names if name not in model.classes]
-        if unknown:
-            known = ", ".join(model.classes[:5])
-            raise ConfigError(f"{data} has a class {unknown[0]!r}, and the weights know {known}: give the same classes")
+    unknown = [name for name in names if name not in model.classes]
+    if not unknown:  # perhaps in another order, or only some of the model's
         places = [model.classes.index(name) for name in names]
         labels = torch.tensor(places)[labels]
+    elif has_names(names) and has_names(model.classes):
+        known = ", ".join(model.classes[:5])
+        raise ConfigError(f"{data} has a class {unknown[0]!r}, and the weights know {known}: give the same classes")
     elif len(names) > len(model.classes):
         few = f"the weights know {len(model.classes)} classes, and {data} has {len(names)}"
         raise ConfigError(f"{few}: give images of the same classes")
-    elif has_names(names) or has_names(model.classes):
+    else:
         warn(f"the weights or {data} do not name their classes: the numbers of classes are taken for the same")
     return torch.from_numpy(images.test_images), labels
 

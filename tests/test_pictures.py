@@ -1,11 +1,14 @@
 """Pictures of one's own: from a folder of photos to a prediction."""
 
+import io
 import json
 import os
 import re
+import shutil
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from PIL import Image, ImageDraw, ImageOps
 from large_batch_cifar_10_fast import ConfigError, api, evaluate, experiment, export, predict
 from large_batch_cifar_10_fast.core import images, pictures
 from large_batch_cifar_10_fast.core.images import load_images
-from large_batch_cifar_10_fast.core.program import hyp_class
+from large_batch_cifar_10_fast.core.program import hyp_class, warn_of_few_steps
 
 SHAPES = ("circles", "große Quadrate", "stripes")
 KINDS = ("RGB.jpg", "L.jpg", "CMYK.jpeg", "turned.JPG", "RGB.png", "P.png", "RGBA.png", "16 bits.png", "RGB.webp")
@@ -120,13 +123,22 @@ def test_a_fifth_of_each_class_are_test_images_and_always_the_same(photos, tmp_p
     assert found.class_names == list(SHAPES)
     assert np.bincount(found.train_labels).tolist() == [16, 16, 16]
     assert np.bincount(found.test_labels).tolist() == [4, 4, 4]
-    assert found.name == photos.name
+    assert found.name == f"{photos.name}/"
     assert not found.doubts()
     assert load_images(str(photos)).digest == found.digest
     assert found.normalization != images.CIFAR_10_NORMALIZATION
 
 
-def test_a_new_picture_makes_no_test_pictures_of_those_trained_on(tmp_path):
+@pytest.mark.parametrize("name", ["CIFAR-10", "CIFAR-100", "synthetic"])
+def test_a_folder_is_not_taken_for_the_data_set_of_its_name(name, tmp_path):
+    """Whose images keep their order: pictures are in that of their classes, and the last are of one class."""
+    folder = make_photos(tmp_path / name, dict.fromkeys(SHAPES, 20), ("RGB.png",))
+    found = load_images(str(folder), holdout=15)
+    assert set(found.test_labels) == {0, 1, 2}
+    assert found.normalization != images.CIFAR_10_NORMALIZATION
+
+
+def test_a_new_picture_makes_test_pictures_of_few_that_were_trained_on(tmp_path):
     folder = make_photos(tmp_path, dict.fromkeys(SHAPES, 50), ("RGB.png",))
     trained_on = {path for path, _ in pictures.find_pictures(folder).train}
     for number in range(5):
@@ -193,8 +205,9 @@ def test_pictures_that_cannot_be_read_are_named_and_counted(tmp_path, capsys):
     assert len(found.train_images) + len(found.test_images) == 30
     warned = capsys.readouterr().err
     assert sum(map(int, re.findall(r"Warning: (\d) of \d+ \w+ pictures cannot be read: /", warned))) == 5
-    for name in ("text", "cut", "nowhere", "huge"):
-        assert name in warned or "more" in warned
+    first_three = [f"circles/{name}" in warned for name in ("cut.jpg", "huge.png", "notes.txt")]
+    assert first_three == [True, True, True]
+    assert warned.endswith(", and 2 more\n")
 
 
 BROKEN = {  # what is done to a folder, and the line that it gives
@@ -297,6 +310,27 @@ def test_too_few_pictures_for_a_step_are_refused_before_they_are_decoded(recipe,
         run_here("--recipe", recipe, "--data", photos, "--out", tmp_path / "out", "--holdout", "100")
 
 
+@pytest.mark.parametrize(
+    ("count", "batch_size", "line"),
+    [
+        (4000, 2000, "4000 training images make 2 steps an epoch, which teach little: try --workers 1 "),
+        (4000, 500, ""),
+        (48, 16, ""),  # there is no smaller step to try
+    ],
+)
+def test_few_steps_of_an_epoch_are_warned_of(count, batch_size, line):
+    warned = []
+    team = SimpleNamespace(total_workers=1, warn=warned.append)
+    warn_of_few_steps(count, team, hyp_class("muon")(batch_size=batch_size))
+    assert [text[: len(line)] for text in warned] == [line] * bool(line)
+
+
+def test_pictures_that_make_few_steps_train_with_a_warning(photos, tmp_path, capsys):
+    run_here("--recipe", "muon", "--data", photos, "--width", 4, "--batch_size", 24, "--epochs", 1, "--pixels", 32,
+             "--kept", 1, "--out", tmp_path, "--no_warmup", "--no_compile")  # fmt: skip
+    assert "48 training images make 2 steps an epoch" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("recipe", ["apple2019", "muon", "muon2024"])
 @pytest.mark.parametrize("count", [128, 480, 1999, 2500, 10_000])
 def test_the_options_for_few_images_fit(recipe, count):
@@ -372,6 +406,13 @@ def test_a_picture_that_cannot_be_read_does_not_hide_the_others(trained, photos,
     assert re.fullmatch(r"Warning: 1 of 2 .*text.jpg \(.*\)\npredict: 1 of 2 pictures cannot be read.*\n", printed.err)
 
 
+def test_names_that_a_terminal_cannot_show_are_escaped(trained, photos, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    predict.main([str(trained), *map(str, sorted((photos / SHAPES[1]).iterdir()))])
+    assert rb"gro\xdfe Quadrate" in terminal.buffer.getvalue()
+
+
 def test_evaluation_says_what_is_taken_for_what(trained, photos, tmp_path, capsys):
     out = tmp_path / "confusion.png"
     errors = tmp_path / "errors.svg"
@@ -389,7 +430,12 @@ def test_evaluation_says_what_is_taken_for_what(trained, photos, tmp_path, capsy
     assert confused == 12 - correct
     assert Image.open(out).width > 500
     assert errors.read_text().startswith("<?xml")
-    for name, line in (("x.nothing", "has none of the endings"), ("no/x.png", "no is no folder, make it first")):
+    broken = (
+        ("x.nothing", "has none of the endings"),
+        ("no/x.png", "no is no folder, make it first"),
+        ("x.pgf", "cannot be written"),  # which needs LaTeX
+    )
+    for name, line in broken[: 2 if shutil.which("xelatex") else 3]:
         with pytest.raises(SystemExit, match="2"):
             evaluate.main([str(trained), "--data", str(photos), "--confusion", str(tmp_path / name)])
         assert line in capsys.readouterr().err
@@ -415,6 +461,12 @@ def test_classes_are_matched_by_their_names(trained, photos, tmp_path, capsys):
     (tmp_path / "some" / "stripes").rename(tmp_path / "some" / "dots")
     with pytest.raises(ConfigError, match="has a class 'dots', and the weights know circles"):
         api.evaluate(trained, str(tmp_path / "some"))
+    assert not capsys.readouterr().err
+    digits = api.load(trained)
+    digits.classes = ["0", "1", "2"]
+    (tmp_path / "some" / "dots").rename(tmp_path / "some" / "2")
+    (tmp_path / "some" / SHAPES[1]).rename(tmp_path / "some" / "1")
+    assert api.test_images(digits, str(tmp_path / "some"))[1].unique().tolist() == [1, 2]
     assert not capsys.readouterr().err
     given = load_images(str(photos))
     write_npz(tmp_path / "numbers.npz", *given.arrays)
@@ -448,6 +500,14 @@ def test_an_npz_file_may_name_its_classes(names, line, tmp_path):
 def test_an_array_of_another_size_is_refused_in_one_line(trained):
     with pytest.raises(ConfigError, match=r"^images are uint8 \[1, 480, 640, 3\]: give [^\n]*api.read_picture"):
         api.load(trained).predict(np.zeros((480, 640, 3), np.uint8))
+
+
+def test_an_export_takes_the_place_of_no_other_file(trained, capsys):
+    before = trained.read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        export.main([str(trained), str(trained)])
+    assert "does not end with .onnx" in capsys.readouterr().err
+    assert trained.read_bytes() == before
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def write_picture(figure: Any, path: Path, option: str) -> None:
             raise OSError("it exists and is not a file")
         with write_atomically(path.resolve()) as unfinished:  # the target of a link, not the link
             figure.savefig(unfinished, format=path.suffix[1:].lower())
-    except (OSError, ValueError) as error:  # of the disk, or a format that Matplotlib lacks
+    except (OSError, ValueError, RuntimeError) as error:  # of the disk, or a format that Matplotlib or LaTeX lacks
         raise ConfigError(f"{option} {path} cannot be written ({error}): choose another") from error
 
 

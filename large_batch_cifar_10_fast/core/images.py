@@ -201,7 +201,7 @@ def read_images(data: str, cache: Path | None) -> Images:
         return read_npz(path)
     if is_pictures(data):
         arrays = read_pictures(find_pictures(path), cache)
-        return from_arrays(path.resolve().name, arrays)
+        return from_arrays(f"{path.resolve().name}/", arrays)  # a name that no data set has
     try:
         folder, source = find_source(path)
     except OSError as error:  # too long a name, or a folder that may not be read
@@ -258,7 +258,8 @@ def find_source(path: Path) -> tuple[Path, Source]:
     elif path.exists():
         found = "is another file"
     archives = " or ".join(source.archive for source in SOURCES)
-    raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, or another existing folder for a download")
+    others = "a folder of pictures, or an empty one for a download"
+    raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, {others}")
 
 
 def has_folders(path: Path) -> bool:

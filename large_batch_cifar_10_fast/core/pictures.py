@@ -111,7 +111,7 @@ def walk(folder: Path) -> Iterator[Path]:
 def split(classes: dict[str, list[Path]], folder: Path) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
     """Return training and test pictures: a fifth of each class, and at least one.
 
-    Hashes of their names choose them, so that new pictures do not make test pictures of those that were trained on.
+    Hashes of their names choose them, so that new pictures make test pictures of few that were trained on.
     """
     train = {}
     test = {}

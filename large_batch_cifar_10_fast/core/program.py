@@ -44,6 +44,8 @@ PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
 PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 CORE = 70e9  # FLOP/s of a CPU core in float32, as measured: 30 images/s of the default recipe
 FEWEST = 32  # training images for which `Hyp.fit_to` gives options
+FEW_STEPS = 8  # an epoch, below which a warning names them
+SMALL_STEP = 16  # images, which no options make fewer
 BF16 = 4  # times as fast, compiled: 2.6 to 6.0 as measured on two AMD EPYC and an Intel Xeon with AMX
 
 
@@ -73,7 +75,9 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             check_outside(options.data, options.save, "--save")
         counts = count_pictures(options.data)
         if counts:  # before they are decoded
-            check_counts(counts[0] - options.holdout, options.holdout or counts[1], team, hyp)
+            count = counts[0] - options.holdout
+            check_counts(count, options.holdout or counts[1], team, hyp)
+            warn_of_few_steps(count, team, hyp)
         images = load_images(options.data, options.holdout, Path(options.out))
         check_counts(len(images.train_images), len(images.test_images), team, hyp)
         flop = flop_of(program, hyp, len(images.train_images), images.classes)
@@ -214,12 +218,24 @@ def check_counts(count: int, tests: int, team: Team, hyp: Any) -> None:
     needed = team.total_workers * hyp.batch_size
     if needed > count:
         step = f"{team.total_workers} workers x --batch_size {hyp.batch_size} = {needed} images a step"
-        hint = "use a smaller batch, fewer workers or more images"
-        if count >= FEWEST and hasattr(hyp, "fit_to"):
-            hint = f"try {hyp.fit_to(count)} (as many steps as on CIFAR-10, at as high a rate for each image)"
-        raise ConfigError(f"{step}, more than the training set's {count}: {hint}")
+        raise ConfigError(f"{step}, more than the training set's {count}: {hint_for(count, hyp)}")
     if hasattr(hyp, "check_images"):
         hyp.check_images(count)
+
+
+def warn_of_few_steps(count: int, team: Team, hyp: Any) -> None:
+    """Warn if an epoch of so many training images has too few steps to learn much."""
+    images_of_step = team.total_workers * hyp.batch_size
+    steps = count // images_of_step
+    if steps < FEW_STEPS and images_of_step > SMALL_STEP:
+        team.warn(f"{count} training images make {steps} steps an epoch, which teach little: {hint_for(count, hyp)}")
+
+
+def hint_for(count: int, hyp: Any) -> str:
+    """Return what to do about so few training images."""
+    if count >= FEWEST and hasattr(hyp, "fit_to"):
+        return f"try {hyp.fit_to(count)} (as many steps as on CIFAR-10, at as high a rate for each image)"
+    return "use a smaller batch, fewer workers or more images"
 
 
 def flop_of(program: ModuleType, hyp: Any, images: int, classes: int = 10) -> float:
