@@ -258,8 +258,8 @@ def find_source(path: Path) -> tuple[Path, Source]:
     elif path.exists():
         found = "is another file"
     archives = " or ".join(source.archive for source in SOURCES)
-    others = "a folder of pictures, or an empty one for a download"
-    raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, {others}")
+    folders = "a folder of pictures, or an empty one for a download"
+    raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, {folders}")
 
 
 def has_folders(path: Path) -> bool:
