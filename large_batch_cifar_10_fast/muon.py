@@ -162,8 +162,8 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
         flips = data.independent_assignment(len(rows), 2, draws)  # replaced below; without it, `order` would differ
         order = torch.randperm(len(rows), generator=draws, device=team.device)
         # Alternating flip: an image is mirrored at random in the first epoch, then in every other one. So two epochs
-        # show both of its sides; independent flips show one side of half of the images twice
-        # (docs/why_it_is_fast.md#crops-and-flips). Without: delete the next two lines.
+        # show both of its sides; independent flips show one side of half of the images twice. At width 16 no difference
+        # was shown (docs/why_it_is_fast.md#crops-and-flips). Without: delete the next two lines.
         first_side = data.independent_assignment(len(rows), 2, data.generator(team.device, seed, worker, 0))
         flips = (first_side + epoch) % 2
         if spread(hyp.kept, epoch, hyp.epochs) < 1:
@@ -235,8 +235,8 @@ def block(channels_in: int, channels_out: int, norm: Callable[[int], nn.Module])
 def dirac_init(convolution: nn.Conv2d) -> nn.Conv2d:
     """Let the first filters be the identity, so that the image reaches the head from the first step on.
 
-    The others have PyTorch's initialization. Without: return the convolution as it is.
-    (docs/why_it_is_fast.md#a-small-network-that-pools-early)
+    The others have PyTorch's initialization. It brings 0.5 points at width 16. Without: return the convolution as it is
+    (docs/why_it_is_fast.md#a-small-network-that-pools-early).
     """
     nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
     return convolution
@@ -256,8 +256,8 @@ def flop(hyp: Hyp, train_images: int) -> float:
 def whiten(network: Network, images: Tensor) -> None:
     """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
 
-    Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate
-    (docs/why_it_is_fast.md#whitening).
+    Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate: 1.1 points
+    at width 16 (docs/why_it_is_fast.md#whitening).
     """
     filters = layers.whitening_filters(images[:5000], size=2, epsilon=5e-4)
     both_signs = torch.cat([filters, -filters])  # since the activation suppresses negative values
@@ -277,8 +277,8 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     filters = [weight for weight in inner if weight.ndim == 4]
     biases = [weight for weight in inner if weight.ndim == 1]
     # Muon: m = 0.6 m + g;  w = w sqrt(out) / |w|;  w = w - rate * orthogonal(g + 0.6 m). All directions of an update
-    # have about the same size, so that rare ones are learned, too. A fixed norm takes the place of weight decay
-    # (docs/why_it_is_fast.md#muon).
+    # have about the same size, so that rare ones are learned, too: 3.3 points more than SGD at width 16. A fixed norm
+    # takes the place of weight decay (docs/why_it_is_fast.md#muon).
     muon = Muon([{"params": filters, "first_rate": hyp.filter_rate, "epochs": hyp.epochs}], hyp.filter_momentum, team)
     groups: list[dict] = [
         {"params": biases, "first_rate": hyp.bias_rate, "epochs": hyp.epochs},
@@ -309,8 +309,8 @@ def set_rates(hyp: Hyp, optimizers: list[Optimizer], epoch: float) -> None:
 def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each image, [B], in float32 at least.
 
-    With label smoothing, weights stop growing once the right class is likely (docs/why_it_is_fast.md#label-smoothing).
-    Without: --label_smoothing 0
+    With label smoothing, weights stop growing once the right class is likely: 0.6 points at width 16. Without:
+    --label_smoothing 0 (docs/why_it_is_fast.md#label-smoothing)
     """
     logits = fast.at_least_float32(logits)
     return F.cross_entropy(logits, labels, reduction="none", label_smoothing=hyp.label_smoothing)
