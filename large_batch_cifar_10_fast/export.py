@@ -37,7 +37,7 @@ class Probabilities(nn.Module):
 def export_onnx(model: Classifier, path: Path, logits: bool = False) -> None:
     """Write a network to an ONNX file. Raise ConfigError if packages lack, or the network cannot be exported."""
     if path.suffix.lower() != ".onnx":
-        raise ConfigError(f"{path} does not end with .onnx: choose such a name, lest another file be lost")
+        raise ConfigError(f"{path} does not end with .onnx: choose a name that does, to overwrite nothing else")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"{path} cannot be written: {path.parent} is no folder, make it first")
     try:

@@ -500,6 +500,8 @@ def test_an_npz_file_may_name_its_classes(names, line, tmp_path):
 def test_an_array_of_another_size_is_refused_in_one_line(trained):
     with pytest.raises(ConfigError, match=r"^images are uint8 \[1, 480, 640, 3\]: give [^\n]*api.read_picture"):
         api.load(trained).predict(np.zeros((480, 640, 3), np.uint8))
+    with pytest.raises(ConfigError, match=r"^these are no images \(setting an array element[^\n]*: give uint8"):
+        api.as_images([np.zeros((32, 32, 3), np.uint8), np.zeros((10, 10, 3), np.uint8)])
 
 
 def test_an_export_takes_the_place_of_no_other_file(trained, capsys):

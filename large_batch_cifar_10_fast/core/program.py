@@ -44,8 +44,8 @@ PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
 PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 CORE = 70e9  # FLOP/s of a CPU core in float32, as measured: 30 images/s of the default recipe
 FEWEST = 32  # training images for which `Hyp.fit_to` gives options
-FEW_STEPS = 8  # an epoch, below which a warning names them
-SMALL_STEP = 16  # images, which no options make fewer
+FEW_STEPS = 8  # steps an epoch, below which a warning names these options
+SMALL_STEP = 16  # images of a step, up to which there is no warning: apple2019's options go no lower
 BF16 = 4  # times as fast, compiled: 2.6 to 6.0 as measured on two AMD EPYC and an Intel Xeon with AMX
 
 
