@@ -21,7 +21,6 @@ from torch.optim import SGD, Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import ConfigError, first_line
-from . import savings
 from .devices import DTYPES, allow_tf32, gains_by_bf16, has_bf16, out_of_memory_hint
 from .layers import GhostBatchNorm
 from .team import Team, on_one_machine
@@ -326,7 +325,6 @@ def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], tea
     torch._dynamo.config.recompile_limit = 64  # four graphs a stage; beyond the default 8 it would not compile
     # Else torch 2.10 takes another stage's graph, which computes gradients of frozen parameters, or lacks some.
     torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
-    savings.set_compiler()
     marks: set[bool] = set()
 
     def compiled(*inputs: Tensor) -> Any:

@@ -44,7 +44,6 @@ CURVE = ("epoch", "hours", "top1Accuracy")  # DAWNBench's
 DECIDING = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
-    "LARGE_BATCH_SAVINGS",
     "MKL_CBWR",
     "NCCL_ALGO",
     "NCCL_PROTO",
