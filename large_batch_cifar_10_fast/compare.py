@@ -165,6 +165,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(as_table(mine, reference, not_compared), end="\n\n")
     of_accuracy, sentence = judge(mine, reference, "accuracy", "points", options.margin)
     print(f"Accuracy: {sentence}")
+    if differences(mine.conditions, reference.conditions, ["images", "digest"]):
+        print("Images differ: these intervals are of chance over runs, not of how hard the images are.")
     if other_loss:
         print(f"Loss: not compared: {other_loss}.")
     elif len(values(mine, "validation_loss")) and len(values(reference, "validation_loss")):

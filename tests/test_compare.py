@@ -68,12 +68,13 @@ def test_slower_is_worse(tmp_path, compared):
         (1.9, {"train_loss": "nan"}, "Time: not compared: all runs of a side diverged."),
         (1.9, {"options": "epochs=8 label_smoothing=0.1"}, "Loss: not compared: label_smoothing (0.1, not 0.2)."),
         (1.9, {"code": "b"}, "code (b, not a): the program or core/ was changed"),
+        (1.9, {"digest": "b"}, "Images differ: these intervals are of chance over runs, not of"),
     ],
 )
 def test_differences_are_named_and_not_compared(tmp_path, compared, share, fields, line):
     """1.9 CPU seconds a second are two threads' share; muon's label smoothing is 0.2."""
     mine, reference = ({"cpu_seconds": factor * (5 + np.arange(20))} for factor in (share, 1.9))
-    made = {"device": "CPU", "code": "a"}
+    made = {"device": "CPU", "code": "a", "digest": "a"}
     reference = write_runs(tmp_path / "ref", 10 * [9400, 9410], table=reference, **made)
     lines = compared(write_runs(tmp_path / "mine", 10 * [9400, 9410], table=mine, **made | fields), reference)[1]
     assert lines[line.split()[0].rstrip(":")].strip().startswith(line)
