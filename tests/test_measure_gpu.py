@@ -94,6 +94,7 @@ def test_a_signal_ends_it_and_all_that_it_started(part, during, word, number, me
         while not log.exists() or word not in log.read_text():
             time.sleep(0.05)
             assert process.poll() is None
+        time.sleep(0.5)  # the stand-in has begun its sleep: a shell that is starting a program can miss a signal
         process.send_signal(number)
         assert process.wait(timeout=20) == 130
     time.sleep(0.5)
