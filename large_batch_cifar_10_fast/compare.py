@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     of_accuracy, sentence = judge(mine, reference, "accuracy", "points", options.margin)
     print(f"Accuracy: {sentence}")
     if differences(mine.conditions, reference.conditions, ["images", "digest"]):
-        print("Images differ: these intervals are of chance over runs, not of how hard the images are.")
+        print("Images may differ: these intervals are of chance over runs, not of how hard the images are.")
     if other_loss:
         print(f"Loss: not compared: {other_loss}.")
     elif len(values(mine, "validation_loss")) and len(values(reference, "validation_loss")):
