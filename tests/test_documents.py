@@ -82,3 +82,7 @@ def test_the_cells_of_the_notebook_run(tmp_path):
     assert len(tags) == 10
     assert {path.stem for path in tmp_path.glob("*.png")} == tags
     assert all((tmp_path / f"{tag}.png").stat().st_size > 5000 for tag in tags)
+    (tricks,) = [cell for cell in cells if cell["metadata"].get("tags") == ["tricks"]]
+    effects = re.findall(r": (\S+ \[.*\])", "".join(tricks["outputs"][0]["text"]))
+    assert len(effects) == 10
+    assert [effect for effect in effects if effect not in WHY.read_text()] == []  # the page has what its logs say
