@@ -23,14 +23,15 @@ from .core import fast
 from .core import program as programs
 from .core.devices import take_device
 from .core.images import DATA, load_images
-from .core.log import Score
+from .core.machine import Machine
 from .core.options import as_words
 from .core.pictures import read_picture
+from .core.score import Score
 from .core.source import digest
 from .core.table import COLUMNS, NUMBERS
 from .core.team import warn
 
-__all__ = ["Classifier", "evaluate", "load", "read_picture", "train"]
+__all__ = ["Classifier", "Machine", "evaluate", "load", "load_images", "read_picture", "train"]
 
 
 def train(recipe: str = "apple2019", **options: Any) -> pd.DataFrame:
@@ -80,8 +81,7 @@ class Classifier(nn.Module):
             raise ConfigError("there are no images to predict")
         predict = partial(fast.predict, self.network)
         views = getattr(self.hyp, "views", "one")
-        chunks = fast.chunks(self.normalized(images))
-        return torch.cat([batches.average_over_views(predict, chunk, views) for chunk in chunks])
+        return batches.predict_all(predict, self.normalized(images), views)
 
     def predict(self, images: Tensor | np.ndarray) -> Tensor:
         """Return probabilities [n, C] of images [n, 32, 32, 3], from the same logits."""

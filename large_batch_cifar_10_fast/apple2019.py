@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.core import data, fast, layers
-from large_batch_cifar_10_fast.core.clock import Clock
-from large_batch_cifar_10_fast.core.log import Log, Score, read_score, sums_of
+from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
-from large_batch_cifar_10_fast.core.options import Options, check_range
+from large_batch_cifar_10_fast.core.options import check_range
 from large_batch_cifar_10_fast.core.program import main
+from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Hyp:
     eval_stats: Literal["first", "average"] = "first"  # ghost groups whose statistics evaluation uses
     workers: int = 8  # replicas, each with its own training images
 
-    # Without a type these are no options.
+    # Class attributes without an annotation are constants, not options.
     half = "fp16"  # precision on a GPU
     views = "two"  # a test image and its mirror image: their mean is wrong less often, 1.2 points at width 16
 
@@ -217,13 +217,15 @@ def flop(hyp: Hyp, train_images: int) -> float:
     return images * hyp.epochs * fast.count_flop(Network(hyp, classes=10))
 
 
-def whiten(network: Network, images: Tensor) -> None:
-    """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
+def whiten(network: Network, team: Team, images: Tensor) -> None:
+    """Set the first layer's filters from images [n, 32, 32, 3] of rank 0's workers. They are not trained.
 
     Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate: 1.1 points
     at width 16 (docs/why_it_is_fast.md#whitening).
     """
-    network.whitening.weight.copy_(layers.whitening_filters(images[:10_000], size=3, epsilon=0.01))
+    of_worker_0 = images[:: len(team.workers)]
+    network.whitening.weight.copy_(layers.whitening_filters(of_worker_0[:10_000], size=3, epsilon=0.01))
+    team.broadcast(network.whitening.weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -299,91 +301,61 @@ def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: 
     return Pass(losses.sum(), sums_of(logits, labels, losses), layers.batch_statistics(network))
 
 
-def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log) -> None:
-    """Make the missing runs of a campaign."""
-    precision = fast.Precision(options.precision, team.device, half_weights=True)
-    workers_at_once = len(team.workers) // options.micro_batches
-    steps = len(images.train_images) // hyp.workers // hyp.batch_size  # of an epoch
+def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
+    """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
+    team = machine.share(hyp.workers)
+    precision = machine.compute_in(hyp.half, half_weights=True)
     own_images = data.count_own(len(images.train_images), team)
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
+    steps = len(images.train_images) // hyp.workers // hyp.batch_size  # of an epoch
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
 
     def fresh() -> tuple[Network, list[Optimizer]]:
-        network = Network(hyp, images.classes, workers_at_once)
+        network = Network(hyp, images.classes, len(team.workers) // machine.micro_batches)
         fast.place(network, precision)
         return network, [make_optimizer(hyp, network, team)]
 
     network, (optimizer,) = fresh()
-    restart = partial(fast.restart, network, [optimizer], fresh, team, keep=["whitening.weight"])
-    calls = fast.Functions(  # later those that are compiled
-        forward=partial(forward_pass, hyp, network, precision),
-        predict=partial(fast.predict, network),
-        make_batch=make_batch,
-        compiled=False,
-    )
-
-    def prepare(images: data.Images, clock: Clock) -> data.Shards:
-        shards = data.upload(images, team, precision, clock)
-        with clock.timed("whitening"):
-            if team.is_main:
-                whiten(network, shards.images[:: len(team.workers)])
-            team.broadcast(network.whitening.weight)
-        return shards
-
-    def kinds() -> Iterator[tuple[Tensor]]:
-        """Make the network fresh, and yield what a step takes; there is one kind of it."""
-        restart(seed=0)
-        yield (plan_epoch(hyp, own_images, 1, team, seed=0, epoch=1)[0],)
+    model = fast.Model(network, [optimizer], fresh, keep=["whitening.weight"])
 
     # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.
-    def train_step(shards: data.Shards, batch: Tensor) -> None:
+    def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor) -> None:
         """Update the weights once, from one batch of every worker."""
-        for number, part in enumerate(batch.chunk(options.micro_batches, dim=1)):
-            made = calls.forward(*calls.make_batch(shards.images, shards.labels, part))
-            made.loss.backward()
+        for number, part in enumerate(batch.chunk(machine.micro_batches, dim=1)):
+            result = functions.forward(*functions.make_batch(shards.images, shards.labels, part))
+            result.loss.backward()
             if number == 0:  # it begins with worker 0's images, whose statistics count
-                layers.update_running_statistics(network, made.statistics)
-            sums.add_(made.sums)
+                layers.update_running_statistics(network, result.statistics)
+            sums.add_(result.sums)
         team.average_gradients(network.parameters())  # over all workers, here and nowhere else
         optimizer.step()
         optimizer.zero_grad()
 
-    def evaluate(shards: data.Shards) -> Score:
+    def evaluate(functions: fast.Functions, shards: data.Shards) -> Score:
         """Return the score on the test images, of which each process evaluates its share."""
         with fast.evaluating(network, precision, team):
-            chunks = fast.chunks(shards.test_images)
-            logits = torch.cat([data.average_over_views(calls.predict, chunk, hyp.views) for chunk in chunks])
+            logits = data.predict_all(functions.predict, shards.test_images, hyp.views)
         losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
-    # Not timed: compiling, and a step, which chooses kernels; on noise.
-    noise = prepare(data.noise_like(images, team), Clock(team.synchronize))
-    if options.compile:
-        calls = fast.compile_all(calls, network, [optimizer], kinds, noise, options.micro_batches, precision, team)
-    if not options.no_warmup:
-        for (batch,) in kinds():
-            train_step(noise, batch)
-        evaluate(noise)
-    del noise
+    forward = partial(forward_pass, hyp, network, precision)
+    kinds = [(plan_epoch(hyp, own_images, 1, team, seed=0, epoch=1)[0],)]  # of steps: one
+    step, score = machine.prepare(
+        images, model, precision, forward, make_batch, kinds, train_step, evaluate, partial(whiten, network, team)
+    )
 
-    shards = prepare(images, log.clock)  # timed, as is each epoch's training
-    # Not timed: the capture of a CUDA graph, after trial steps on these images. `restart` makes weights fresh again.
-    step = fast.graph(partial(train_step, shards), kinds(), team, enabled=not options.no_graph)
-    images_by_epoch = hyp.epochs * [steps * hyp.workers * hyp.batch_size]
-    log.ready(images_by_epoch, calls.compiled, graphs=isinstance(step, fast.CudaGraphs))
-    for seed in log.missing_runs():
-        restart(seed=seed)
+    def run(seed: int) -> Iterator[Epoch]:
+        machine.restart(model, seed)
         for epoch in range(1, hyp.epochs + 1):
-            with log.clock.timed("training"):
+            with machine.clock.timed("training"):
                 sums.zero_()
-                plan = plan_epoch(hyp, own_images, steps, team, seed, epoch)
-                for number, batch in log.progress(plan):
+                for number, batch in machine.steps(plan_epoch(hyp, own_images, steps, team, seed, epoch)):
                     set_rates(hyp, optimizer, epoch - 1 + number / steps)
                     step(batch)
-            with log.clock.timed("validation"):  # shown, but not part of the training time
-                validation = evaluate(shards)
-            if not log.epoch(read_score(sums, team), validation):
-                break
-        log.finish(network.state_dict())
+            with machine.clock.timed("validation"):  # shown, but not part of the training time
+                validation = score()
+            yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
+
+    return run
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from .launch import follow_launcher
 from .results import Comparison, compare_means, in_columns, verdict
 
 HOLDOUT = 10_000  # images of CIFAR-10's 50,000: a mean over them is exact to a third of what 1,000 allow
-OWN = ("campaign", "resume", "share", "save", "profile")  # options of a run that an experiment sets or cannot use
+OWN = ("campaign", "resume", "save", "profile")  # options of a run that an experiment sets or cannot use
 ALIKE = ("data", "holdout", "seed", "runs", "out", "teams", "nproc", "device")  # of all its campaigns
 BASELINE = "baseline"
 ORDINALS = {2: "Second", 3: "Third", 4: "Fourth", 5: "Fifth"}

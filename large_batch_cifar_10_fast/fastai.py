@@ -10,7 +10,7 @@ Large rates regularize, so they are reached slowly, while the momentum falls, an
 To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import pi
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from large_batch_cifar_10_fast.core import data, fast, layers
-from large_batch_cifar_10_fast.core.clock import Clock
-from large_batch_cifar_10_fast.core.log import Log, Score, read_score, sums_of
+from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import interpolate, set_rate
-from large_batch_cifar_10_fast.core.options import Options, check_range
+from large_batch_cifar_10_fast.core.options import check_range
 from large_batch_cifar_10_fast.core.program import main
+from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Hyp:
     batch_size: int = 0  # images a worker takes each step; 0: 128, or 512 on one GPU
     width: int = 16  # channels of the first convolution; the others scale with it
 
-    half = "fp16"  # precision on a GPU; without a type it is no option
+    half = "fp16"  # precision on a GPU: a constant, not an option
 
     def __post_init__(self) -> None:
         entry = ENTRIES[self.entry]
@@ -252,12 +252,13 @@ def forward_pass(network: Network, precision: fast.Precision, workers: int, imag
     return Pass(loss * LOSS_SCALE, sums_of(logits, labels, losses), layers.batch_statistics(network))
 
 
-def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log) -> None:
-    """Make the missing runs of a campaign."""
-    precision = fast.Precision(options.precision, team.device, half_weights=False)
-    workers_at_once = len(team.workers) // options.micro_batches
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
-    plan_for = partial(plan_epoch, hyp, len(images.train_images), team)
+def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
+    """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
+    team = machine.share(hyp.workers)
+    precision = machine.compute_in(hyp.half, half_weights=False)
+    train_images = len(images.train_images)
+    workers_at_once = len(team.workers) // machine.micro_batches
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
 
     def fresh() -> tuple[Network, list[SGD]]:
         network = Network(hyp, images.classes, workers_at_once)
@@ -265,68 +266,50 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
         return network, [make_optimizer(hyp, network, team)]
 
     network, (optimizer,) = fresh()
-    restart = partial(fast.restart, network, [optimizer], fresh, team)
-    calls = fast.Functions(  # later those that are compiled
-        forward=partial(forward_pass, network, precision, workers_at_once),
-        predict=partial(fast.predict, network),
-        make_batch=partial(make_batch, normalization=images.normalization),
-        compiled=False,
-    )
+    model = fast.Model(network, [optimizer], fresh)
 
-    def kinds() -> Iterator[tuple[Tensor]]:
-        """Make the network fresh, and yield what each kind of step takes: a full batch, and the short last one."""
-        restart(seed=0)
-        for batch in data.one_of_each_shape(plan_for(seed=0, epoch=1)):
-            yield (batch,)
-
-    # It is never a CUDA graph, which would keep the momentum of its capture.
-    def train_step(shards: data.Shards, batch: Tensor) -> None:
+    def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor) -> None:
         """Update the weights once, from one batch of every worker."""
-        for number, part in enumerate(batch.chunk(options.micro_batches, dim=1)):
-            made = calls.forward(*calls.make_batch(shards.images, shards.labels, part))
-            made.loss.backward()
+        for number, part in enumerate(batch.chunk(machine.micro_batches, dim=1)):
+            result = functions.forward(*functions.make_batch(shards.images, shards.labels, part))
+            result.loss.backward()
             if number == 0:  # it begins with worker 0's images, whose statistics count
-                layers.update_running_statistics(network, made.statistics)
-            sums.add_(made.sums)
+                layers.update_running_statistics(network, result.statistics)
+            sums.add_(result.sums)
         team.average_gradients(network.parameters(), LOSS_SCALE)  # over all workers, here and nowhere else
         optimizer.step()
         optimizer.zero_grad()
 
-    def evaluate(shards: data.Shards) -> Score:
+    def evaluate(functions: fast.Functions, shards: data.Shards) -> Score:
         """Return the score on the test images, of which each process evaluates its share."""
         with fast.evaluating(network, precision, team):
-            logits = torch.cat([calls.predict(chunk) for chunk in fast.chunks(shards.test_images)])
+            logits = data.predict_all(functions.predict, shards.test_images, "one")
         losses = losses_of(logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
-    # Not timed: compiling, and a step of each kind, which chooses kernels; on noise.
-    noise = data.upload(data.noise_like(images, team), team, precision, Clock(team.synchronize))
-    if options.compile:
-        calls = fast.compile_all(calls, network, [optimizer], kinds, noise, options.micro_batches, precision, team)
-    if not options.no_warmup:
-        for (batch,) in kinds():
-            train_step(noise, batch)
-        evaluate(noise)
-    del noise
+    forward = partial(forward_pass, network, precision, workers_at_once)
+    change_colors = partial(make_batch, normalization=images.normalization)
+    first_epoch = plan_epoch(hyp, train_images, team, seed=0, epoch=1)
+    kinds = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # of steps: the last batch may be short
+    # A CUDA graph would keep the momentum of its capture.
+    step, score = machine.prepare(
+        images, model, precision, forward, change_colors, kinds, train_step, evaluate, graphs=False
+    )
 
-    shards = data.upload(images, team, precision, log.clock)  # timed, as is each epoch's training
-    step = fast.graph(partial(train_step, shards), kinds(), team, enabled=False)
-    images_by_epoch = hyp.epochs * [len(images.train_images) // hyp.workers * hyp.workers]
-    log.ready(images_by_epoch, calls.compiled, graphs=False)
-    for seed in log.missing_runs():
-        restart(seed=seed)
+    def run(seed: int) -> Iterator[Epoch]:
+        machine.restart(model, seed)
         for epoch in range(1, hyp.epochs + 1):
-            with log.clock.timed("training"):
+            with machine.clock.timed("training"):
                 sums.zero_()
-                plan = plan_for(seed=seed, epoch=epoch)
-                for number, batch in log.progress(plan):
+                plan = plan_epoch(hyp, train_images, team, seed, epoch)
+                for number, batch in machine.steps(plan):
                     follow_cycle(hyp, optimizer, epoch - 1 + number / len(plan))
                     step(batch)
-            with log.clock.timed("validation"):  # shown, but not part of the training time
-                validation = evaluate(shards)
-            if not log.epoch(read_score(sums, team), validation):
-                break
-        log.finish(network.state_dict())
+            with machine.clock.timed("validation"):  # shown, but not part of the training time
+                validation = score()
+            yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
+
+    return run
 
 
 if __name__ == "__main__":

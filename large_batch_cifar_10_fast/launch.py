@@ -52,23 +52,22 @@ def launch(arguments: Sequence[str]) -> int:
     cores = devices.count_cores()
     teams = options.teams
     out = Path(options.out)
-    if teams > len(options.planned):
-        raise ConfigError(f"--teams {teams} is more than the runs to make ({len(options.planned)}): use fewer")
+    if teams > options.runs:
+        raise ConfigError(f"--teams {teams} is more than the runs to make ({options.runs}): use fewer")
     processes = plan_processes(options.nproc, teams, workers, gpus, cores)
-    if teams > 1 and not (gpus or options.precision or options.demo):  # measured once, for all teams
-        command = [*command, "--precision", "bf16" if devices.gains_by_bf16() else "fp32"]
-    campaign = table.campaign_named(out, options.campaign, options.resume)[0]
+    campaign = table.campaign_named(out, options.campaign, options.resume)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (processes * teams))))
     try:
-        how, status = run_processes([*command, "--campaign", campaign], options.planned, teams, processes)
+        how, status = run_processes([*command, "--campaign", campaign], teams, processes)
     except Interrupted as end:
         how, status = end.args
     if status == INVALID:
         raise ConfigError(how)
-    rows = [row for row in table.campaign_named(out, campaign, False)[1] if int(row["run"]) in options.planned]
+    rows = [row for row in table.read(out / "runs.tsv") if row["campaign"] == campaign]
+    rows = [row for row in rows if int(row["run"]) < options.runs]
     if status:
         again = f"; the same command with --campaign {campaign} continues" if rows else ""
-        print(f"{program()}: {how}; {len(rows)} of {len(options.planned)} runs are finished{again}", file=sys.stderr)
+        print(f"{program()}: {how}; {len(rows)} of {options.runs} runs are finished{again}", file=sys.stderr)
     elif not rows and not options.profile:
         raise ConfigError(f"{command[1]} made no run: does it end with main()?")
     elif teams > 1:
@@ -97,10 +96,10 @@ def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) 
     return nproc or max(n for n in range(1, places + 1) if workers % n == 0)
 
 
-def run_processes(command: Sequence[str], planned: range, teams: int, processes: int) -> tuple[str, int]:
+def run_processes(command: Sequence[str], teams: int, processes: int) -> tuple[str, int]:
     """Run the processes of all teams until the last ends, or one fails. Return how it failed, and the exit status.
 
-    Team t of T makes every Tth of the planned runs. The rendezvous of a team is a file: no port is opened, and no name
+    Each team takes runs of the campaign by itself. The rendezvous of a team is a file: no port is opened, and no name
     server is asked.
     """
     from .core.files import temporary_folder
@@ -109,13 +108,12 @@ def run_processes(command: Sequence[str], planned: range, teams: int, processes:
     folder = temporary_folder()
     try:
         for team in range(teams):
-            share = ["--share", f"{planned.start + planned.step * team}/{planned.step * teams}"]
             place = {RENDEZVOUS: f"file://{folder.name}/{team}", "WORLD_SIZE": processes}
             for rank in range(processes):
                 variables = place | {"RANK": rank, "LOCAL_RANK": team * processes + rank}
                 variables |= {"LOCAL_WORLD_SIZE": teams * processes}
                 environment = os.environ | {name: str(value) for name, value in variables.items()}
-                process = subprocess.Popen([*command, *share], env=environment, preexec_fn=follow_launcher)
+                process = subprocess.Popen(command, env=environment, preexec_fn=follow_launcher)
                 running[process] = f"process {rank} of team {team}" if teams > 1 else f"process {rank}"
         unfinished = True
         while unfinished:

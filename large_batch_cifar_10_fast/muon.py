@@ -13,7 +13,7 @@ To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -25,11 +25,11 @@ from torch.optim import SGD, Optimizer
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.core import data, fast, layers
-from large_batch_cifar_10_fast.core.clock import Clock
-from large_batch_cifar_10_fast.core.log import Log, Score, read_score, sums_of
+from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import Muon, interpolate, set_rate, spread
-from large_batch_cifar_10_fast.core.options import Options, check_range, text_of
+from large_batch_cifar_10_fast.core.options import check_range, text_of
 from large_batch_cifar_10_fast.core.program import main
+from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Hyp:
     views: Literal["one", "two", "six"] = "six"  # views of a test image after the last epoch (data.average_over_views)
     workers: int = 1  # replicas, each with its own training images
 
-    # Without a type these are no options.
+    # Class attributes without an annotation are constants, not options.
     half = "bf16"  # precision on a GPU that has it
     whitening_share = 1 / 9  # of the epochs
 
@@ -254,15 +254,17 @@ def flop(hyp: Hyp, train_images: int) -> float:
     return total
 
 
-def whiten(network: Network, images: Tensor) -> None:
-    """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
+def whiten(network: Network, team: Team, images: Tensor) -> None:
+    """Set the first layer's filters from images [n, 32, 32, 3] of rank 0's workers. They are not trained.
 
     Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate: 1.1 points
     at width 16 (docs/why_it_is_fast.md#whitening).
     """
-    filters = layers.whitening_filters(images[:5000], size=2, epsilon=5e-4)
+    of_worker_0 = images[:: len(team.workers)]
+    filters = layers.whitening_filters(of_worker_0[:5000], size=2, epsilon=5e-4)
     both_signs = torch.cat([filters, -filters])  # since the activation suppresses negative values
     network.whitening.weight.copy_(both_signs)
+    team.broadcast(network.whitening.weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,7 +296,7 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     return optimizers
 
 
-def set_rates(hyp: Hyp, optimizers: list[Optimizer], epoch: float) -> None:
+def set_rates(hyp: Hyp, optimizers: Sequence[Optimizer], epoch: float) -> None:
     """Set all rates at a time in epochs: they fall linearly from the end of CIFAR-10's first step on."""
     step = hyp.workers * hyp.batch_size / EPOCH_IMAGES
     for optimizer in optimizers:
@@ -339,56 +341,35 @@ def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: 
     return Pass(losses.sum(), losses.detach().float(), sums, layers.batch_statistics(network))
 
 
-def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log) -> None:
-    """Make the missing runs of a campaign."""
-    precision = fast.Precision(options.precision, team.device, half_weights=False)
-    workers_at_once = len(team.workers) // options.micro_batches
-    steps = steps_by_epoch(hyp, len(images.train_images))
+def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
+    """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
+    team = machine.share(hyp.workers)
+    precision = machine.compute_in(hyp.half, half_weights=False)
     own_images = data.count_own(len(images.train_images), team)
+    steps = steps_by_epoch(hyp, len(images.train_images))
+    stages = [stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
     last_losses = torch.full((own_images,), torch.inf, device=team.device)  # of each image, when it was last seen
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
 
     def fresh() -> tuple[Network, list[Optimizer]]:
-        network = Network(hyp, images.classes, workers_at_once)
+        network = Network(hyp, images.classes, len(team.workers) // machine.micro_batches)
         fast.place(network, precision)
         return network, make_optimizers(hyp, network, team)
 
     network, optimizers = fresh()
-    restart = partial(fast.restart, network, optimizers, fresh, team, keep=["whitening.weight"])
-    calls = fast.Functions(  # later those that are compiled
-        forward=partial(forward_pass, hyp, network, precision),
-        predict=partial(fast.predict, network),
-        make_batch=make_batch,
-        compiled=False,
-    )
-
-    def prepare(images: data.Images, clock: Clock) -> data.Shards:
-        shards = data.upload(images, team, precision, clock)
-        with clock.timed("whitening"):
-            if team.is_main:
-                whiten(network, shards.images[:: len(team.workers)])
-            team.broadcast(network.whitening.weight)
-        return shards
-
-    def kinds() -> Iterator[tuple[Tensor, Stage]]:
-        """Set a fresh network to each kind of step, one after the other, and yield what such a step takes."""
-        restart(seed=0)
-        stages = [stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]
-        for stage in dict.fromkeys(stages):
-            set_stage(network, stage)
-            yield plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=stages.index(stage) + 1)[0], stage
+    model = fast.Model(network, optimizers, fresh, keep=["whitening.weight"])
 
     # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.
-    def train_step(shards: data.Shards, batch: Tensor, stage: Stage) -> None:
+    def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor, stage: Stage) -> None:
         """Update the weights once, from one batch of every worker."""
         losses: list[Tensor] = []
-        for part in batch.chunk(options.micro_batches, dim=1):
-            made = calls.forward(*calls.make_batch(shards.images, shards.labels, part, stage))
-            made.loss.backward()
+        for part in batch.chunk(machine.micro_batches, dim=1):
+            result = functions.forward(*functions.make_batch(shards.images, shards.labels, part, stage))
+            result.loss.backward()
             if not losses:  # the first part begins with worker 0's images, whose statistics count
-                layers.update_running_statistics(network, made.statistics)
-            sums.add_(made.sums)
-            losses.append(made.losses)
+                layers.update_running_statistics(network, result.statistics)
+            sums.add_(result.sums)
+            losses.append(result.losses)
         team.average_gradients(network.parameters())  # over all workers, here and nowhere else
         with precision.autocast():  # for the matrix products of Muon
             for optimizer in optimizers:
@@ -396,47 +377,45 @@ def train(hyp: Hyp, options: Options, images: data.Images, team: Team, log: Log)
                 optimizer.zero_grad()
         last_losses[batch[0]] = torch.cat(losses)
 
-    def evaluate(shards: data.Shards, views: str) -> Score:
+    def evaluate(functions: fast.Functions, shards: data.Shards, views: str = hyp.views) -> Score:
         """Return the score on the test images, of which each process evaluates its share."""
         with fast.evaluating(network, precision, team):
-            chunks = fast.chunks(shards.test_images)
-            logits = torch.cat([data.average_over_views(calls.predict, chunk, views) for chunk in chunks])
+            logits = data.predict_all(functions.predict, shards.test_images, views)
         losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
-    # Not timed: compiling, and a step of each kind, which chooses kernels; on noise.
-    noise = prepare(data.noise_like(images, team), Clock(team.synchronize))
-    if options.compile:
-        calls = fast.compile_all(calls, network, optimizers, kinds, noise, options.micro_batches, precision, team)
-    if not options.no_warmup:
-        for batch, stage in kinds():
-            train_step(noise, batch, stage)
-        evaluate(noise, "one")
-        evaluate(noise, hyp.views)
-    del noise
+    forward = partial(forward_pass, hyp, network, precision)
+    example = plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=1)[0]
+    kinds = [(example, stage) for stage in dict.fromkeys(stages)]  # of steps
+    step, score = machine.prepare(
+        images,
+        model,
+        precision,
+        forward,
+        make_batch,
+        kinds,
+        train_step,
+        evaluate,
+        whiten=partial(whiten, network, team),
+        set_stage=partial(set_stage, network),
+    )
 
-    shards = prepare(images, log.clock)  # timed, as is each epoch's training
-    # Not timed: the capture of CUDA graphs, after trial steps on these images. `restart` makes weights fresh again.
-    step = fast.graph(partial(train_step, shards), kinds(), team, enabled=not options.no_graph)
-    images_by_epoch = [count * hyp.workers * hyp.batch_size for count in steps]
-    log.ready(images_by_epoch, calls.compiled, graphs=isinstance(step, fast.CudaGraphs))
-    for seed in log.missing_runs():
-        restart(seed=seed)
+    def run(seed: int) -> Iterator[Epoch]:
+        machine.restart(model, seed)
         last_losses.fill_(torch.inf)
-        for epoch in range(1, hyp.epochs + 1):
-            stage = stage_of(hyp, epoch)
-            with log.clock.timed("training"):
+        for epoch, stage in enumerate(stages, 1):
+            with machine.clock.timed("training"):
                 set_stage(network, stage)
                 sums.zero_()
                 plan = plan_epoch(hyp, last_losses, steps[epoch - 1], team, seed, epoch)
-                for number, batch in log.progress(plan):
+                for number, batch in machine.steps(plan):
                     set_rates(hyp, optimizers, epoch - 1 + number / len(plan))
                     step(batch, stage)
-            with log.clock.timed("validation"):  # shown, but not part of the training time
-                validation = evaluate(shards, hyp.views if epoch == hyp.epochs else "one")
-            if not log.epoch(read_score(sums, team), validation):
-                break
-        log.finish(network.state_dict())
+            with machine.clock.timed("validation"):  # shown, but not part of the training time
+                validation = score(hyp.views if epoch == hyp.epochs else "one")
+            yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
+
+    return run
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ removed the first norm and the kink in the rate. His loss is a sum, so his rate 
 To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from large_batch_cifar_10_fast.core import data, fast, layers
-from large_batch_cifar_10_fast.core.clock import Clock
-from large_batch_cifar_10_fast.core.log import Log, Score, read_score, sums_of
+from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
-from large_batch_cifar_10_fast.core.options import Options, check_range
+from large_batch_cifar_10_fast.core.options import check_range
 from large_batch_cifar_10_fast.core.program import main
+from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ class Basenet:
     batch_size: int = 128  # images of a step
     width: int = 64  # channels of the first stage; the others scale with it
 
-    # Without a type these are no options.
+    # Class attributes without an annotation are constants, not options.
     half = "fp16"  # precision on a GPU
     by_page = False
     starting_point = False
@@ -197,11 +197,12 @@ def forward_pass(hyp: Basenet, network: Network, precision: fast.Precision, imag
     return Pass(loss, sums_of(logits, labels, losses), layers.batch_statistics(network))
 
 
-def train(hyp: Basenet, options: Options, images: data.Images, team: Team, log: Log) -> None:
-    """Make the missing runs of a campaign."""
-    precision = fast.Precision(options.precision, team.device, half_weights=True)
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch
-    plan_for = partial(plan_epoch, hyp, len(images.train_images), team.device)
+def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
+    """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
+    team = machine.team
+    precision = machine.compute_in(hyp.half, half_weights=True)
+    train_images = len(images.train_images)
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes)
@@ -209,65 +210,44 @@ def train(hyp: Basenet, options: Options, images: data.Images, team: Team, log: 
         return network, [make_optimizer(hyp, network, team)]
 
     network, (optimizer,) = fresh()
-    restart = partial(fast.restart, network, [optimizer], fresh, team)
-    calls = fast.Functions(  # later those that are compiled
-        forward=partial(forward_pass, hyp, network, precision),
-        predict=partial(fast.predict, network),
-        make_batch=make_batch,
-        compiled=False,
-    )
-
-    def kinds() -> Iterator[tuple[Tensor]]:
-        """Make the network fresh, and yield what each kind of step takes: a full batch, and the short last one."""
-        restart(seed=0)
-        for batch in data.one_of_each_shape(plan_for(seed=0, epoch=1)):
-            yield (batch,)
+    model = fast.Model(network, [optimizer], fresh)
 
     # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.
-    def train_step(shards: data.Shards, batch: Tensor) -> None:
+    def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor) -> None:
         """Update the weights once."""
-        made = calls.forward(*calls.make_batch(shards.images, shards.labels, batch))
-        made.loss.backward()
-        layers.update_running_statistics(network, made.statistics)
-        sums.add_(made.sums)
+        result = functions.forward(*functions.make_batch(shards.images, shards.labels, batch))
+        result.loss.backward()
+        layers.update_running_statistics(network, result.statistics)
+        sums.add_(result.sums)
         optimizer.step()
         optimizer.zero_grad()
 
-    def evaluate(shards: data.Shards) -> Score:
+    def evaluate(functions: fast.Functions, shards: data.Shards) -> Score:
         """Return the score on the test images."""
         with fast.evaluating(network, precision, team):
-            logits = torch.cat([calls.predict(chunk) for chunk in fast.chunks(shards.test_images)])
+            logits = data.predict_all(functions.predict, shards.test_images, "one")
         losses = losses_of(logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
-    # Not timed: compiling, and a step of each kind, which chooses kernels; on noise.
-    noise = data.upload(data.noise_like(images, team), team, precision, Clock(team.synchronize))
-    if options.compile:
-        calls = fast.compile_all(calls, network, [optimizer], kinds, noise, options.micro_batches, precision, team)
-    if not options.no_warmup:
-        for (batch,) in kinds():
-            train_step(noise, batch)
-        evaluate(noise)
-    del noise
+    forward = partial(forward_pass, hyp, network, precision)
+    first_epoch = plan_epoch(hyp, train_images, team.device, seed=0, epoch=1)
+    kinds = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # of steps: the last batch may be short
+    step, score = machine.prepare(images, model, precision, forward, make_batch, kinds, train_step, evaluate)
 
-    shards = data.upload(images, team, precision, log.clock)  # timed, as is each epoch's training
-    # Not timed: the capture of CUDA graphs, after trial steps on these images. `restart` makes weights fresh again.
-    step = fast.graph(partial(train_step, shards), kinds(), team, enabled=not options.no_graph)
-    log.ready(hyp.epochs * [len(images.train_images)], calls.compiled, graphs=isinstance(step, fast.CudaGraphs))
-    for seed in log.missing_runs():
-        restart(seed=seed)
+    def run(seed: int) -> Iterator[Epoch]:
+        machine.restart(model, seed)
         for epoch in range(1, hyp.epochs + 1):
-            with log.clock.timed("training"):
+            with machine.clock.timed("training"):
                 sums.zero_()
-                plan = plan_for(seed=seed, epoch=epoch)
-                for number, batch in log.progress(plan):
+                plan = plan_epoch(hyp, train_images, team.device, seed, epoch)
+                for number, batch in machine.steps(plan):
                     set_rate(optimizer.param_groups[0], learning_rate(hyp, epoch - 1 + number / len(plan)))
                     step(batch)
-            with log.clock.timed("validation"):  # shown, but not part of the training time
-                validation = evaluate(shards)
-            if not log.epoch(read_score(sums, team), validation):
-                break
-        log.finish(network.state_dict())
+            with machine.clock.timed("validation"):  # shown, but not part of the training time
+                validation = score()
+            yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
+
+    return run
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
-"""The rows of a campaign: which of its runs are finished, which are missing, and under which conditions."""
+"""The runs of a campaign: which are finished, which this launch takes, and under which conditions they are made.
+
+Launches beside each other share the runs of a campaign without knowing of each other. Each run is claimed before it is
+made: its number is a byte of the file .campaigns/NAME, and a process that makes it has a record lock on this byte. The
+file itself holds the conditions while launches are alive; finished runs have them in their rows.
+"""
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,7 +20,7 @@ from .. import ConfigError, __version__
 from . import source
 from .data import Images
 from .devices import hardware_name
-from .files import write_atomically
+from .files import claim, free, wait_for, write_atomically
 from .images import SYNTHETIC
 from .options import Options, as_pairs
 from .table import (
@@ -22,18 +28,23 @@ from .table import (
     CONDITIONS,
     EPOCHS,
     PLACE,
-    ConflictError,
+    Reader,
     Row,
     Table,
     as_of_run_0,
-    campaign_named,
     check_conditions,
     differences,
     environment,
     new_name,
     write_timing_log,
 )
-from .team import Team, show, warn
+from .team import Team, show
+
+COMPUTED = ("compile", "no_graph")  # conditions that are known after the set-up
+AGREED = tuple(name for name in (*CONDITIONS, *PLACE, "seed") if name not in COMPUTED)
+# Bytes of .campaigns/NAME, behind those of all runs: of who writes the conditions, and of all launches.
+WRITER = 1 << 40
+LAUNCHES = WRITER + 1
 
 
 def teams_on_this_machine(team: Team) -> int:
@@ -67,99 +78,130 @@ def conditions(options: Options, name: str, hyp: Any, program: Path, images: Ima
         "commit": source.commit(),
         "code": source.digest(program),
         "torch": version("torch"),
+        "seed": options.seed,  # of run 0
         "launch": new_name(),  # tells whose epochs are whose
     }
     return {name: str(value) for name, value in common.items()}
 
 
-class Campaign:
-    """The runs of a campaign that a launch makes, and its tables, which rank 0 reads and writes."""
-
-    def __init__(self, options: Options, common: dict[str, str], program: Path, team: Team) -> None:
-        """Find the missing runs.
-
-        Raise ConfigError if the processes or the campaign's rows have other conditions, or a table cannot be written.
-        """
-        self.common = common
-        self.out = Path(options.out)
-        self.teams = teams_on_this_machine(team)
-        shares = options.planned.step // self.teams  # a team's share is one of the launch's share
-        self.of_launch = range(options.planned.start % shares, options.runs, shares)  # of all teams
-        check_processes_agree(options, common, team)
-        self.runs = Table(self.out / "runs.tsv", COLUMNS, 2, self.check_other)
-        self.epochs = Table(self.out / "epochs.tsv", EPOCHS, 0)
-        self.others: list[Row] = []  # all rows of the campaign that other launches made
-        self.rows: dict[int, Row] = {}  # by run, of this launch and of those before
-        if team.is_main and not options.profile:  # which makes no run
-            self.read_rows(options, program)
-        finished = json.loads(team.gather("finished", json.dumps([*self.rows]))[0])
-        self.missing = [run for run in options.planned if run not in finished]
-
-    def read_rows(self, options: Options, program: Path) -> None:
-        """Read the planned runs that the table has; choose the campaign's name if it has none."""
-        name, rows = campaign_named(self.out, options.campaign, options.resume)
-        self.common["campaign"] = name
-        self.others = rows
-        self.common["seed"] = str(options.seed)
-        self.known = [name for name in (*CONDITIONS, *PLACE, "seed") if name not in ("compile", "no_graph")]
-        self.check_code(rows, program)
-        check_conditions(rows, self.common, self.known)
-        try:
-            self.runs.append([])  # fails before training if it cannot be written
-        except OSError as error:
-            raise ConfigError(f"{self.out.absolute()} cannot be written ({error}): choose another --out") from error
-        last = self.of_launch[-1]
-        if options.save and not os.path.exists(options.save) and str(last) in {row["run"] for row in rows}:
-            warn(f"--save {options.save}: run {last} is finished, and its weights are not made again")
-        self.rows = {int(row["run"]): row for row in rows if int(row["run"]) in options.planned}
-
-    def computed_with(self, compile: bool, no_graph: bool) -> None:
-        """Note how steps are really computed. Raise ConfigError if the runs finished before were computed otherwise."""
-        self.common |= {"compile": str(compile), "no_graph": str(no_graph)}
-        check_conditions(self.others, self.common, ["compile", "no_graph"])
-
-    def check_code(self, rows: Iterable[Row], program: Path) -> None:
-        """Raise ConfigError, after the lines that were changed, if rows differ in the text of the program alone."""
-        for row in map(as_of_run_0, rows):
-            text = differences(self.common, row, self.known)
-            if text and text == differences(self.common, row, ["code"]):
-                file, lines = source.changed_since(program, self.out, row["code"])
-                for line in lines:
-                    show(line)
-                was = f"{file} was changed since campaign {row['campaign']} began" + (", as above" if lines else "")
-                raise ConfigError(f"{was}: undo that, or give another --campaign")
-
-    def check_other(self, row: Row) -> None:
-        """Raise ConflictError for a row of this campaign that a launch beside this one made under other conditions."""
-        if row["campaign"] == self.common["campaign"]:
-            text = differences(self.common, as_of_run_0(row), self.known)
-            if text:
-                raise ConflictError(f"another launch of campaign {row['campaign']} has other conditions, {text}")
-
-    def add_epoch(self, run: int, epoch: Mapping[str, object]) -> None:
-        self.epochs.append([{**self.common, "run": run, **epoch}])
-
-    def add_run(self, run: int, row: Mapping[str, object]) -> None:
-        self.rows[run] = {name: str(value) for name, value in {**self.common, **row}.items()}
-        self.runs.append([self.rows[run]])
-
-    def write_rows(self) -> None:
-        """Append the rows that the table lacks: also those that a full disk did not take before."""
-        self.runs.append([])
-
-    def write_curve(self, epochs: Iterable[Mapping[str, float]]) -> None:
-        curve = [(epoch["seconds"], epoch["validation_accuracy"]) for epoch in epochs]
-        write_timing_log(self.out / "timing_log.tsv", curve)
-
-
 def check_processes_agree(options: Options, common: Mapping[str, str], team: Team) -> None:
     """Raise ConfigError if a process was started with other conditions than the first."""
-    plan = {name: str(getattr(options, name)) for name in ("seed", "runs", "share", "no_warmup")}
+    plan = {name: str(getattr(options, name)) for name in ("seed", "runs", "no_warmup")}
     first, *others = map(json.loads, team.gather("conditions", json.dumps({**common, **plan})))
     for rank, other in enumerate(others, 1):
         text = differences(other, first, (*CONDITIONS, *plan))
         if text:
             raise ConfigError(f"process {rank} differs from process 0 in {text}: give all machines the same")
+
+
+class Campaign:
+    """The files of a campaign, which rank 0 reads and writes."""
+
+    def __init__(self, name: str, out: Path, runs: int) -> None:
+        """Read the rows. Raise ConfigError if a table cannot be read or written."""
+        self.name = name
+        self.out = out
+        self.runs = runs
+        self.table = Table(out / "runs.tsv", COLUMNS, durable=True)
+        self.epochs = Table(out / "epochs.tsv", EPOCHS, durable=False)
+        self.reader = Reader(self.table.path)
+        self.rows: dict[int, Row] = {}  # the finished ones, by run
+        self.path = out / ".campaigns" / name
+        self.common: dict[str, str] = {"campaign": name}
+        self.read_rows()
+        try:
+            self.table.append()
+            self.path.parent.mkdir(exist_ok=True)
+            # Opened once: closing any descriptor of a file frees all record locks of the process on it.
+            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise ConfigError(f"{out.absolute()} cannot be written ({error}): choose another --out") from error
+        if claim(self.file, LAUNCHES, self.path):  # no other launch is alive: what one left here is of no use
+            os.ftruncate(self.file, 0)
+        claim(self.file, LAUNCHES, self.path, shared=True)
+
+    def __enter__(self) -> "Campaign":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self.file)  # frees all claims
+
+    def read_rows(self) -> None:
+        """Read what was appended to the table since the last time."""
+        for row in self.reader.new_rows():
+            if row["campaign"] == self.name:
+                self.rows[int(row["run"])] = row
+
+    # ---- Conditions
+
+    def agree(self, values: Mapping[str, str]) -> Row:
+        """Return the conditions of all launches that are alive and of the finished runs, with these if they are new."""
+        wait_for(self.file, WRITER)
+        text = os.pread(self.file, 1 << 20, 0)
+        finished = [as_of_run_0(row) for row in self.rows.values()][:1]
+        known = json.loads(text) if text else dict(*finished)
+        agreed = {"campaign": self.name, "run": "0", **values, **known}
+        written = json.dumps(agreed).encode()
+        os.ftruncate(self.file, 0)
+        os.pwrite(self.file, written, 0)
+        free(self.file, WRITER)
+        return agreed
+
+    def begin(self, common: Mapping[str, str], program: Path) -> None:
+        """Agree on the conditions. Raise ConfigError if those of the campaign are others."""
+        self.common |= common
+        agreed = self.agree({name: common[name] for name in AGREED})
+        known = [agreed, *self.rows.values()]
+        self.check_code(known, program)
+        check_conditions(known, self.common, AGREED)
+
+    def computed_with(self, compile: bool, no_graph: bool) -> None:
+        """Note how steps are computed. Raise ConfigError if the campaign's are computed otherwise."""
+        self.common |= {"compile": str(compile), "no_graph": str(no_graph)}
+        agreed = self.agree({name: self.common[name] for name in COMPUTED})
+        check_conditions([agreed, *self.rows.values()], self.common, COMPUTED)
+
+    def check_code(self, known: Iterable[Row], program: Path) -> None:
+        """Raise ConfigError, after the lines that were changed, if conditions differ in the program's text alone."""
+        for row in map(as_of_run_0, known):
+            text = differences(self.common, row, AGREED)
+            if text and text == differences(self.common, row, ["code"]):
+                file, lines = source.changed_since(program, self.out, row["code"])
+                for line in lines:
+                    show(line)
+                was = f"{file} was changed since campaign {self.name} began" + (", as above" if lines else "")
+                raise ConfigError(f"{was}: undo that, or give another --campaign")
+
+    # ---- Runs
+
+    @property
+    def missing(self) -> list[int]:
+        return [run for run in range(self.runs) if run not in self.rows]
+
+    def take_run(self) -> int | None:
+        """Claim the next run that is neither finished nor claimed by another process; None if there is none."""
+        for run in self.missing:
+            if claim(self.file, run, self.path):
+                self.read_rows()  # another process may just have finished it
+                if run not in self.rows:
+                    return run
+        return None
+
+    def add_epoch(self, run: int, epoch: Mapping[str, object]) -> None:
+        self.epochs.append({**self.common, "run": run, **epoch})
+
+    def add_run(self, run: int, row: Mapping[str, object]) -> None:
+        self.rows[run] = {name: str(value) for name, value in {**self.common, **row}.items()}
+        self.table.append(self.rows[run])
+
+    def finish(self) -> None:
+        """Write the rows that a full disk did not take, or raise OSError; and read those of other launches."""
+        self.table.append()
+        self.read_rows()
+
+    def write_curve(self, epochs: Sequence[Mapping[str, float]]) -> None:
+        curve = [(epoch["seconds"], epoch["validation_accuracy"]) for epoch in epochs]
+        write_timing_log(self.out / "timing_log.tsv", curve)
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], about: Row, for_use: Mapping[str, object]) -> None:

@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from .table import PARTS
+PARTS = ("upload", "preprocessing", "whitening", "training")  # of the training time
 
 
 class Clock:
@@ -15,6 +15,7 @@ class Clock:
         self._synchronize = synchronize
         self.laps: dict[str, list[float]] = defaultdict(list)  # the durations of each part
         self.cpu_seconds = 0.0  # of all threads of this process, over the training time
+        self._set_up: tuple[dict[str, list[float]], float] | None = None
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -28,12 +29,12 @@ class Clock:
         if part in PARTS:
             self.cpu_seconds += time.process_time() - cpu_start
 
-    def fork(self) -> "Clock":
-        """Return a clock that continues from here: each run counts what was done once for all of them."""
-        clock = Clock(self._synchronize)
-        clock.laps |= {part: [*laps] for part, laps in self.laps.items()}
-        clock.cpu_seconds = self.cpu_seconds
-        return clock
+    def begin_run(self) -> None:
+        """Go back to the end of the set-up, which the first call notes: each run counts what was done once for all."""
+        if self._set_up is None:
+            self._set_up = {part: [*laps] for part, laps in self.laps.items()}, self.cpu_seconds
+        laps, self.cpu_seconds = self._set_up
+        self.laps = defaultdict(list, {part: [*durations] for part, durations in laps.items()})
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from .. import ConfigError
 from .clock import Clock
-from .fast import Precision
+from .fast import Precision, chunks
 from .images import Images, Normalization, random_images
 from .team import Team
 
@@ -166,3 +166,8 @@ def average_over_views(predict: Callable[[Tensor], Tensor], x: Tensor, views: st
     for view in (up_left, down_right, mirrored(up_left), mirrored(down_right)):
         total = total + predict(view) / 8
     return total
+
+
+def predict_all(predict: Callable[[Tensor], Tensor], images: Tensor, views: str) -> Tensor:
+    """Return the logits [n, C] of images [n, 32, 32, 3], averaged over views, in chunks that fit the device."""
+    return torch.cat([average_over_views(predict, chunk, views) for chunk in chunks(images)])

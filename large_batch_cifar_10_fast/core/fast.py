@@ -102,38 +102,48 @@ def at_least_float32(logits: Tensor) -> Tensor:
 # ---- Fresh weights
 
 
-@torch.no_grad()
-def restart(
-    network: nn.Module,
-    optimizers: Sequence[Optimizer],
-    fresh: Callable[[], tuple[nn.Module, Sequence[Optimizer]]],
-    team: Team,
-    seed: int,
-    keep: Sequence[str] = (),
-) -> None:
-    """Let a run begin as if it were the only one: its seed alone decides its weights and all that it draws.
+class Model:
+    """A network and its optimizers. A run begins with fresh values in the same memory."""
 
-    `fresh()` makes network and optimizers anew. Their values are copied to the same memory, so that compiled code and
-    CUDA graphs stay valid: all parameters and buffers (but those named in `keep`), all that the optimizers keep. What
-    an optimizer makes in its first step is removed; on a GPU, where a graph may use it, it becomes zero (which NAdam's,
-    ASGD's and Rprop's is not at first). Then torch's generators start from seed and rank, for what a network draws.
-    """
-    torch.manual_seed(seed)
-    new_network, new_optimizers = fresh()
-    network.zero_grad()
-    tensors = tensors_of(network)
-    values = tensors_of(new_network)
-    for name in keep:
-        del values[name]  # an error if there is no such name
-    for name, value in values.items():
-        tensors[name].copy_(value)
-    for optimizer, new in zip(optimizers, new_optimizers, strict=True):
-        for group, new_group in zip(optimizer.param_groups, new.param_groups, strict=True):
-            restore(group, {name: value for name, value in new_group.items() if name != "params"})
-            for weight, new_weight in zip(group["params"], new_group["params"], strict=True):
-                forget(optimizer.state[weight], new.state[new_weight], team.on_gpu)
-                restore(optimizer.state[weight], new.state[new_weight])
-    torch.manual_seed(int(np.random.SeedSequence((seed, team.rank)).generate_state(1, np.uint64)[0] >> 1))
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizers: Sequence[Optimizer],
+        fresh: Callable[[], tuple[nn.Module, Sequence[Optimizer]]],
+        keep: Sequence[str] = (),
+    ) -> None:
+        """`fresh()` has made these; `keep` names the parameters and buffers that a new run leaves alone."""
+        self.network = network
+        self.optimizers = optimizers
+        self.fresh = fresh
+        self.keep = keep
+
+    @torch.no_grad()
+    def restart(self, seed: int, team: Team) -> None:
+        """Let a run begin as if it were the only one: its seed alone decides its weights and all that it draws.
+
+        New values are copied to the same memory, so that compiled code and CUDA graphs stay valid: all parameters and
+        buffers, and the state of the optimizers. State that an optimizer creates in its first step is deleted. On a GPU
+        it is zeroed in place, because a graph may hold its address; NAdam, ASGD and Rprop do not start from zeros, so
+        with graphs their second run differs. Then torch's generators start from seed and rank, for random numbers that
+        a network draws.
+        """
+        torch.manual_seed(seed)
+        new_network, new_optimizers = self.fresh()
+        self.network.zero_grad()
+        tensors = tensors_of(self.network)
+        values = tensors_of(new_network)
+        for name in self.keep:
+            del values[name]  # an error if there is no such name
+        for name, value in values.items():
+            tensors[name].copy_(value)
+        for optimizer, new in zip(self.optimizers, new_optimizers, strict=True):
+            for group, new_group in zip(optimizer.param_groups, new.param_groups, strict=True):
+                restore(group, {name: value for name, value in new_group.items() if name != "params"})
+                for weight, new_weight in zip(group["params"], new_group["params"], strict=True):
+                    forget(optimizer.state[weight], new.state[new_weight], team.on_gpu)
+                    restore(optimizer.state[weight], new.state[new_weight])
+        torch.manual_seed(int(np.random.SeedSequence((seed, team.rank)).generate_state(1, np.uint64)[0] >> 1))
 
 
 def tensors_of(network: nn.Module) -> dict[str, Tensor]:
@@ -208,9 +218,14 @@ CACHE_WARNING = replace_cache_folder()  # on import: without its folder torch en
 
 
 def compile_training(
-    forward: Function, network: nn.Module, kinds: Iterable[Tensor], precision: Precision, team: Team
+    forward: Function,
+    network: nn.Module,
+    kinds: Iterable[tuple],
+    set_stage: Callable[..., None],
+    precision: Precision,
+    team: Team,
 ) -> Function:
-    """Return `forward` compiled for batches like these images; with a warning as it is, if that fails.
+    """Return `forward` compiled for each (images, *stage) of `kinds`; with a warning as it is, if that fails.
 
     `forward(images, labels)` returns a NamedTuple of tensors, and lists of tensors, with the `loss` to differentiate.
     All that each graph computes is compared with the uncompiled results, because a compiler can be wrong without an
@@ -218,7 +233,8 @@ def compile_training(
     """
 
     def check(compiled: Callable) -> None:
-        for images in kinds:
+        for images, *stage in kinds:
+            set_stage(*stage)
             with torch.no_grad(), precision.autocast():
                 predicted = network(images).argmax(1)
             # All labels are equal, so that gradients add up, and of the most predicted class, so that some are correct.
@@ -247,18 +263,24 @@ def results_of_pass(network: nn.Module, forward: Callable, batch: Sequence[Tenso
 
 @out_of_memory_hint("evaluation")
 def compile_evaluation(
-    network: nn.Module, test_images: Sequence[Tensor], kinds: Iterable, precision: Precision, team: Team
+    network: nn.Module,
+    test_images: Sequence[Tensor],
+    kinds: Iterable[tuple],
+    set_stage: Callable[..., None],
+    precision: Precision,
+    team: Team,
 ) -> Callable[[Tensor], Tensor]:
     """Return `predict` of a network, compiled for test images like these.
 
-    It is checked for each of `kinds`, which set the network to a kind of step: each set of frozen parameters has a
-    graph of its own (torch 2.12). With a warning it is the uncompiled one, if that fails.
+    It is checked for the stage of each of `kinds`: each set of frozen parameters has a graph of its own (torch 2.12).
+    With a warning it is the uncompiled one, if that fails.
     """
     eager = partial(predict, network)  # float32 comes from the network's last kernel
 
     @torch.no_grad()
     def check(compiled: Callable) -> None:
-        for _ in kinds:
+        for _, *stage in kinds:
+            set_stage(*stage)
             network.eval()
             for images in (test_images[0], test_images[-1]):  # the last may be smaller
                 with precision.autocast():
@@ -273,19 +295,18 @@ def compile_evaluation(
 
 
 class Functions(NamedTuple):
-    """What a program calls, compiled or not."""
+    """The functions of a step that are worth compiling."""
 
+    make_batch: Callable  # of all images, all labels, a batch, and a stage if there are several: to images and labels
     forward: Callable  # of images and labels, to results of a pass
     predict: Callable[[Tensor], Tensor]  # of images, to logits
-    make_batch: Callable
-    compiled: bool
 
 
 def compile_all(
     plain: Functions,
-    network: nn.Module,
-    optimizers: Iterable[Optimizer],
-    kinds: Callable[[], Iterable[tuple]],
+    model: Model,
+    kinds: Sequence[tuple],
+    set_stage: Callable[..., None],
     noise: Any,
     micro_batches: int,
     precision: Precision,
@@ -293,26 +314,26 @@ def compile_all(
 ) -> Functions:
     """Compile what is worth it: on a CPU the forward pass; on a GPU also batches, updates, evaluation.
 
-    `kinds()` sets the network to one kind of step after the other, and yields what such a step takes; `noise` are
-    images, labels and test_images of random numbers. Compiled code is compared with uncompiled on them.
+    `kinds` are (batch, *stage) of each kind of step; `noise` are images, labels and test_images of random numbers.
+    Compiled code is compared with uncompiled on them. If it fails, `plain` is returned.
     """
-
-    def images() -> Iterator[Tensor]:
-        for batch, *kind in kinds():
-            part = batch.chunk(micro_batches, dim=1)[0]
-            yield plain.make_batch(noise.images, noise.labels, part, *kind)[0]
-
     team.say("compiling, which takes about a minute; a cache makes the next launch faster")
-    forward = compile_training(plain.forward, network, images(), precision, team)
+    parts = []
+    for batch, *stage in kinds:
+        part = batch.chunk(micro_batches, dim=1)[0]
+        images, _ = plain.make_batch(noise.images, noise.labels, part, *stage)
+        parts.append((images, *stage))
+    forward = compile_training(plain.forward, model.network, parts, set_stage, precision, team)
     if forward is plain.forward:
         return plain
     if not team.on_gpu:
-        return plain._replace(forward=forward, compiled=True)
-    for optimizer in optimizers:
+        return plain._replace(forward=forward)
+    for optimizer in model.optimizers:
         if hasattr(optimizer, "compile"):  # ours; this makes an update few launches
             optimizer.compile()
-    evaluation = compile_evaluation(network, list(chunks(noise.test_images)), kinds(), precision, team)
-    return Functions(forward, evaluation, torch.compile(plain.make_batch, dynamic=False), compiled=True)
+    test_images = list(chunks(noise.test_images))
+    predict = compile_evaluation(model.network, test_images, kinds, set_stage, precision, team)
+    return Functions(torch.compile(plain.make_batch, dynamic=False), forward, predict)
 
 
 def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], team: Team) -> Any:
@@ -380,29 +401,31 @@ class CudaGraphs:
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()  # of all graphs: none reads what another left
 
-    def warm_up(self, step: Callable, batch: Tensor, *kind: Any) -> None:
+    def warm_up(self, step: Callable, batch: Tensor, *stage: Any) -> None:
         """Take a step a few times on the stream of the capture, as torch asks for."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for _ in range(3):
-                step(batch, *kind)
+                step(batch, *stage)
         torch.cuda.current_stream().wait_stream(self.stream)
 
-    def capture(self, step: Callable, batch: Tensor, *kind: Any) -> None:
+    def capture(self, step: Callable, batch: Tensor, *stage: Any) -> None:
         static = batch.clone()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self.pool, self.stream):
-            step(static, *kind)
-        self.graphs[batch.shape, *kind] = graph, static
+            step(static, *stage)
+        self.graphs[batch.shape, *stage] = graph, static
 
-    def __call__(self, batch: Tensor, *kind: Any) -> None:
-        graph, static = self.graphs[batch.shape, *kind]
+    def __call__(self, batch: Tensor, *stage: Any) -> None:
+        graph, static = self.graphs[batch.shape, *stage]
         static.copy_(batch)
         graph.replay()
 
 
-def graph(step: Function, batches: Iterable[tuple], team: Team, enabled: bool = True) -> Function | CudaGraphs:
-    """Return CUDA graphs of `step(batch, *kind)` for each (batch, *kind); on a CPU or if not `enabled`, `step`.
+def graph(
+    step: Function, kinds: Iterable[tuple], set_stage: Callable[..., None], team: Team, enabled: bool = True
+) -> Function | CudaGraphs:
+    """Return CUDA graphs of `step(batch, *stage)` for each kind of step; on a CPU or if not `enabled`, `step`.
 
     Warn and return `step` if any process cannot capture one. The memory that a run needs is counted from here on.
     """
@@ -413,11 +436,12 @@ def graph(step: Function, batches: Iterable[tuple], team: Team, enabled: bool = 
     if not (enabled and on_one_machine()):
         return step
     graphs = CudaGraphs()
-    for number, arguments in enumerate(batches):
-        graphs.warm_up(step, *arguments)  # raises the errors that training would raise
+    for number, (batch, *stage) in enumerate(kinds):
+        set_stage(*stage)
+        graphs.warm_up(step, batch, *stage)  # raises the errors that training would raise
         error = ""
         try:
-            graphs.capture(step, *arguments)
+            graphs.capture(step, batch, *stage)
         except RuntimeError as reason:
             torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
             error = first_line(reason)

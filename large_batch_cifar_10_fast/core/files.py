@@ -27,6 +27,33 @@ def lock(descriptor: int, path: Path) -> None:
         warn_once(f"{path} cannot be locked ({error.strerror}): do not write it from several launches at once")
 
 
+def claim(descriptor: int, byte: int, path: Path, shared: bool = False) -> bool:
+    """Lock a byte of an open file, unless another process has it; return whether this one has it now.
+
+    The system frees a record lock when its process ends, however it ends, or closes the file. NFS has them. Where a
+    file system has none, warn once and return True.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB, 1, byte)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        warn_once(f"{path} cannot be locked ({error.strerror}): launches beside each other need an --out of their own")
+    return True
+
+
+def wait_for(descriptor: int, byte: int) -> None:
+    """Wait for the lock on a byte of an open file, where the file system has locks."""
+    with contextlib.suppress(OSError):
+        fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, byte)
+
+
+def free(descriptor: int, byte: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, byte)
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Run the body while no other process of this machine does so with this folder."""

@@ -39,11 +39,10 @@ class Options:
     seed: int = 0  # seed of run 0
     campaign: str = ""  # name of the campaign, of which missing runs are made (default: date and time)
     resume: bool = False  # short for --campaign with the name of the last one in --out
-    share: str = "0/1"  # I/N: make only runs I, I+N, I+2N, ...; other launches make the other shares of N
     data: str = str(DATA)  # folder of CIFAR-10 (downloaded if missing), cifar100, FILE.npz, or synthetic
     holdout: int = 0  # test on the last N training images, which are then not trained on; 0: on the test images
     out: str = "."  # folder for runs.tsv, epochs.tsv and timing_log.tsv
-    save: str = ""  # file for the weights and running statistics of the last run (of the share)
+    save: str = ""  # file for the weights and running statistics of the last run
     device: Literal["", "cuda", "cpu"] = ""  # the GPUs if there are any, else the CPU
     precision: Literal["", "fp16", "bf16", "tf32", "fp32", "fp64"] = ""  # default: on GPUs Hyp.half, else bf16 or fp32
     micro_batches: int = 1  # forward and backward passes per step; more need less memory
@@ -71,16 +70,6 @@ class Options:
             raise ConfigError(f"--campaign {self.campaign!a}: use letters, digits and . : + = - _, at most 100")
         if self.compile and self.no_compile:
             raise ConfigError("--compile and --no_compile were both given: choose one")
-        shares = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", self.share)
-        if not shares or int(shares[1]) >= min(int(shares[2]), self.runs):
-            form = "give I/N, I from 0, less than N and the number of runs"
-            raise ConfigError(f"--share {self.share} has none of {self.runs} runs: {form}")
-
-    @property
-    def planned(self) -> range:
-        """The runs of this launch, those of its share: `start` and `step` are I and N."""
-        first, shares = map(int, self.share.split("/"))
-        return range(first, self.runs, shares)
 
 
 class Parser(argparse.ArgumentParser):

@@ -4,7 +4,8 @@ A program is a Python file with
 
 * `Hyp`, a frozen dataclass whose fields are its options: `epochs`, `batch_size`, any others; `workers` (1 without it);
 * `Network(hyp, classes)`, from images [B, 3, 32, 32] to logits [B, classes];
-* `train(hyp, options, images, team, log)`, which makes the missing runs of a campaign, and `main()` at its end;
+* `train(hyp, images, machine)`, which sets up what all runs share and returns run(seed): a generator that trains one
+  run and yields a `score.Epoch` after each epoch; and `main()` at the file's end;
 * if it likes, `SETS` (further recipes: their names and classes like Hyp), `DEMO` (what --demo changes), `Hyp.half` (its
   precision on a GPU that has it, fp16 or bf16), `Hyp.check_images(count)` (a ConfigError for too few of them),
   `Hyp.fit_to(count)` (options for a small data set), `Hyp.views` (of a test image) and `Hyp.label_smoothing` (of the
@@ -14,12 +15,14 @@ A program is a Python file with
 import contextlib
 import importlib
 import importlib.util
+import json
 import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -29,16 +32,18 @@ import torch
 
 from .. import PACKAGE, RENDEZVOUS, ConfigError, first_line
 from . import source
-from .campaign import Campaign, conditions
+from .campaign import Campaign, check_processes_agree, conditions
 from .devices import out_of_memory_hint
 from .fast import count_flop, precision_on_cpu, precision_on_gpu
 from .files import temporary_folder
-from .images import check_outside, count_pictures, load_images
+from .images import Images, check_outside, count_pictures, load_images
 from .log import LONG, Log, warned
+from .machine import Machine
 from .options import Options, as_words, check_save, from_texts, parse_options
-from .profile import ProfileDone
-from .table import Row
-from .team import Team, exit_process, join_team
+from .profile import profiled
+from .score import Epoch
+from .table import Row, campaign_named
+from .team import Team, exit_process, join_team, warn
 
 PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
 PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
@@ -58,49 +63,125 @@ def main() -> None:
 
 
 def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
-    """Make the missing runs of a campaign. Return the rows of all runs of this launch, on rank 0."""
+    """Make the missing runs of a campaign. Return the rows of all its finished runs, on rank 0."""
     name, options, hyp = read_command(program, arguments)
     check_save(options.save)
     temporary_folder().cleanup()  # without, torch's optimizers and its compiler end in errors that say nothing
     if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
         raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
-    with join_team(workers_of(hyp), options.device, options.timeout) as team:
-        here = len(team.workers)
-        if here % options.micro_batches:
-            raise ConfigError(
-                f"--micro_batches {options.micro_batches} does not divide the {here} workers of a process"
-            )
-        check_outside(options.data, options.out, "--out")
-        if options.save:
-            check_outside(options.data, options.save, "--save")
-        counts = count_pictures(options.data)
-        if counts:  # before they are decoded
-            count = counts[0] - options.holdout
-            check_counts(count, options.holdout or counts[1], team, hyp)
-            warn_of_few_steps(count, team, hyp)
-        images = load_images(options.data, options.holdout, Path(options.out))
-        check_counts(len(images.train_images), len(images.test_images), team, hyp)
+    with join_team(options.device, options.timeout) as processes, contextlib.ExitStack() as opened:
+        team = processes.share(workers_of(hyp))
+        images = load_and_check(options, hyp, team)
+        campaign = None
+        if team.is_main and not options.profile:  # which makes no run
+            name_of_campaign = campaign_named(Path(options.out), options.campaign, options.resume)
+            campaign = opened.enter_context(Campaign(name_of_campaign, Path(options.out), options.runs))
         flop = flop_of(program, hyp, len(images.train_images), images.classes)
-        options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team)
+        options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team, campaign)
         file = file_of(program)
-        campaign = Campaign(options, conditions(options, name, hyp, file, images, team), file, team)
-        for_use = {"classes": images.class_names, "normalization": images.normalization, "size": (32, 32, 3)}
-        expected = 0.0 if team.on_gpu else estimate_seconds(flop, team.world_size, options.precision)
-        log = Log(options, team, campaign, flop, expected, for_use | {"options": asdict(hyp)})
-        if team.is_main and campaign.missing and not options.profile:
-            with warned("the program's source"):
-                source.store(file, campaign.out, campaign.common["code"])
+        common = conditions(options, name, hyp, file, images, team)
+        check_processes_agree(options, common, team)
+        if campaign:
+            campaign.begin(common, file)
+            common = campaign.common
+        log = Log(options, team, common, campaign)
         if team.is_first:
             log.print_head(images)
-        if campaign.missing:
-            if not images.is_original:
-                images = images.shuffled()
-            if team.on_gpu and team.world_size == 1:  # each of several processes copies its share of the images anyway
-                images = images.pinned()
-            with out_of_memory_hint("training"), contextlib.suppress(ProfileDone):
-                program.train(hyp, options, images, team, log)
+        expected = 0.0 if team.on_gpu else estimate_seconds(flop, team.world_size, options.precision)
+        log.warn_of_hours(expected)
+        first = 0 if options.profile else next_run(campaign, team, "first")
+        if first is not None:
+            watch = partial(profiled, options.profile, Path(options.out) / "trace.json", team)
+            machine = Machine(
+                team,
+                options.precision,
+                options.compile,
+                not options.no_graph,
+                not options.no_warmup,
+                options.micro_batches,
+                watch if options.profile else log.watch,
+            )
+            if campaign:
+                warn_of_weights(options, campaign)
+                with warned("the program's source"):
+                    source.store(file, campaign.out, common["code"])
+            with out_of_memory_hint("training"):
+                run = program.train(hyp, as_trained_on(images, options, team), machine)
+                log.ready(machine, hyp.epochs, flop, expected)
+                if options.profile:
+                    next(run(options.seed))
+                else:
+                    for_use: dict[str, Any] = {"classes": images.class_names, "normalization": images.normalization}
+                    for_use |= {"size": (32, 32, 3), "options": asdict(hyp)}
+                    make_runs(run, first, options.seed, campaign, log, team, for_use)
         log.summary()
-    return list(campaign.rows.values())
+        return log.of_launch()
+
+
+def make_runs(
+    run: Callable[[int], Iterator[Epoch]],
+    first: int,
+    seed: int,
+    campaign: Campaign | None,
+    log: Log,
+    team: Team,
+    for_use: Mapping[str, object],
+) -> None:
+    """Train one run after the other, from the first on, until none is left to take. All processes must call this."""
+    number: int | None = first
+    while number is not None:
+        log.begin(number)
+        images = 0
+        for epoch in run(seed + number):
+            images += epoch.train.images
+            log.epoch(epoch)
+            if epoch.diverged:
+                break
+        log.finish(epoch, images, for_use)
+        number = next_run(campaign, team, f"after run {number}")
+
+
+def next_run(campaign: Campaign | None, team: Team, key: str) -> int | None:
+    """Return the run that rank 0 takes; None if none is left. All processes must call this, with a key of its own."""
+    taken = campaign.take_run() if campaign else None
+    return json.loads(team.gather(f"run {key}", json.dumps(taken))[0])
+
+
+def load_and_check(options: Options, hyp: Any, team: Team) -> Images:
+    """Return the images. Raise ConfigError if options or images do not fit the program."""
+    here = len(team.workers)
+    if here % options.micro_batches:
+        raise ConfigError(f"--micro_batches {options.micro_batches} does not divide the {here} workers of a process")
+    check_outside(options.data, options.out, "--out")
+    if options.save:
+        check_outside(options.data, options.save, "--save")
+    counts = count_pictures(options.data)
+    if counts:  # before they are decoded
+        count = counts[0] - options.holdout
+        check_counts(count, options.holdout or counts[1], team, hyp)
+        warn_of_few_steps(count, team, hyp)
+    images = load_images(options.data, options.holdout, Path(options.out))
+    check_counts(len(images.train_images), len(images.test_images), team, hyp)
+    return images
+
+
+def as_trained_on(images: Images, options: Options, team: Team) -> Images:
+    """Return images in the order and memory for training; to profile steps with few test images."""
+    if not images.is_original:
+        images = images.shuffled()
+    if options.profile:
+        few = team.world_size
+        images = replace(images, test_images=images.test_images[:few], test_labels=images.test_labels[:few])
+    if team.on_gpu and team.world_size == 1:  # each of several processes copies its share of the images anyway
+        images = images.pinned()
+    return images
+
+
+def warn_of_weights(options: Options, campaign: Campaign) -> None:
+    """Warn if --save names a file that is not there, and the run whose weights it gets is finished."""
+    last = options.runs - 1
+    if options.save and not os.path.exists(options.save) and last in campaign.rows:
+        warn(f"--save {options.save}: run {last} is finished, and its weights are not made again")
 
 
 # ---- The command line
@@ -254,13 +335,20 @@ def estimate_seconds(flop: float, processes: int, precision: str) -> float:
     return flop / (CORE * cores) / (BF16 if precision == "bf16" else 1)
 
 
-def choose_computation(options: Options, half: str, flop: float, team: Team) -> Options:
+def choose_computation(options: Options, half: str, flop: float, team: Team, campaign: Campaign | None) -> Options:
     """Choose precision and compilation where they were not given. All processes must call this.
+
+    What the campaign's first launch measured holds for all: a busy machine may measure another precision.
 
     The demo is in fp32 and not compiled. Else a GPU compiles, and a CPU if a run takes ten minutes by an estimate.
     """
     asked = options.precision or ("fp32" if options.demo else "")
-    precision = precision_on_gpu(asked, half, team) if team.on_gpu else precision_on_cpu(asked, team)
+    known = campaign.agree({}).get("precision", "") if campaign and not asked else ""
+    wanted = asked or team.gather("known precision", known)[0]
+    precision = precision_on_gpu(wanted, half, team) if team.on_gpu else precision_on_cpu(wanted, team)
+    if not wanted:
+        first = campaign.agree({"precision": precision})["precision"] if campaign else precision
+        precision = team.gather("precision", first)[0]
     is_long = team.on_gpu or estimate_seconds(flop, team.world_size, "fp32") > LONG
     use_compiler = options.compile or (is_long and not options.demo and not options.no_compile)
     return replace(options, precision=cast(Any, precision), compile=use_compiler, no_compile=not use_compiler)

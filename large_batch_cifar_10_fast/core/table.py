@@ -1,26 +1,26 @@
 """The tables of a campaign: runs.tsv, epochs.tsv and timing_log.tsv, and the conditions that its runs share.
 
-A campaign is its name. A launch makes those of its runs that its campaign lacks in runs.tsv.
+A campaign is its name. A launch makes those of its runs that runs.tsv lacks and that no other launch is making.
 """
 
 import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
 from .. import ConfigError
+from .clock import PARTS
 from .files import flush_to_disk, lock, write_atomically
 from .team import warn
 
 Row = dict[str, str]
 
 GOAL = 0.94  # accuracy
-PARTS = ("upload", "preprocessing", "whitening", "training")  # of the training time (method, section 6)
 # What may decide a result. Runs that differ in one of these are not of one campaign.
 CONDITIONS = (
     *("recipe", "options", "workers", "digest", "code", "torch"),
@@ -57,10 +57,6 @@ DECIDING = (
     "TRITON_F32_DEFAULT",
 )
 FAMILIES = r"(ATEN|CUBLAS\w*|CUDNN|DNNL|MKL|NCCL|ONEDNN|PYTORCH|TORCH(_?(COMPILE|DYNAMO|INDUCTOR))?|TRITON)_"
-
-
-class ConflictError(ConfigError):
-    """Another launch has written the same run, or runs of the same campaign under other conditions."""
 
 
 def diverged(row: Mapping[str, object]) -> bool:
@@ -126,27 +122,53 @@ def read(path: Path) -> list[Row]:
 
     A half-written last row is left out. Raise ConfigError, naming the line, if the table is damaged or not ours.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:  # a folder, or one that may not be read, or too long a name
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): choose another --out") from error
-    head, *lines = complete_lines(content) or ["\t".join(COLUMNS)]
-    check_columns(path, head, COLUMNS)
-    rows: dict[tuple[str, ...], Row] = {}
-    for number, line in enumerate(lines, 2):
+    return Reader(path).new_rows()
+
+
+class Reader:
+    """A reader of a runs.tsv to which launches append. It reads each row once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.end = 0  # of what was read, in bytes
+        self.lines = 0
+        self.known: set[tuple[str, str]] = set()  # campaign and run of each row
+
+    def new_rows(self) -> list[Row]:
+        """Return the rows that were appended since the last call. Raise ConfigError as `read` does."""
+        try:
+            with open(self.path, "rb") as file:
+                if file.seek(0, os.SEEK_END) < self.end:  # it was deleted or cut, and another stands in its place
+                    self.end = self.lines = 0
+                    self.known.clear()
+                file.seek(self.end)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        except OSError as error:  # a folder, or one that may not be read, or too long a name
+            raise ConfigError(f"{self.path} cannot be read ({error.strerror}): choose another --out") from error
+        lines = complete_lines(content)
+        if lines and not self.lines:
+            check_columns(self.path, lines[0], COLUMNS)
+        first_row = 0 if self.lines else 1
+        rows = [self.read_row(line, self.lines + place) for place, line in enumerate(lines, 1) if place > first_row]
+        self.end += content.rfind(b"\n") + 1
+        self.lines += len(lines)
+        return rows
+
+    def read_row(self, line: str, number: int) -> Row:
         try:
             row = dict(zip(COLUMNS, line.split("\t"), strict=True))
             for name in NUMBERS:
                 float(row[name])
             row |= {name: whole_number(row[name]) for name in ("run", "seed")}
-            if (key := (row["campaign"], row["run"])) in rows:
+            key = row["campaign"], row["run"]
+            if key in self.known:
                 raise ValueError(f"run {row['run']} of campaign {row['campaign']} occurs a second time")
         except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: {error}; correct it or choose another --out") from None
-        rows[key] = row
-    return list(rows.values())
+            raise ConfigError(f"{self.path}, line {number}: {error}; correct it or choose another --out") from None
+        self.known.add(key)
+        return row
 
 
 def whole_number(text: str) -> str:
@@ -171,18 +193,17 @@ def new_name() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
-def campaign_named(out: Path, name: str, resume: bool) -> tuple[str, list[Row]]:
-    """Return name and rows of the campaign with this name, of the last one with `resume`, or of a new one.
+def campaign_named(out: Path, name: str, resume: bool) -> str:
+    """Return the name of a campaign: this one, with `resume` the last one's, or a new one of date, time and chance.
 
-    A new one is named by date, time and chance, and has no rows. Raise ConfigError.
+    Raise ConfigError if there is none to resume.
     """
-    if not (name or resume):
-        return new_name(), []
+    if name or not resume:
+        return name or new_name()
     rows = read(out / "runs.tsv")
-    if not (name or rows):
+    if not rows:
         raise ConfigError(f"--resume: there is no campaign in {out}: start one without --resume")
-    name = name or rows[-1]["campaign"]
-    return name, [row for row in rows if row["campaign"] == name]
+    return rows[-1]["campaign"]
 
 
 def check_conditions(rows: Iterable[Row], now: Mapping[str, str], names: Sequence[str]) -> None:
@@ -196,127 +217,59 @@ def check_conditions(rows: Iterable[Row], now: Mapping[str, str], names: Sequenc
 
 def as_of_run_0(row: Row) -> Row:
     """Return a row with the seed of its campaign's first run."""
-    return row | {"seed": str(int(whole_number(row["seed"])) - int(whole_number(row["run"])))}
+    return row | {"seed": str(int(row["seed"]) - int(row["run"])), "run": "0"}
 
 
 # ---- Writing
 
-TAIL = 1 << 16  # bytes: more than the longest row
+LONGEST = 1 << 16  # bytes of a row, at most
 
 
 class Table:
-    """A table to which several launches append. Of what others wrote, it reads each row once.
+    """A table to which several launches append. It is opened for each append, so it may be moved in between."""
 
-    The table is opened for each append, so it may be renamed, deleted or truncated in between: then all rows that were
-    appended are written again. A half-written last line moves to PATH.broken.
-    """
-
-    def __init__(
-        self, path: Path, columns: Sequence[str], keys: int, check: Callable[[Row], None] = lambda row: None
-    ) -> None:
-        """The first `keys` columns name a row. Without keys all rows are new, and none is read.
-
-        `check` raises ConflictError for a row of another launch beside which ours must not stand.
-        """
+    def __init__(self, path: Path, columns: Sequence[str], durable: bool) -> None:
+        """The rows of a `durable` table are on the disk when `append` returns."""
         self.path = path
         self.columns = columns
-        self.keys = keys
-        self.check = check
-        self.appended: dict[tuple[str, ...], str] = {}  # our lines, by key
-        self.waiting: dict[tuple[str, ...], str] = {}  # those that the table may lack
-        self.there: dict[tuple[str, ...], int] = {}  # hashes of all lines that are there, by key
-        self.end = 0  # of what was read, in bytes
-        self.last = b""  # the line before it
+        self.durable = durable
+        self.waiting: list[str] = []  # lines that a full disk did not take
 
-    def append(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Append those of these rows, and of earlier ones, that the table lacks.
+    def append(self, *rows: Mapping[str, object]) -> None:
+        """Append rows, after those that could not be written before. A half-written last line moves to PATH.broken.
 
-        With keys, return when they are on the disk.
-        Raise ConfigError for a table with other columns, and OSError as the disk does. Raise ConflictError if the table
-        has one of these rows with another content, or `check` does; then they are written to PATH.conflict.
+        Raise ConfigError for a table with other columns, and OSError as the disk does; the next call tries again.
         """
-        for row in rows:
-            texts = [str(row[name]) for name in self.columns]
-            self.waiting[tuple(texts[: self.keys or None])] = "\t".join(texts) + "\n"
-        if self.keys:
-            self.appended |= self.waiting
+        self.waiting += ["\t".join(str(row[name]) for name in self.columns) + "\n" for row in rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a+b") as file:
             lock(file.fileno(), self.path)
-            try:
-                self.catch_up(file)
-                new = self.find_new()
-            except ConflictError as conflict:
-                self.set_aside(conflict)
-            text = "".join(new.values()).encode()
-            if not file.tell():
-                text = ("\t".join(self.columns) + "\n").encode() + text
-            file.write(text)
+            self.check_head(file)
+            self.cut_half_line(file)
+            head = "" if file.seek(0, os.SEEK_END) else "\t".join(self.columns) + "\n"
+            file.write((head + "".join(self.waiting)).encode())
             file.flush()
-            if self.keys:  # without, a power failure may lose the last rows
+            if self.durable:  # without, a power failure may lose the last rows
                 flush_to_disk(file.fileno(), self.path)
-            self.remember(text, file.tell())
         self.waiting.clear()
 
-    def catch_up(self, file: BinaryIO) -> None:
-        """Read what others appended since the last time, and leave the file at its end."""
+    def check_head(self, file: BinaryIO) -> None:
         file.seek(0)
         head = file.readline()
         if head.endswith(b"\n"):
             check_columns(self.path, head.decode(errors="replace").rstrip("\n"), self.columns)
+
+    def cut_half_line(self, file: BinaryIO) -> None:
+        """Move what follows the last newline to PATH.broken."""
         length = file.seek(0, os.SEEK_END)
-        start = max(0, length - TAIL)
-        if self.keys:
-            file.seek(self.end - len(self.last))
-            if file.read(len(self.last)) != self.last:  # it was renamed, deleted or truncated
-                self.there.clear()
-                self.waiting |= self.appended
-                self.end = 0
-            start = self.end
-        file.seek(start)
-        content = file.read()
-        complete = content[: content.rfind(b"\n") + 1]
-        partial = content[len(complete) :]
-        if partial:
+        file.seek(max(0, length - LONGEST))
+        end = file.read()
+        half = end[end.rfind(b"\n") + 1 :]
+        if half:
             with open(f"{self.path}.broken", "ab") as aside:
-                aside.write(partial + b"\n")
-            file.truncate(length - len(partial))
+                aside.write(half + b"\n")
+            file.truncate(length - len(half))
             warn(f"the last row of {self.path} was half-written: it is in {self.path}.broken now")
-        if self.keys:
-            self.remember(complete, start + len(complete))
-            for line in complete_lines(complete)[0 if start else 1 :]:
-                texts = line.split("\t")
-                if len(texts) == len(self.columns):
-                    self.check(dict(zip(self.columns, texts, strict=True)))
-        file.seek(0, os.SEEK_END)
-
-    def remember(self, content: bytes, end: int) -> None:
-        """Note the lines of the table that end at `end`."""
-        if not content or not self.keys:
-            return
-        for line in complete_lines(content):
-            self.there[tuple(line.split("\t")[: self.keys])] = hash(line + "\n")
-        self.end = end
-        self.last = content[content.rfind(b"\n", 0, -1) + 1 :]
-
-    def find_new(self) -> dict[tuple[str, ...], str]:
-        """Return our lines that the table lacks. Raise ConflictError if it has one with another content."""
-        if not self.keys:
-            return self.waiting
-        for key, line in self.waiting.items():
-            if self.there.get(key, hash(line)) != hash(line):
-                raise ConflictError(f"{self.path} has another row of {' '.join(key)}, by another launch")
-        return {key: line for key, line in self.waiting.items() if key not in self.there}
-
-    def set_aside(self, conflict: ConflictError) -> None:
-        """Write our lines that the table lacks to PATH.conflict, and raise a ConflictError that says so."""
-        aside = Path(f"{self.path}.conflict")
-        with open(aside, "ab") as file:
-            if not file.tell():
-                file.write(("\t".join(self.columns) + "\n").encode())
-            file.write("".join(self.waiting.values()).encode())
-        self.waiting.clear()
-        raise ConflictError(f"{conflict}: this launch's is in {aside}; give each its own --campaign or --share")
 
 
 def write_timing_log(path: Path, epochs: Iterable[tuple[float, float]]) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,8 +28,16 @@ class Team:
     rank: int
     world_size: int
     device: torch.device
-    total_workers: int  # of all processes
+    total_workers: int = 1  # of all processes
     store: dist.Store | None = None  # for messages; a single process has none
+
+    def share(self, workers: int) -> "Team":
+        """Return the same processes with so many workers. Raise ConfigError if they cannot be split over them."""
+        if workers % self.world_size:
+            fitting = [str(count) for count in range(1, workers + 1) if workers % count == 0]
+            choice = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
+            raise ConfigError(f"{workers} workers cannot be split over {self.world_size} processes: use {choice}")
+        return replace(self, total_workers=workers)
 
     @property
     def workers(self) -> range:
@@ -141,8 +149,8 @@ def on_one_machine() -> bool:
 
 
 @contextlib.contextmanager
-def join_team(workers: int = 1, device: str = "", timeout: int = 3600) -> Iterator[Team]:
-    """Join the processes of this run, and leave them at the end. Raise ConfigError if they do not divide the workers.
+def join_team(device: str = "", timeout: int = 3600) -> Iterator[Team]:
+    """Join the processes of this run, and leave them at the end.
 
     Waits of more than `timeout` seconds raise torch's errors. The rendezvous is a file of our launcher, or as torchrun
     says.
@@ -151,7 +159,7 @@ def join_team(workers: int = 1, device: str = "", timeout: int = 3600) -> Iterat
     world_size = launched_world_size()
     taken = take_device(device)
     if world_size == 1:
-        yield Team(rank, world_size, taken, workers)
+        yield Team(rank, world_size, taken)
         return
     if on_one_machine():
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -163,11 +171,7 @@ def join_team(workers: int = 1, device: str = "", timeout: int = 3600) -> Iterat
     with redirect_stdout(os.devnull):  # STDOUT is the log, and Gloo (torch 2.10) prints a line per rank
         dist.init_process_group(backend, None, wait, world_size, rank, group, device_id=own)
     try:
-        if workers % world_size:
-            fitting = [str(count) for count in range(1, workers + 1) if workers % count == 0]
-            choice = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
-            raise ConfigError(f"{workers} workers cannot be split over {world_size} processes: use {choice}")
-        yield Team(rank, world_size, taken, workers, dist.PrefixStore("messages", store))
+        yield Team(rank, world_size, taken, store=dist.PrefixStore("messages", store))
     except ConfigError as error:  # the first process that finds it prints it
         error.reported = store.add("errors", 1) > 1
         raise

@@ -1,0 +1,117 @@
+"""Where and how a program computes; and its set-up: compile, check, warm up, upload, capture graphs.
+
+A notebook trains on this process's GPU or CPU by `Machine()`; a launch makes one of its options.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from . import data, fast
+from .clock import Clock
+from .devices import take_device
+from .team import Team
+
+
+class Machine:
+    """The processes that train, how they compute, and their clock."""
+
+    def __init__(
+        self,
+        team: Team | None = None,
+        precision: str = "",
+        compile: bool | None = None,
+        graphs: bool = True,
+        warm_up: bool = True,
+        micro_batches: int = 1,
+        watch: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter,
+    ) -> None:
+        """By default this process alone, in a program's precision on a GPU and fp32 on a CPU, compiled on a GPU.
+
+        `graphs`: replay CUDA graphs; `warm_up`: take an untimed step of each kind; `micro_batches`: forward and
+        backward passes per step. `watch` iterates over the steps of an epoch, for a progress bar.
+        """
+        self.team = team or Team(0, 1, take_device())
+        self.precision = precision
+        self.compile = self.team.on_gpu if compile is None else compile
+        self.graphs = graphs
+        self.warm_up = warm_up
+        self.micro_batches = micro_batches
+        self.watch = watch
+        self.clock = Clock(self.team.synchronize)
+        self.is_compiled = False  # what became of `compile` and `graphs`
+        self.has_graphs = False
+
+    def share(self, workers: int) -> Team:
+        """Return the processes, after a program's workers were shared among them. Raise ConfigError."""
+        self.team = self.team.share(workers)
+        return self.team
+
+    def compute_in(self, half: str, half_weights: bool) -> fast.Precision:
+        """Return the precision; if none was asked for, `half` on a GPU and fp32 on a CPU."""
+        name = self.precision or (fast.precision_on_gpu("", half, self.team) if self.team.on_gpu else "fp32")
+        return fast.Precision(name, self.team.device, half_weights)
+
+    def prepare(
+        self,
+        images: data.Images,
+        model: fast.Model,
+        precision: fast.Precision,
+        forward: Callable,
+        make_batch: Callable,
+        kinds: Sequence[tuple],
+        train_step: Callable[..., None],
+        evaluate: Callable[..., Any],
+        whiten: Callable[[Tensor], None] | None = None,
+        set_stage: Callable[..., None] = lambda *stage: None,
+        graphs: bool = True,
+    ) -> tuple[Callable[..., None], Callable[..., Any]]:
+        """Return `step(batch, *stage)` and `score(...)`, ready to be timed: compiled, warm, with the images uploaded.
+
+        They call `train_step(functions, shards, batch, *stage)` and `evaluate(functions, shards, ...)`. `functions` are
+        `make_batch`, `forward` and the network's logits, compiled or not; `shards` are the images on the device.
+        `kinds` has a (batch, *stage) for each kind of step, and `set_stage(*stage)` prepares the network for it.
+
+        Timed (method, section 6): upload and preprocessing, and `whiten(training images)`. Not timed: compiling, and a
+        step of each kind, which chooses kernels, both on noise; the capture of CUDA graphs (unless not `graphs`).
+        """
+        team = self.team
+
+        def load(images: data.Images, clock: Clock) -> data.Shards:
+            shards = data.upload(images, team, precision, clock)
+            if whiten:
+                with clock.timed("whitening"):
+                    whiten(shards.images)
+            return shards
+
+        functions = fast.Functions(make_batch, forward, partial(fast.predict, model.network))
+        noise = load(data.noise_like(images, team), Clock(team.synchronize))
+        if self.compile:
+            model.restart(0, team)
+            plain = functions
+            functions = fast.compile_all(plain, model, kinds, set_stage, noise, self.micro_batches, precision, team)
+            self.is_compiled = functions is not plain
+        if self.warm_up:
+            model.restart(0, team)
+            for batch, *stage in kinds:
+                set_stage(*stage)
+                train_step(functions, noise, batch, *stage)
+            evaluate(functions, noise)
+        del noise
+        shards = load(images, self.clock)
+        model.restart(0, team)
+        # The capture takes trial steps. Each run begins with fresh weights.
+        step = fast.graph(partial(train_step, functions, shards), kinds, set_stage, team, graphs and self.graphs)
+        self.has_graphs = isinstance(step, fast.CudaGraphs)
+        return step, partial(evaluate, functions, shards)
+
+    def restart(self, model: fast.Model, seed: int) -> None:
+        """Begin a run: fresh weights, and the clock at the end of the set-up."""
+        model.restart(seed, self.team)
+        self.clock.begin_run()
+
+    def steps(self, plan: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the batches of an epoch, counted from 1."""
+        return enumerate(self.watch(plan), 1)
