@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from .loading import PACKAGE
+
 __version__ = "0.3.0"
-PACKAGE = Path(__file__).resolve().parent
 RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: the rendezvous of the launcher's processes
 INVALID = 2  # the exit status for an invalid request
 

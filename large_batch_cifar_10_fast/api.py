@@ -122,8 +122,8 @@ def load(weights: Path | str, program: Path | str = "") -> Classifier:
         raise
     except Exception as error:  # torch raises nearly anything for a damaged or foreign file
         raise ConfigError(f"{weights} cannot be loaded ({first_line(error)}): give a file that --save wrote") from error
-    file = programs.file_of(code)
-    if digest(file) != model.about["code"]:
+    if digest(code) != model.about["code"]:
+        file = programs.file_of(code)
         warn(f"{weights} is of another version of {file.name} or core/: if the network changed, so do predictions")
     if not all(weight.isfinite().all() for weight in saved["weights"].values()):
         warn(f"{weights} has numbers that are not finite, since its run diverged: it predicts nothing")

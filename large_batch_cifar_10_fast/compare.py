@@ -20,6 +20,7 @@ from .core.images import CIFAR_10
 from .core.program import hyp_class
 from .core.source import changed_lines
 from .core.table import PLACE, differences
+from .loading import decode
 from .results import Log, compare_means, find_files, in_columns, read_log, verdict, wilson
 
 TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
@@ -71,7 +72,7 @@ def program_text(source: str, code: str) -> list[str]:
     for path, _ in find_files(source):
         text = Path(path).with_name(f"source-{code}.py")
         if code and text.exists():
-            return text.read_text(errors="replace").splitlines()
+            return decode(text.read_bytes()).splitlines()
     return []
 
 

@@ -68,8 +68,6 @@ def launch(arguments: Sequence[str]) -> int:
     if status:
         again = f"; the same command with --campaign {campaign} continues" if rows else ""
         print(f"{program()}: {how}; {len(rows)} of {options.runs} runs are finished{again}", file=sys.stderr)
-    elif not rows and not options.profile:
-        raise ConfigError(f"{command[1]} made no run: does it end with main()?")
     elif teams > 1:
         log.print_summary(rows)
     return status
@@ -81,11 +79,8 @@ def read_command(arguments: Sequence[str]) -> tuple[list[str], Any, int]:
 
     recipe = program.recipe_of(arguments, "apple2019")
     _, options, hyp = program.read_command(program.load_program(recipe), arguments)
-    if recipe.endswith(".py"):  # it may import what is beside it, which PYTHONSAFEPATH forbids
-        paths = [os.environ.get("PYTHONPATH", ""), program.folder_of(recipe)]
-        os.environ["PYTHONPATH"] = ":".join(filter(None, paths))
-    start = [recipe] if recipe.endswith(".py") else ["-m", f"large_batch_cifar_10_fast.{program.PROGRAMS[recipe]}"]
-    return [sys.executable, *start, *arguments], options, program.workers_of(hyp)
+    command = [sys.executable, "-m", "large_batch_cifar_10_fast.train", *arguments]
+    return command, options, program.workers_of(hyp)
 
 
 def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) -> int:

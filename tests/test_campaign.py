@@ -114,7 +114,7 @@ def wait_for_rows(table: Path, rows: int, process: subprocess.Popen) -> None:
 
 
 def kill_process_1(folder: Path) -> None:
-    trains = b"large_batch_cifar_10_fast.apple2019\0"
+    trains = b"large_batch_cifar_10_fast.train\0"
     trainers = [pid for pid in processes_of(folder) if trains in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(max(trainers), signal.SIGKILL)
 
@@ -197,7 +197,7 @@ def whole(small, tmp_path_factory) -> Path:
 
 def test_only_missing_runs_are_trained_and_more_runs_can_be_added(small, whole, monkeypatch, tmp_path):
     trained, finish = [], Log.finish
-    monkeypatch.setattr(Log, "finish", lambda log, weights: trained.append(log.run) or finish(log, weights))
+    monkeypatch.setattr(Log, "finish", lambda log, *last: trained.append(log.run) or finish(log, *last))
     (table := tmp_path / "runs.tsv").write_text("".join(whole.read_text().splitlines(keepends=True)[:3]))
     run_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
     assert trained == [2], "of three, two were finished"
@@ -222,7 +222,7 @@ def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, 
     assert table.read_bytes() == before
     run_here(*small, "--campaign", "another", "--out", tmp_path)
     assert table.read_bytes().startswith(before)
-    monkeypatch.setattr(fast, "compile_all", lambda plain, *_: plain._replace(compiled=True))
+    monkeypatch.setattr(fast, "compile_all", lambda plain, *_: plain._replace(predict=plain.predict.__call__))
     with pytest.raises(ConfigError, match=r"campaign another cannot be continued with compile \(True, not False\)"):
         run_here(*small, "--compile", "--resume", "--runs", 2, "--no_warmup", "--out", tmp_path)
 

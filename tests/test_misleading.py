@@ -17,10 +17,10 @@ from test_programs import copy_with
 from large_batch_cifar_10_fast import PACKAGE, ConfigError, api, apple2019, launch
 from large_batch_cifar_10_fast.core import files, images, source
 from large_batch_cifar_10_fast.core.images import Images, load_images
-from large_batch_cifar_10_fast.core.log import Log
 from large_batch_cifar_10_fast.core.options import as_pairs, as_words
+from large_batch_cifar_10_fast.core.program import load_program
 from large_batch_cifar_10_fast.core.shapes import draw_shapes
-from large_batch_cifar_10_fast.core.table import ConflictError, differences, new_name
+from large_batch_cifar_10_fast.core.table import differences, new_name
 from large_batch_cifar_10_fast.results import read_log
 
 pytestmark = pytest.mark.slow
@@ -33,11 +33,11 @@ MUON = ["--recipe", "muon", "--width", 4, "--batch_size", 20, "--epochs", 2, "--
 def test_images_of_ones_own_are_dealt_out_at_random_and_the_log_says_so(tiny_npz, tmp_path, monkeypatch, capsys):
     """Sorted by class, or in turn, each worker and the whitening would see some classes only."""
     given = {}
-    monkeypatch.setattr(apple2019, "train", lambda hyp, options, images, team, log: given.update(images=images))
-    monkeypatch.setattr(Log, "summary", lambda log: None)
+    monkeypatch.setattr(apple2019, "train", lambda hyp, images, machine: given.update(images=images) or 1 / 0)
     parts = draw_shapes(8000, 100)
     parts[1][:] = np.arange(8000) % 10
-    run_here("--data", write_npz(tmp_path / "in_turn.npz", *parts), "--out", tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        run_here("--data", write_npz(tmp_path / "in_turn.npz", *parts), "--out", tmp_path)
     assert "\n# training images in a random order that is always the same" in capsys.readouterr().out
     dealt = given["images"]
     order = np.random.default_rng(0).permutation(8000)
@@ -45,7 +45,8 @@ def test_images_of_ones_own_are_dealt_out_at_random_and_the_log_says_so(tiny_npz
     assert np.array_equal(dealt.test_images, parts[2])
     for worker in range(8):
         assert np.bincount(dealt.train_labels[worker::8], minlength=10).min() > 60
-    run_here("--data", "synthetic", "--out", tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        run_here("--data", "synthetic", "--out", tmp_path)
     assert "random order" not in capsys.readouterr().out
     assert np.array_equal(given["images"].train_images, load_images("synthetic").train_images)
 
@@ -117,17 +118,19 @@ def test_every_module_of_a_program_decides_and_is_stored(tmp_path, monkeypatch):
     for name, text in modules.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    names = {str(file.relative_to(tmp_path)) for file in source.own_files(mine) if tmp_path in file.parents}
-    assert names == {"mine.py", *modules} - {"pack/deep/util.py"}
-    before = source.digest(mine)
+    names = {"mine.py", *modules} - {"pack/deep/util.py"}
+    program = load_program(str(mine))
+    assert {name for name in source.texts_of(program) if "core" not in name} == names
+    before = source.digest(program)
     for name in names:
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(text + "# changed\n")
-        assert source.digest(mine) != before
+        assert source.digest(load_program(str(mine))) != before
         (tmp_path / name).write_text(text)
-    assert source.digest(mine) == before
+    program = load_program(str(mine))
+    assert source.digest(program) == before
     monkeypatch.setattr(source, "commit", lambda: "unknown")
-    source.store(mine, tmp_path, "abc")
+    source.store(program, tmp_path, "abc")
     stored = zipfile.ZipFile(tmp_path / "source-abc.zip")
     assert set(stored.namelist()) >= names - {"mine.py"}
     assert stored.read("large_batch_cifar_10_fast/core/optim.py") == (PACKAGE / "core" / "optim.py").read_bytes()
@@ -135,53 +138,6 @@ def test_every_module_of_a_program_decides_and_is_stored(tmp_path, monkeypatch):
 
 
 # Launches beside each other
-
-
-def beside_each_other(monkeypatch, one: list, other: list) -> None:
-    """Begin one launch, and let the other begin and end after its first epoch."""
-    epoch = Log.epoch
-    beside = iter([other])
-
-    def epoch_and_other(log, *scores):
-        for arguments in beside:
-            run_here(*arguments)
-        return epoch(log, *scores)
-
-    monkeypatch.setattr(Log, "epoch", epoch_and_other)
-    run_here(*one)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (
-            ["--lr_scaler", 0.5],
-            r"another launch of campaign night has other conditions, lr_scaler \(1.0, not 0.5\): this",
-        ),
-        ([], r"runs.tsv has another row of night 0, by another launch: this launch's is in .*runs.tsv.conflict; give"),
-    ],
-)
-def test_of_two_launches_of_a_campaign_none_loses_a_run_without_a_word(more, message, tiny_npz, tmp_path, monkeypatch):
-    small = ["--demo", *TINY, "--epochs", 2, "--data", tiny_npz, "--out", tmp_path, "--campaign", "night"]
-    with pytest.raises(ConflictError, match=message):
-        beside_each_other(monkeypatch, small, [*small, *more])
-    (row,) = pd.read_csv(tmp_path / "runs.tsv", sep="\t").to_dict("records")
-    (aside,) = pd.read_csv(tmp_path / "runs.tsv.conflict", sep="\t").to_dict("records")
-    assert ("lr_scaler=0.5" in row["options"]) == bool(more)
-    assert (aside["run"], "lr_scaler=1.0" in aside["options"]) == (0, True)
-    epochs = pd.read_csv(tmp_path / "epochs.tsv", sep="\t")
-    assert len(epochs) == 4, "of both"
-    shown = read_log(str(tmp_path / "runs.tsv")).epochs
-    assert shown["seconds"].tolist() == epochs[epochs["launch"] == row["launch"]]["seconds"].tolist()
-    assert shown["seconds"].iloc[-1] == row["seconds"]
-
-
-def test_launches_with_other_options_and_other_runs_are_no_campaign(tiny_npz, tmp_path, monkeypatch):
-    small = ["--demo", *TINY, "--data", tiny_npz, "--out", tmp_path, "--campaign", "night", "--runs", 2, "--share"]
-    with pytest.raises(ConflictError, match=r"another launch of campaign night has other conditions, lr_scaler"):
-        beside_each_other(monkeypatch, [*small, "0/2"], [*small, "1/2", "--lr_scaler", 0.5])
-    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [1]
-    assert pd.read_csv(tmp_path / "runs.tsv.conflict", sep="\t")["run"].tolist() == [0]
 
 
 def test_launches_in_containers_have_names_of_their_own(monkeypatch, tmp_path):

@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from large_batch_cifar_10_fast.core import data, fast
-from large_batch_cifar_10_fast.core.clock import Clock
+from large_batch_cifar_10_fast.core import program as core_program
 from large_batch_cifar_10_fast.core.images import Images, random_images
-from large_batch_cifar_10_fast.core.log import Log, Score
-from large_batch_cifar_10_fast.core.program import load_program, read_command, recipe_of, workers_of
+from large_batch_cifar_10_fast.core.machine import Machine
+from large_batch_cifar_10_fast.core.program import load_program, read_command, recipe_of
+from large_batch_cifar_10_fast.core.score import Score
 from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.core.team import Team
 
@@ -126,13 +127,19 @@ def test_on_a_pretended_gpu_a_run_neither_waits_nor_mixes_devices(name, monkeypa
     monkeypatch.setattr(fast, "evaluation_chunks", lambda count, device: [count])
     monkeypatch.setattr(Tensor, "backward", set_gradients)
     monkeypatch.setattr(torch, "_fused_sgd_", fused_sgd)  # it has no fake kernel
-    log = Mock(clock=Clock(lambda: None))
-    log.missing_runs.return_value = [0]
-    log.progress.side_effect = lambda steps: enumerate(steps, 1)
+    seen = []
+    machine = Machine(
+        Team(0, 1, gpu),
+        "fp32",
+        compile=False,
+        graphs=False,
+        micro_batches=options.micro_batches,
+        watch=lambda steps: seen.extend(steps) or steps,
+    )
     with FakeTensorMode(allow_non_fake_inputs=False):
-        program.train(hyp, options, random_images(155, 20), Team(0, 1, gpu, workers_of(hyp)), log)
-    assert sum(len(call.args[0]) for call in log.progress.call_args_list) > 3, "steps"
-    assert {tensor.device for tensor in log.finish.call_args.args[0].values()} == {gpu}
+        for epoch in program.train(hyp, random_images(155, 20), machine)(seed=0):
+            assert {tensor.device for tensor in epoch.network.state_dict().values()} == {gpu}
+    assert len(seen) > 3, "steps"
 
 
 # ---- CUDA graphs
@@ -295,16 +302,16 @@ def test_if_a_capture_fails_on_one_process_all_train_without_graphs(
 def test_all_code_is_compiled_before_the_runs_which_it_does_not_change(name, graphs, monkeypatch, few_npz, tmp_path):
     """As on a GPU, where updates, batches and evaluation are compiled, too. C++ takes long: graphs run uncompiled."""
 
-    def without_compiling(log, original=Log.missing_runs):
+    def without_compiling(*arguments, original=core_program.make_runs):
         with torch._dynamo.config.patch(error_on_recompile=True):
-            yield from original(log)
+            original(*arguments)
 
     @contextmanager
     def evaluating(*arguments, original=fast.evaluating):
         with torch._dynamo.config.patch(error_on_recompile=True), original(*arguments):
             yield
 
-    monkeypatch.setattr(Log, "missing_runs", without_compiling)
+    monkeypatch.setattr(core_program, "make_runs", without_compiling)
     monkeypatch.setattr(fast, "evaluating", evaluating)  # also in the warm-up, which checks nothing
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(fast, "AT_ONCE", 8)  # test images: of 20, four are left
@@ -331,7 +338,7 @@ def test_an_evaluation_that_any_process_cannot_compile_is_not_used(factor, elsew
     network = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).double()
     images = torch.randn(6, 3, 4, 4, dtype=torch.float64)
     precision = fast.Precision("fp64", CPU, half_weights=False)
-    predict = fast.compile_evaluation(network, [images], [()], precision, ALONE)
+    predict = fast.compile_evaluation(network, [images], [(images,)], lambda: None, precision, ALONE)
     assert torch.equal(predict(images), network(images)) == bool(failure)
     shown = capsys.readouterr().err
     assert shown.startswith(f"Warning: not compiled ({failure}): evaluation continues") == bool(failure)

@@ -1,15 +1,15 @@
 """A small program of the tests' own: two workers of plain PyTorch, whose network and optimizer are options."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from large_batch_cifar_10_fast.core import data, fast
-from large_batch_cifar_10_fast.core.log import read_score, sums_of
 from large_batch_cifar_10_fast.core.program import main
+from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,11 @@ class Network(nn.Sequential):
         super().__init__(*features, nn.Linear(6, classes))
 
 
-class Pass(NamedTuple):
-    loss: Tensor
-    sums: Tensor
-
-
-def train(hyp, options, images, team, log) -> None:
-    precision = fast.Precision(options.precision, team.device, half_weights=False)
+def train(hyp, images, machine):
+    team = machine.share(hyp.workers)
+    precision = machine.compute_in("bf16", half_weights=False)
     steps = len(images.train_images) // hyp.workers // hyp.batch_size
+    sums = torch.zeros(3, dtype=torch.float64)
 
     def fresh():
         network = Network(hyp, images.classes)
@@ -48,43 +45,38 @@ def train(hyp, options, images, team, log) -> None:
         return network, [getattr(torch.optim, hyp.optimizer)(network.parameters(), lr=0.02, **settings)]
 
     network, (optimizer,) = fresh()
+    model = fast.Model(network, [optimizer], fresh)
+    shards = data.upload(images, team, precision, machine.clock)
 
-    def forward(x: Tensor, y: Tensor) -> Pass:
+    def step(x: Tensor, y: Tensor) -> None:
         logits = network(x)
         losses = F.cross_entropy(logits, y, reduction="none")
-        return Pass(losses.mean() * len(team.workers), sums_of(logits, y, losses))
+        (losses.mean() * len(team.workers)).backward()
+        sums.add_(sums_of(logits, y, losses))
+        team.average_gradients(network.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] *= 0.9
 
-    shards = data.upload(images, team, precision, log.clock)
-    with log.clock.timed("whitening"):
-        pass
-    log.ready(hyp.epochs * [steps * hyp.workers * hyp.batch_size], compiled=False, graphs=False)
-    for seed in log.missing_runs():
-        fast.restart(network, [optimizer], fresh, team, seed)
+    def run(seed):
+        machine.restart(model, seed)
         for epoch in range(1, hyp.epochs + 1):
             plans = []
             for number, worker in enumerate(team.workers):
                 rows = data.shard(number, len(team.workers), len(shards.images), team.device)
                 order = torch.randperm(len(rows), generator=data.generator(team.device, seed, worker, epoch))
                 plans.append(rows[order][None])
-            sums = torch.zeros(3, dtype=torch.float64)
-            with log.clock.timed("training"):
-                for _, (rows,) in log.progress(data.split_into_steps(plans, steps, hyp.batch_size)):
-                    made = forward(shards.images[rows].permute(0, 3, 1, 2), shards.labels[rows])
-                    made.loss.backward()
-                    sums += made.sums
-                    team.average_gradients(network.parameters())
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    optimizer.param_groups[0]["lr"] *= 0.9
-            with log.clock.timed("validation"), torch.no_grad():
-                network.eval()
-                team.broadcast(*network.buffers())
-                logits = torch.cat([network(x) for x in fast.chunks(shards.test_images)])
-                network.train()
+            sums.zero_()
+            with machine.clock.timed("training"):
+                for _, (rows,) in machine.steps(data.split_into_steps(plans, steps, hyp.batch_size)):
+                    step(shards.images[rows].permute(0, 3, 1, 2), shards.labels[rows])
+            with machine.clock.timed("validation"), fast.evaluating(network, precision, team):
+                logits = data.predict_all(network, shards.test_images, "one")
                 losses = F.cross_entropy(logits, shards.test_labels, reduction="none")
                 validation = read_score(sums_of(logits, shards.test_labels, losses), team)
-            log.epoch(read_score(sums, team), validation)
-        log.finish(network.state_dict())
+            yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
+
+    return run
 
 
 if __name__ == "__main__":

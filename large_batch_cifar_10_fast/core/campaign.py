@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -52,7 +52,9 @@ def teams_on_this_machine(team: Team) -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // team.world_size)
 
 
-def conditions(options: Options, name: str, hyp: Any, program: Path, images: Images, team: Team) -> dict[str, str]:
+def conditions(
+    options: Options, name: str, hyp: Any, program: ModuleType, images: Images, team: Team
+) -> dict[str, str]:
     """Return what all rows of a launch have in common, as texts: recipe, images, code, device, versions."""
     names = " and ".join(sorted(set(team.gather("device", hardware_name(team.device)))))
     teams = teams_on_this_machine(team)
@@ -147,7 +149,7 @@ class Campaign:
         free(self.file, WRITER)
         return agreed
 
-    def begin(self, common: Mapping[str, str], program: Path) -> None:
+    def begin(self, common: Mapping[str, str], program: ModuleType) -> None:
         """Agree on the conditions. Raise ConfigError if those of the campaign are others."""
         self.common |= common
         agreed = self.agree({name: common[name] for name in AGREED})
@@ -161,7 +163,7 @@ class Campaign:
         agreed = self.agree({name: self.common[name] for name in COMPUTED})
         check_conditions([agreed, *self.rows.values()], self.common, COMPUTED)
 
-    def check_code(self, known: Iterable[Row], program: Path) -> None:
+    def check_code(self, known: Iterable[Row], program: ModuleType) -> None:
         """Raise ConfigError, after the lines that were changed, if conditions differ in the program's text alone."""
         for row in map(as_of_run_0, known):
             text = differences(self.common, row, AGREED)

@@ -1,22 +1,26 @@
 """Options: the fields of a program's `Hyp`, and those that all programs have, from one command line.
 
-A field is `name: type = default  # help`, and is the option `--name`. Its type is int, float, str, bool, a Literal of
-choices, or a tuple of numbers (`--pixels 24,24,32`).
+A field is `name: type = default  # help`, and is the option `--name`. Its type is int, float, str, bool (by default
+False), a Literal of words or numbers, tuple[X, ...] of int, float or str (`--pixels 24,24,32`), or X | None
+(`--name None`).
 """
 
 import argparse
+import contextlib
 import difflib
 import inspect
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote
 
-from .. import ConfigError, __version__, program
+from .. import ConfigError, __version__, first_line, program
 from .images import DATA
 from .source import commit
 
@@ -84,7 +88,6 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
 
     `demo` has the hyper-parameters of --demo; it is empty for a program that has none.
     """
-    check_fields(name, hyp)
     parser = Parser(
         prog=program(),
         allow_abbrev=False,
@@ -114,13 +117,26 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
 
 
 def check_fields(name: str, hyp: Any) -> None:
-    """Raise ConfigError for a field of a program's Hyp that cannot be an option."""
+    """Raise ConfigError if a program's Hyp has a field that cannot be an option."""
+    if not is_dataclass(hyp):
+        raise ConfigError(f"recipe {name}: Hyp is no dataclass: write @dataclass(frozen=True) above it")
+    try:
+        kinds = get_type_hints(hyp)
+    except Exception as error:  # such as a name that is imported for type checkers only
+        raise ConfigError(f"recipe {name}: a type in Hyp is unknown ({first_line(error)}): import it") from error
     taken = {"recipe", "help", "version", *(field.name for field in fields(Options))}
     for field in fields(hyp):
+        kind = kinds[field.name]
         if field.name in taken:
             raise ConfigError(f"recipe {name}: Hyp.{field.name} is an option of all programs: give it another name")
+        if field.default is MISSING:
+            raise ConfigError(f"recipe {name}: Hyp.{field.name} has no default: write {field.name}: TYPE = VALUE")
         if field.default is True:
             raise ConfigError(f"recipe {name}: Hyp.{field.name} could not be switched off: use no_{field.name} = False")
+        if kind is not bool and not reader_of(field.name, kind):
+            shown = kind.__name__ if isinstance(kind, type) and not get_args(kind) else kind
+            known = "int, float, str, bool, a Literal, tuple[X, ...] or X | None"
+            raise ConfigError(f"recipe {name}: Hyp.{field.name} is of type {shown}, which is no option's: use {known}")
 
 
 def make(owner: Any, given: dict[str, Any]) -> Any:
@@ -139,42 +155,69 @@ def add_options(group: Any, owner: Any) -> None:
             continue
         if field.default != "":
             text += f" (default {text_of(field.default)})"
-        if get_origin(kind) is Literal:
-            group.add_argument(f"--{field.name}", choices=[word for word in get_args(kind) if word], help=text)
-        else:
-            reader = reader_of(field.name, kind)
-            group.add_argument(f"--{field.name}", type=reader, help=text, metavar=reader.__name__.upper())
+        reader: Any = reader_of(field.name, kind)
+        choices = [word for word in get_args(kind) if word != ""] if get_origin(kind) is Literal else None
+        metavar = None if choices else reader.__name__.upper()
+        group.add_argument(f"--{field.name}", type=reader, choices=choices, help=text, metavar=metavar)
 
 
 def comments(owner: type) -> dict[str, str]:
     """Return the comment behind each field of a class and of those it inherits from, by name."""
     found: dict[str, str] = {}
     for kind in reversed(owner.__mro__):
-        if kind is not object:
+        with contextlib.suppress(OSError, TypeError):  # a class that no file has, such as object
             found |= dict(re.findall(r"(?m)^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(kind)))
     return found
 
 
-def reader_of(name: str, kind: Any) -> Any:
-    """Return a function that reads a value of this type from a text."""
-    if get_origin(kind) is not tuple:
+def reader_of(name: str, kind: Any) -> Callable[[str], Any] | None:
+    """Return a function that reads a value of this type from a text; None if it is no type of an option."""
+    simple = (int, float, str)
+    parts = get_args(kind)
+    if kind in simple:
         return kind
-    number = get_args(kind)[0]
+    if get_origin(kind) is Literal and all(type(part) in simple for part in parts):
+        return partial_named("choice", read_choice, parts)
+    if get_origin(kind) is tuple and len(parts) == 2 and parts[1] is ... and parts[0] in simple:
+        return partial_named("words" if parts[0] is str else "numbers", read_list, name, parts[0])
+    if get_origin(kind) in (Union, UnionType) and len(parts) == 2 and parts[1] is NoneType:
+        reader = reader_of(name, parts[0])
+        return partial_named(reader.__name__, read_or_none, reader) if reader else None
+    return None
 
-    def numbers(text: str) -> tuple:
-        try:
-            return tuple(number(part) for part in text.split(","))
-        except ValueError:
-            what = "whole numbers, like 24,24,28,32" if number is int else "numbers, like 1,1,0.7"
-            raise ConfigError(f"--{name} {text} is no list of {what}") from None
 
-    return numbers
+def partial_named(name: str, function: Callable, *arguments: Any) -> Callable[[str], Any]:
+    """Return a function of the last argument, with a name that --help shows."""
+    found: Any = partial(function, *arguments)
+    found.__name__ = name
+    return found
+
+
+def read_choice(choices: Sequence[Any], text: str) -> Any:
+    """Return the choice with this text; the text itself if there is none, which argparse refuses."""
+    for choice in choices:
+        with contextlib.suppress(ValueError):
+            if type(choice)(text) == choice:
+                return choice
+    return text
+
+
+def read_list(name: str, kind: type, text: str) -> tuple:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        what = "whole numbers, like 24,24,28,32" if kind is int else "numbers, like 1,1,0.7"
+        raise ConfigError(f"--{name} {text} is no list of {what}") from None
+
+
+def read_or_none(reader: Callable[[str], Any], text: str) -> Any:
+    return None if text == "None" else reader(text)
 
 
 def text_of(value: object) -> str:
     """Return a value as command lines have it."""
     if isinstance(value, tuple | list):
-        return ",".join(str(part).removesuffix(".0") for part in value)
+        return ",".join(part if isinstance(part, str) else str(part).removesuffix(".0") for part in value)
     return str(value)
 
 
@@ -194,7 +237,9 @@ def from_texts(texts: Mapping[str, object], owner: Any) -> dict[str, object]:
     for field in fields(owner):
         if field.name in texts:
             value = texts[field.name]
-            found[field.name] = str(value) == "True" if field.default is False else value
+            if field.default is False:
+                value = str(value) == "True"
+            found[field.name] = "None" if value is None else value
     return found
 
 

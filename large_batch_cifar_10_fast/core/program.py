@@ -14,7 +14,6 @@ A program is a Python file with
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -31,6 +30,7 @@ from urllib.parse import unquote
 import torch
 
 from .. import PACKAGE, RENDEZVOUS, ConfigError, first_line
+from ..loading import FINDER, load_file
 from . import source
 from .campaign import Campaign, check_processes_agree, conditions
 from .devices import out_of_memory_hint
@@ -39,7 +39,7 @@ from .files import temporary_folder
 from .images import Images, check_outside, count_pictures, load_images
 from .log import LONG, Log, warned
 from .machine import Machine
-from .options import Options, as_words, check_save, from_texts, parse_options
+from .options import Options, as_words, check_fields, check_save, from_texts, parse_options
 from .profile import profiled
 from .score import Epoch
 from .table import Row, campaign_named
@@ -55,11 +55,13 @@ BF16 = 4  # times as fast, compiled: 2.6 to 6.0 as measured on two AMD EPYC and 
 
 
 def main() -> None:
-    """Run the program that is this process's main file."""
+    """Run the program that is this process's main file. It is loaded anew: what runs is the text that is recorded."""
     with exit_process():
-        program = sys.modules["__main__"]
-        check_program(program)
-        run_program(program, sys.argv[1:])
+        if FINDER.folder:
+            raise ConfigError("the program calls main() when it is loaded: put it under `if __name__ == '__main__':`")
+        file = Path(str(sys.modules["__main__"].__file__))
+        recipe = file.stem if file.resolve().parent == PACKAGE else str(file)
+        run_program(load_program(recipe), sys.argv[1:])
 
 
 def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
@@ -78,11 +80,10 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             campaign = opened.enter_context(Campaign(name_of_campaign, Path(options.out), options.runs))
         flop = flop_of(program, hyp, len(images.train_images), images.classes)
         options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team, campaign)
-        file = file_of(program)
-        common = conditions(options, name, hyp, file, images, team)
+        common = conditions(options, name, hyp, program, images, team)
         check_processes_agree(options, common, team)
         if campaign:
-            campaign.begin(common, file)
+            campaign.begin(common, program)
             common = campaign.common
         log = Log(options, team, common, campaign)
         if team.is_first:
@@ -104,7 +105,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             if campaign:
                 warn_of_weights(options, campaign)
                 with warned("the program's source"):
-                    source.store(file, campaign.out, common["code"])
+                    source.store(program, campaign.out, common["code"])
             with out_of_memory_hint("training"):
                 run = program.train(hyp, as_trained_on(images, options, team), machine)
                 log.ready(machine, hyp.epochs, flop, expected)
@@ -194,11 +195,9 @@ def load_program(recipe: str) -> ModuleType:
     try:
         if not recipe.endswith(".py"):
             raise LookupError(f"neither one of {', '.join(PROGRAMS)} nor FILE.py")
-        name = f"_program_{Path(recipe).stem}"  # no library has this name
-        sys.path.append(folder_of(recipe))  # it may import what is beside it
-        spec: Any = importlib.util.spec_from_file_location(name, recipe)
-        program = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(program)
+        program = load_file(Path(recipe))
+    except ConfigError:
+        raise
     except Exception as error:  # of whatever the file does
         raise ConfigError(f"--recipe {recipe} cannot be used ({type(error).__name__}: {first_line(error)})") from error
     check_program(program)
@@ -213,10 +212,8 @@ def check_program(program: ModuleType) -> None:
         raise ConfigError(f"{file} has no {' and no '.join(missing)}: copy one of our programs and edit it")
     if program.train.__module__ != program.__name__:
         raise ConfigError(f"{file} takes `train` from another program, whose Network and loss that uses: copy it here")
-
-
-def folder_of(file: str) -> str:
-    return str(Path(file).resolve().parent)
+    for recipe, hyp in sets_of(program).items():
+        check_fields(recipe, hyp)
 
 
 def recipe_of(arguments: Sequence[str], default: str) -> str:

@@ -1,105 +1,51 @@
-"""The text of a program: what it imports, a digest over all of it, and a copy beside each campaign's tables."""
+"""The text of what runs: a digest over it, and a copy beside each campaign's tables."""
 
-import ast
 import difflib
 import hashlib
-import importlib.util
-import sysconfig
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 from .. import PACKAGE
+from ..loading import TEXTS, decode, files_of
 from .devices import output_of
 from .files import write_atomically
+from .team import warn
 
-STANDARD = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
-PACKAGES = {"site-packages", "dist-packages"}  # folders of what is installed
+# Modules of core/ that record runs, and decide no result.
+LAB = {"campaign", "files", "log", "options", "profile", "program", "source", "table"}
 
 
-def own_files(program: Path) -> list[Path]:
-    """Return the program's file and all that it imports, directly or not, that is ours or the user's own.
+def texts_of(program: ModuleType) -> dict[str, bytes]:
+    """Return the texts that decide a program's results, as they were loaded, by name: first its own.
 
-    What is imported belongs to the program, unless it is of the standard library or installed.
+    The others are of the modules of its folder that it imports, and of core/.
     """
-    root = program.resolve().parent
-    files = [program.resolve()]
-    for file in files:  # which grows meanwhile
-        if file.suffix != ".py":  # compiled
-            continue
-        for folder, name in imports(file):
-            for module in with_packages(name):
-                found = file_beside(folder, module) if folder else file_of_module(root, module)
-                if found and found not in files:
-                    files.append(found)
-    return files
+    files = files_of(program)
+    core = [file for file in sorted((PACKAGE / "core").glob("*.py")) if file.stem not in LAB]
+    root = files[0].parent
+    return {name_of(file, root): text_of(file) for file in [*files, *core]}
 
 
-def imports(file: Path) -> Iterator[tuple[Path | None, str]]:
-    """Yield the names of what a file imports: of `from a import b` a.b, which may be a module.
-
-    A name with dots before it is looked for in a folder, all others (None) as Python does.
-    """
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((None, alias.name) for alias in node.names)
-        if isinstance(node, ast.ImportFrom):
-            folder = file.parents[node.level - 1] if node.level else None
-            yield from ((folder, f"{node.module or ''}.{alias.name}".lstrip(".")) for alias in node.names)
-
-
-def with_packages(name: str) -> list[str]:
-    """Return a.b.c and the packages around it, a and a.b, which are run when it is imported."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-
-
-def is_ours(file: Path) -> bool:
-    return PACKAGE in file.parents
-
-
-def file_beside(folder: Path, name: str) -> Path | None:
-    """Return the file of a module or package in a folder; None if there is none."""
-    path = folder.joinpath(*name.split("."))
-    for file in (path.with_suffix(".py"), path / "__init__.py"):
-        if file.is_file():
-            return file.resolve()
-    return None
-
-
-@cache
-def file_of_module(root: Path, name: str) -> Path | None:
-    """Return the file of a module that a program in `root` imports; None if it is installed, or is no module."""
-    if name.partition(".")[0] == PACKAGE.name:  # ours, wherever it is
-        return file_beside(PACKAGE.parent, name)
-    beside = file_beside(root, name)
-    if beside:
-        return beside
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):  # a.b, where a is a module, or not there
-        return None
-    if not spec or not spec.has_location or not spec.origin:
-        return None
-    origin = Path(spec.origin).resolve()
-    return None if STANDARD & set(origin.parents) or PACKAGES & set(origin.parts) else origin
-
-
-def digest(program: Path) -> str:
-    """Return 12 hexadecimal digits of the SHA-256 over the texts of the program and of all that it imports."""
-    total = hashlib.sha256()
-    root = program.resolve().parent
-    for file in sorted(own_files(program), key=lambda file: name_of(file, root)):
-        total.update(name_of(file, root).encode())
-        total.update(hashlib.sha256(file.read_bytes()).digest())
-    return total.hexdigest()[:12]
+def text_of(file: Path) -> bytes:
+    """Return the text of a file as it was loaded; of one that was not, as it is."""
+    return TEXTS[file] if file in TEXTS else file.read_bytes()
 
 
 def name_of(file: Path, root: Path) -> str:
     """Return the name of a file of a program in `root`, which is the same wherever that is."""
-    folder = PACKAGE.parent if is_ours(file) else root
-    return str(file.relative_to(folder)) if folder in file.parents else f"{file.parent.name}/{file.name}"
+    return str(file.relative_to(PACKAGE.parent if PACKAGE in file.parents else root))
+
+
+def digest(program: ModuleType) -> str:
+    """Return 12 hexadecimal digits of the SHA-256 over the texts that decide a program's results."""
+    total = hashlib.sha256()
+    for name, text in sorted(texts_of(program).items()):
+        total.update(name.encode())
+        total.update(hashlib.sha256(text).digest())
+    return total.hexdigest()[:12]
 
 
 MOST_LINES = 40  # of texts that differ
@@ -115,23 +61,22 @@ def changed_lines(old: Sequence[str], new: Sequence[str]) -> list[str]:
     return lines
 
 
-def changed_since(program: Path, folder: Path, code: str) -> tuple[str, list[str]]:
+def changed_since(program: ModuleType, folder: Path, code: str) -> tuple[str, list[str]]:
     """Return which file of a program was changed since `store` wrote this digest, and its changed lines.
 
     What a commit holds was not stored: then the file is "core/", without lines.
     """
+    texts = texts_of(program)
+    own = next(iter(texts))
     text = folder / f"source-{code}.py"
     archive = text.with_suffix(".zip")
-    stored = {program.resolve(): text.read_bytes()} if text.exists() else {}
+    stored = {own: text.read_bytes()} if text.exists() else {}
     if archive.exists():
         with zipfile.ZipFile(archive) as zipped:
-            names = {name_of(file, program.resolve().parent): file for file in own_files(program)}
-            stored |= {names[name]: zipped.read(name) for name in zipped.namelist() if name in names}
-    for file, old in stored.items():
-        new = file.read_bytes()
-        if new != old:
-            lines = (part.decode(errors="replace").splitlines() for part in (old, new))
-            return file.name, changed_lines(*lines)
+            stored |= {name: zipped.read(name) for name in zipped.namelist() if name in texts}
+    for name, old in stored.items():
+        if texts[name] != old:
+            return Path(name).name, changed_lines(decode(old).splitlines(), decode(texts[name]).splitlines())
     return "core/", []
 
 
@@ -146,20 +91,28 @@ def commit() -> str:
     return git("describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
-def store(program: Path, folder: Path, code: str) -> None:
-    """Write the program's text to source-CODE.py; and what it imports to source-CODE.zip, if no commit holds that.
+def store(program: ModuleType, folder: Path, code: str) -> None:
+    """Write the program's text to source-CODE.py; and the others to source-CODE.zip, if no commit holds them.
 
-    `code` is the program's digest. Raise OSError.
+    All are as they were loaded: warn of files that were changed since. `code` is the digest. Raise OSError.
     """
-    text = folder / f"source-{code}.py"
-    if not text.exists():
-        with write_atomically(text) as unfinished:
-            unfinished.write_bytes(program.read_bytes())
-    others = own_files(program)[1:]
+    texts = texts_of(program)
+    own = next(iter(texts))
+    root = Path(str(program.__file__)).resolve().parent
+    for file, text in TEXTS.items():
+        is_ours = PACKAGE in file.parents
+        name = name_of(file, root) if is_ours or root in file.parents else ""
+        if name in texts and not (file.exists() and file.read_bytes() == text):
+            warn(f"{name} was changed after it was loaded: the text that was loaded runs, and is stored")
+    path = folder / f"source-{code}.py"
+    if not path.exists():
+        with write_atomically(path) as unfinished:
+            unfinished.write_bytes(texts[own])
+    others = [name for name in texts if name != own]
     if commit() != "unknown" and not git("status", "--porcelain", "--", str(PACKAGE)):
-        others = [file for file in others if not is_ours(file)]
-    archive = text.with_suffix(".zip")
+        others = [name for name in others if not name.startswith(f"{PACKAGE.name}/")]
+    archive = path.with_suffix(".zip")
     if others and not archive.exists():
         with write_atomically(archive) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as zipped:
-            for file in others:
-                zipped.write(file, name_of(file, program.resolve().parent))
+            for name in others:
+                zipped.writestr(name, texts[name])
