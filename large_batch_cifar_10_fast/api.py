@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from . import ConfigError, first_line
 from .core import data as batches
 from .core import fast
+from .core import images as sets
 from .core import program as programs
 from .core.devices import take_device
-from .core.images import DATA, load_images
+from .core.images import DATA, Images
 from .core.machine import Machine
 from .core.options import as_words
 from .core.pictures import read_picture
@@ -44,6 +45,12 @@ def train(recipe: str = "apple2019", **options: Any) -> pd.DataFrame:
     numbers = ["run", "seed", *NUMBERS, "goal_epoch", "goal_seconds"]
     table[numbers] = table[numbers].apply(pd.to_numeric)
     return table
+
+
+def load_images(data: str = str(DATA), holdout: int = 0) -> Images:
+    """Return images to train on, as --data and --holdout name them: of one's own, the training images are shuffled."""
+    images = sets.load_images(data, holdout)
+    return images if images.is_original else images.shuffled()
 
 
 class Classifier(nn.Module):
@@ -145,7 +152,7 @@ def test_images(model: Classifier, data: str) -> tuple[Tensor, Tensor]:
 
     Raise ConfigError for a class that the model does not know.
     """
-    images = load_images(data)
+    images = sets.load_images(data)
     labels = torch.from_numpy(images.test_labels)
     names = images.class_names
     unknown = [name for name in names if name not in model.classes]

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core.clock import Clock
 from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
 from large_batch_cifar_10_fast.core.options import check_range
@@ -218,14 +219,14 @@ def flop(hyp: Hyp, train_images: int) -> float:
 
 
 def whiten(network: Network, team: Team, images: Tensor) -> None:
-    """Set the first layer's filters from images [n, 32, 32, 3] of rank 0's workers. They are not trained.
+    """Set the first layer's filters from images [n, 32, 32, 3] of a process's workers. They are not trained.
 
     Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate: 1.1 points
     at width 16 (docs/why_it_is_fast.md#whitening).
     """
-    of_worker_0 = images[:: len(team.workers)]
-    network.whitening.weight.copy_(layers.whitening_filters(of_worker_0[:10_000], size=3, epsilon=0.01))
-    team.broadcast(network.whitening.weight)
+    of_one_worker = images[:: len(team.workers)]
+    network.whitening.weight.copy_(layers.whitening_filters(of_one_worker[:10_000], size=3, epsilon=0.01))
+    team.broadcast(network.whitening.weight)  # of rank 0, to all
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -303,8 +304,8 @@ def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: 
 
 def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
     """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
-    team = machine.share(hyp.workers)
-    precision = machine.compute_in(hyp.half, half_weights=True)
+    team = machine.assign_workers(hyp.workers)
+    precision = machine.choose_precision(hyp.half, half_weights=True)
     own_images = data.count_own(len(images.train_images), team)
     steps = len(images.train_images) // hyp.workers // hyp.batch_size  # of an epoch
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
@@ -316,6 +317,12 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
 
     network, (optimizer,) = fresh()
     model = fast.Model(network, [optimizer], fresh, keep=["whitening.weight"])
+
+    def load(images: data.Images, clock: Clock) -> data.Shards:
+        shards = data.upload(images, clock, team, precision)
+        with clock.timed("whitening"):
+            whiten(network, team, shards.images)
+        return shards
 
     # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.
     def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor) -> None:
@@ -338,10 +345,9 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
     forward = partial(forward_pass, hyp, network, precision)
-    kinds = [(plan_epoch(hyp, own_images, 1, team, seed=0, epoch=1)[0],)]  # of steps: one
-    step, score = machine.prepare(
-        images, model, precision, forward, make_batch, kinds, train_step, evaluate, partial(whiten, network, team)
-    )
+    examples = [(plan_epoch(hyp, own_images, 1, team, seed=0, epoch=1)[0],)]  # of steps: all are alike
+    # Timed (section 6): load. Not timed: compiling, a step and an evaluation, all on noise; CUDA graphs.
+    step, validate = machine.set_up(images, model, precision, forward, make_batch, examples, load, train_step, evaluate)
 
     def run(seed: int) -> Iterator[Epoch]:
         machine.restart(model, seed)
@@ -352,7 +358,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
                     set_rates(hyp, optimizer, epoch - 1 + number / steps)
                     step(batch)
             with machine.clock.timed("validation"):  # shown, but not part of the training time
-                validation = score()
+                validation = validate()
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run

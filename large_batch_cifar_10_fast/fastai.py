@@ -254,8 +254,8 @@ def forward_pass(network: Network, precision: fast.Precision, workers: int, imag
 
 def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
     """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
-    team = machine.share(hyp.workers)
-    precision = machine.compute_in(hyp.half, half_weights=False)
+    team = machine.assign_workers(hyp.workers)
+    precision = machine.choose_precision(hyp.half, half_weights=False)
     train_images = len(images.train_images)
     workers_at_once = len(team.workers) // machine.micro_batches
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
@@ -288,12 +288,21 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
     forward = partial(forward_pass, network, precision, workers_at_once)
-    change_colors = partial(make_batch, normalization=images.normalization)
+    load = partial(data.upload, team=team, precision=precision)
     first_epoch = plan_epoch(hyp, train_images, team, seed=0, epoch=1)
-    kinds = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # of steps: the last batch may be short
-    # A CUDA graph would keep the momentum of its capture.
-    step, score = machine.prepare(
-        images, model, precision, forward, change_colors, kinds, train_step, evaluate, graphs=False
+    examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # of steps: the last batch may be short
+    # Timed: load. Not timed: compiling, a step of each kind and an evaluation, all on noise.
+    step, validate = machine.set_up(
+        images,
+        model,
+        precision,
+        forward,
+        partial(make_batch, normalization=images.normalization),
+        examples,
+        load,
+        train_step,
+        evaluate,
+        graphs=False,  # a CUDA graph would keep the momentum of its capture
     )
 
     def run(seed: int) -> Iterator[Epoch]:
@@ -306,7 +315,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
                     follow_cycle(hyp, optimizer, epoch - 1 + number / len(plan))
                     step(batch)
             with machine.clock.timed("validation"):  # shown, but not part of the training time
-                validation = score()
+                validation = validate()
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run

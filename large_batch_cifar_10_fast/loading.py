@@ -4,9 +4,11 @@ A file may be edited while a program runs: what ran is the text that was read wh
 """
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import linecache
+import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -27,22 +29,22 @@ class Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> Any:
         path = self.get_filename(fullname)
         text = self.get_data(path)
-        file = Path(path).resolve()
+        file = place_of(path)
         TEXTS[file] = text
-        # What shows lines of the file, such as a traceback, takes them from here: never changed, so without a time.
+        # A traceback, or help, takes lines of the file from here. An entry without a time is never read again.
         lines = decode(text).splitlines(keepends=True)
         linecache.cache[path] = len(text), None, lines, path
         if FINDER.folder and PACKAGE not in file.parents:
-            check_imports(file, text, Path(FINDER.folder))
+            FINDER.check_imports(file, text)
         return self.source_to_code(text, path)
 
 
 class Finder:
-    """The first to be asked for a module. It finds those of this package, and those in a program's folder while that is
-    loaded: as for `python FILE.py`, the folder comes before all others."""
+    """The first to be asked for a module. It finds those of this package, and those in a program's folder while the
+    program is loaded: as for `python FILE.py`, this folder comes before all others."""
 
     def __init__(self) -> None:
-        self.folder = ""
+        self.folder: Path | None = None
         self.helpers: list[str] = []  # modules of the folder, by name
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -51,18 +53,45 @@ class Finder:
         if first == PACKAGE.name:
             spec = PathFinder.find_spec(name, path)
         elif self.folder and first not in sys.stdlib_module_names:
-            spec = PathFinder.find_spec(name, path or [self.folder])
-            if spec and not spec.origin:  # a folder without __init__.py, which any other module of its name hides
-                return None if PathFinder.find_spec(name, path) else spec
-            if not (spec and spec.origin and Path(self.folder) in Path(spec.origin).resolve().parents):
+            spec = PathFinder.find_spec(name, path or [str(self.folder)])
+            if spec and not spec.origin and PathFinder.find_spec(name, path):
+                return None  # a folder without __init__.py, which any other module of its name hides
+            if not spec or (spec.origin and self.folder not in Path(spec.origin).parents):
                 return None
             self.helpers.append(name)
         if spec and type(spec.loader) is SourceFileLoader:
             spec.loader = Loader(spec.loader.name, spec.loader.path)
         return spec
 
+    def check_imports(self, file: Path, text: bytes) -> None:
+        """Let what a file imports from the folder be found there.
+
+        Forget modules that were loaded before. Raise ShadowError for one whose name another module in use has.
+        """
+        assert self.folder
+        for name in imported_names(file, text, self.folder):
+            first = name.partition(".")[0]
+            if first == PACKAGE.name or not has_module(self.folder, first):
+                continue
+            loaded = getattr(sys.modules.get(first), "__file__", None)
+            elsewhere = loaded and self.folder not in Path(os.path.abspath(loaded)).parents
+            is_standard = first in sys.stdlib_module_names
+            if is_standard or elsewhere:
+                hidden = f"Python's own {first}" if is_standard else f"the {first} of {loaded}"
+                beside = self.folder / f"{first}.py"
+                raise ShadowError(f"{file.name} imports {first}, and {beside} hides {hidden}: rename it")
+            if loaded and first not in self.helpers:  # by `python FILE.py`, which loads FILE for a second time
+                forget([each for each in sys.modules if each.partition(".")[0] == first])
+
 
 FINDER = Finder()
+sys.meta_path.insert(0, FINDER)  # type: ignore[arg-type]  # it has what Python asks for
+
+
+def place_of(path: str) -> Path:
+    """Return the absolute path of a file; of this package's files without links, so that each has one."""
+    resolved = Path(path).resolve()
+    return resolved if PACKAGE in resolved.parents else Path(os.path.abspath(path))
 
 
 def decode(text: bytes) -> str:
@@ -73,76 +102,89 @@ def decode(text: bytes) -> str:
         return text.decode(errors="replace")
 
 
+def forget(names: list[str]) -> None:
+    for name in names:
+        sys.modules.pop(name, None)
+
+
 def load_file(file: Path) -> ModuleType:
     """Run a program's file, and load what it imports from its folder, also inside functions. Return its module.
 
     What another program imported from its own folder is forgotten, so that equal names are no equal modules.
     """
-    for name in FINDER.helpers:
-        sys.modules.pop(name, None)
+    forget(FINDER.helpers)
     FINDER.helpers.clear()
     importlib.invalidate_caches()  # a helper may be a moment old
-    folder = str(file.resolve().parent)
     name = f"_program_{file.stem}"  # no library has this name
-    loader = Loader(name, str(file.resolve()))
-    spec = importlib.util.spec_from_file_location(name, file.resolve(), loader=loader)
+    loader = Loader(name, os.path.abspath(file))
+    spec = importlib.util.spec_from_file_location(name, os.path.abspath(file), loader=loader)
     assert spec
     program = importlib.util.module_from_spec(spec)
     sys.modules[name] = program
-    FINDER.folder = folder
+    FINDER.folder = file.resolve().parent
     try:
         loader.exec_module(program)
-        while names := names_to_load(file):
-            for name in names:
-                importlib.import_module(name)
+        load_inner_imports(program)
+        program.__dict__["__files__"] = own_files(program)
     finally:
-        FINDER.folder = ""
-    program.__dict__["__files__"] = own_files(file)
+        FINDER.folder = None
     return program
 
 
+def load_inner_imports(program: ModuleType) -> None:
+    """Load the modules of the folder that are imported inside functions: they belong to the program, too."""
+    assert FINDER.folder
+    tried: set[str] = set()
+    new = {""}
+    while new:
+        names = {name for file in own_files(program) for name in imported_names(file, TEXTS[file], FINDER.folder)}
+        new = {name for name in names - tried if name not in sys.modules and has_module(FINDER.folder, name)}
+        tried |= new
+        for name in sorted(new):
+            with contextlib.suppress(Exception):  # one that cannot be loaded fails when it is needed, if it is
+                importlib.import_module(name)
+
+
 def files_of(program: ModuleType) -> list[Path]:
-    """Return a program's file, and those of the modules of its folder that it imports."""
-    return program.__dict__.get("__files__", [Path(str(program.__file__)).resolve()])
+    """Return a program's file; those of the modules of its folder and of our programs that it imports."""
+    return program.__dict__.get("__files__", [place_of(str(program.__file__))])
 
 
-def own_files(program: Path) -> list[Path]:
-    """Return the file of the program that is being loaded, and of the modules of its folder."""
-    modules = [sys.modules[name] for name in FINDER.helpers if name in sys.modules]
-    return list(dict.fromkeys([program.resolve(), *(Path(str(module.__file__)).resolve() for module in modules)]))
+def own_files(program: ModuleType) -> list[Path]:
+    """Return what `files_of` does, of the program that is being loaded."""
+    assert FINDER.folder
+    files = [place_of(str(program.__file__))]
+    for name in FINDER.helpers:
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path and place_of(path) in TEXTS:
+            files.append(place_of(path))
+    for file in [*files]:
+        for name in imported_names(file, TEXTS[file], FINDER.folder):
+            ours = PACKAGE.parent / f"{name.replace('.', '/')}.py"
+            if ours.parent == PACKAGE and ours in TEXTS:
+                files.append(ours)
+    return list(dict.fromkeys(files))
 
 
-def names_to_load(program: Path) -> set[str]:
-    """Return the modules of the folder that are imported inside functions: they belong to the program, too."""
-    names = {name for file in own_files(program) for name in imported_names(TEXTS.get(file, b""), file)}
-    return {name for name in names if name not in sys.modules and has_module(program.resolve().parent, name)}
+def imported_names(file: Path, text: bytes, folder: Path) -> set[str]:
+    """Return the names of all modules that a source file may import, with the packages around them.
 
-
-def imported_names(text: bytes, file: Path) -> list[str]:
-    """Return the first names of all modules that a source file imports, but for those with dots before them."""
-    names: list[str] = []
+    Of `from a import b`, b may be a module. A name with dots before it is one of the folder, if the file is in it.
+    """
+    names: set[str] = set()
     for node in ast.walk(ast.parse(text, file.name)):
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            names.append(node.module or "")
-    return [name.partition(".")[0] for name in names]
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            around: tuple[str, ...] = ()
+            if node.level and folder in file.parents:
+                parts = file.relative_to(folder).parts
+                around = parts[: len(parts) - node.level]
+            names |= {".".join([*around, *filter(None, [node.module]), alias.name]) for alias in node.names}
+    packages = {name.rsplit(".", count)[0] for name in names for count in range(name.count(".") + 1)}
+    return names | packages
 
 
 def has_module(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
-
-
-def check_imports(file: Path, text: bytes, folder: Path) -> None:
-    """Raise ShadowError if a file imports a name that a module of the folder shares with one that is in use."""
-    for name in imported_names(text, file):
-        if name == PACKAGE.name or not has_module(folder, name):
-            continue
-        loaded = getattr(sys.modules.get(name), "__file__", None)
-        is_standard = name in sys.stdlib_module_names
-        if is_standard or (loaded and folder not in Path(loaded).resolve().parents):
-            hidden = f"Python's own {name}" if is_standard else f"the {name} of {loaded}"
-            raise ShadowError(f"{file.name} imports {name}, and {folder / name}.py hides {hidden}: rename it")
-
-
-sys.meta_path.insert(0, FINDER)  # type: ignore[arg-type]  # it has what Python asks for
+    path = folder.joinpath(*name.split("."))
+    return path.with_name(f"{path.name}.py").is_file() or (path / "__init__.py").is_file()

@@ -25,6 +25,7 @@ from torch.optim import SGD, Optimizer
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core.clock import Clock
 from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import Muon, interpolate, set_rate, spread
 from large_batch_cifar_10_fast.core.options import check_range, text_of
@@ -255,16 +256,16 @@ def flop(hyp: Hyp, train_images: int) -> float:
 
 
 def whiten(network: Network, team: Team, images: Tensor) -> None:
-    """Set the first layer's filters from images [n, 32, 32, 3] of rank 0's workers. They are not trained.
+    """Set the first layer's filters from images [n, 32, 32, 3] of a process's workers. They are not trained.
 
     Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate: 1.1 points
     at width 16 (docs/why_it_is_fast.md#whitening).
     """
-    of_worker_0 = images[:: len(team.workers)]
-    filters = layers.whitening_filters(of_worker_0[:5000], size=2, epsilon=5e-4)
+    of_one_worker = images[:: len(team.workers)]
+    filters = layers.whitening_filters(of_one_worker[:5000], size=2, epsilon=5e-4)
     both_signs = torch.cat([filters, -filters])  # since the activation suppresses negative values
     network.whitening.weight.copy_(both_signs)
-    team.broadcast(network.whitening.weight)
+    team.broadcast(network.whitening.weight)  # of rank 0, to all
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -343,8 +344,8 @@ def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: 
 
 def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
     """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
-    team = machine.share(hyp.workers)
-    precision = machine.compute_in(hyp.half, half_weights=False)
+    team = machine.assign_workers(hyp.workers)
+    precision = machine.choose_precision(hyp.half, half_weights=False)
     own_images = data.count_own(len(images.train_images), team)
     steps = steps_by_epoch(hyp, len(images.train_images))
     stages = [stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]
@@ -358,6 +359,12 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
 
     network, optimizers = fresh()
     model = fast.Model(network, optimizers, fresh, keep=["whitening.weight"])
+
+    def load(images: data.Images, clock: Clock) -> data.Shards:
+        shards = data.upload(images, clock, team, precision)
+        with clock.timed("whitening"):
+            whiten(network, team, shards.images)
+        return shards
 
     # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.
     def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor, stage: Stage) -> None:
@@ -385,18 +392,19 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
     forward = partial(forward_pass, hyp, network, precision)
-    example = plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=1)[0]
-    kinds = [(example, stage) for stage in dict.fromkeys(stages)]  # of steps
-    step, score = machine.prepare(
+    batch = plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=1)[0]
+    examples = [(batch, stage) for stage in dict.fromkeys(stages)]  # of each kind of step
+    # Timed (section 6): load. Not timed: compiling, a step of each kind and an evaluation, all on noise; CUDA graphs.
+    step, validate = machine.set_up(
         images,
         model,
         precision,
         forward,
         make_batch,
-        kinds,
+        examples,
+        load,
         train_step,
         evaluate,
-        whiten=partial(whiten, network, team),
         set_stage=partial(set_stage, network),
     )
 
@@ -412,7 +420,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
                     set_rates(hyp, optimizers, epoch - 1 + number / len(plan))
                     step(batch, stage)
             with machine.clock.timed("validation"):  # shown, but not part of the training time
-                validation = score(hyp.views if epoch == hyp.epochs else "one")
+                validation = validate(hyp.views if epoch == hyp.epochs else "one")
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run

@@ -200,7 +200,7 @@ def forward_pass(hyp: Basenet, network: Network, precision: fast.Precision, imag
 def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
     """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
     team = machine.team
-    precision = machine.compute_in(hyp.half, half_weights=True)
+    precision = machine.choose_precision(hyp.half, half_weights=True)
     train_images = len(images.train_images)
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
 
@@ -230,9 +230,11 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
     forward = partial(forward_pass, hyp, network, precision)
+    load = partial(data.upload, team=team, precision=precision)
     first_epoch = plan_epoch(hyp, train_images, team.device, seed=0, epoch=1)
-    kinds = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # of steps: the last batch may be short
-    step, score = machine.prepare(images, model, precision, forward, make_batch, kinds, train_step, evaluate)
+    examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # of steps: the last batch may be short
+    # Timed: load. Not timed: compiling, a step of each kind and an evaluation, all on noise; CUDA graphs.
+    step, validate = machine.set_up(images, model, precision, forward, make_batch, examples, load, train_step, evaluate)
 
     def run(seed: int) -> Iterator[Epoch]:
         machine.restart(model, seed)
@@ -244,7 +246,7 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
                     set_rate(optimizer.param_groups[0], learning_rate(hyp, epoch - 1 + number / len(plan)))
                     step(batch)
             with machine.clock.timed("validation"):  # shown, but not part of the training time
-                validation = score()
+                validation = validate()
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run

@@ -141,15 +141,12 @@ def test_a_venv_is_made_finished_after_an_interruption_and_made_anew_for_another
     assert message() == "Making"
 
 
-def test_each_task_of_an_array_makes_its_share_of_one_campaign(tmp_path):
+def test_all_tasks_of_an_array_take_runs_of_one_campaign(tmp_path):
     """As Slurm runs it, with stand-ins for srun and the launcher."""
     write_program(tmp_path / "srun", 'exec "$@"')
     write_program(tmp_path / "train_cifar_parallel.sh", 'echo "$*"')
     job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": tmp_path, "SLURM_ARRAY_JOB_ID": 9}
-    for task in ({"SLURM_ARRAY_TASK_COUNT": 2, "SLURM_ARRAY_TASK_ID": number} for number in (0, 1)):
-        script = REPO / "docs" / "slurm_shares.sbatch"
-        words = run_program("bash", script, "--runs", "5", cwd=tmp_path, **job, **task).stdout.split()
-        _, options, _ = read_command(apple2019, words)
-        number = task["SLURM_ARRAY_TASK_ID"]
-        assert (options.runs, options.share, options.campaign) == (5, f"{number}/2", "9")
-        assert options.out == f"campaign_9/{number}"
+    script = REPO / "docs" / "slurm_array.sbatch"
+    words = run_program("bash", script, "--runs", "5", cwd=tmp_path, **job).stdout.split()
+    _, options, _ = read_command(apple2019, words)
+    assert (options.runs, options.campaign, options.out) == (5, "9", "campaign_9")

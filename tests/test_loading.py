@@ -261,6 +261,47 @@ def test_a_made_dataclass_has_options_without_help(tmp_path):
         load_program(str(mine))
 
 
+def test_a_program_started_by_python_has_the_digest_of_the_launcher(tiny_npz, tmp_path):
+    """`python FILE.py` has imported the helper before anything of ours runs."""
+    mine = tiny_program(tmp_path, begin="import helper\n")
+    (tmp_path / "helper.py").write_text("import deeper\n")
+    (tmp_path / "deeper.py").write_text("x = 1\n")
+    result = python(mine, *words(tiny_npz, tmp_path), cwd=tmp_path, OMP_NUM_THREADS=1)
+    assert (result.returncode, result.stderr) == (0, "")
+    one_thread = {"OMP_NUM_THREADS": 1}
+    result = launch("--recipe", mine, *words(tiny_npz, tmp_path, "--runs", 2, "--nproc", 1), cwd=tmp_path, **one_thread)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert rows(tmp_path)["code"].nunique() == 1
+    (archive,) = (tmp_path / "out").glob("source-*.zip")
+    assert {"helper.py", "deeper.py"} <= {*zipfile.ZipFile(archive).namelist()}
+
+
+def test_what_is_imported_inside_functions_and_from_our_programs_is_of_the_digest(tmp_path):
+    begin = "def late():\n    from lib import ema\n    import broken\n    return ema.x\n"
+    begin += "from large_batch_cifar_10_fast import page\nfrom large_batch_cifar_10_fast.muon import dirac_init\n"
+    mine = tiny_program(tmp_path, begin=begin)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "__init__.py").touch()
+    (tmp_path / "lib" / "ema.py").write_text("def f():\n    from . import deep\n")
+    (tmp_path / "lib" / "deep.py").write_text("")
+    (tmp_path / "broken.py").write_text("import absent_thing\n")
+    texts = source.texts_of(load_program(str(mine)))
+    ours = [f"large_batch_cifar_10_fast/{name}.py" for name in ("muon", "page")]
+    assert {"mine.py", "lib/__init__.py", "lib/ema.py", "lib/deep.py", *ours} <= {*texts}
+    assert "broken.py" not in texts
+
+
+def test_a_link_to_a_program_and_to_its_helper_are_as_the_files(tmp_path):
+    mine = tiny_program(tmp_path / "files", begin="import helper\n")
+    (tmp_path / "elsewhere.py").write_text("x = 1\n")
+    (tmp_path / "files" / "helper.py").symlink_to(tmp_path / "elsewhere.py")
+    (tmp_path / "link.py").symlink_to(mine)
+    for path, name in ((mine, "mine"), (tmp_path / "link.py", "link")):
+        program = load_program(str(path))
+        assert read_command(program, ["--recipe", str(path)])[0] == name
+        assert program.helper.x == 1
+
+
 def test_a_copy_of_ours_is_edited_and_trained(tiny_npz, tmp_path):
     """With a helper in a folder without __init__.py."""
     (tmp_path / "pack").mkdir()

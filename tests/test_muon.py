@@ -119,9 +119,10 @@ def test_the_warm_up_takes_each_distinct_step_once(tmp_path, monkeypatch):
         taken.append((images.shape[-1], network.whitening.bias.requires_grad))
         return real(hyp, network, precision, images, labels)
 
-    def graph(step, kinds, team, enabled):
-        for arguments in kinds:
-            step(*arguments)
+    def graph(step, kinds, set_stage, team, enabled):
+        for batch, *stage in kinds:
+            set_stage(*stage)
+            step(batch, *stage)
         return step
 
     monkeypatch.setattr(muon, "forward_pass", forward_pass)

@@ -86,6 +86,26 @@ def test_a_run_of_a_campaign_equals_the_run_alone(kind, processes, tiny_npz, tmp
     assert row[RESULTS[2:]].tolist() == expected_row[RESULTS[2:]].tolist()
 
 
+@pytest.mark.parametrize("name", ["muon", "apple2019"])
+def test_a_notebook_trains_without_a_campaign_to_the_same_bits(name, tiny_npz, tmp_path, monkeypatch):
+    """And prints each epoch; the second run is that of its seed, too."""
+    monkeypatch.chdir(tmp_path)
+    recipe = core_program.load_program(name)
+    _, _, hyp = read_command(recipe, [*map(str, SMALL[name])])
+    run = recipe.train(hyp, api.load_images(str(tiny_npz)), api.Machine())
+    assert len(list(run(seed=4))) == hyp.epochs
+    for epoch in run(seed=3):
+        assert re.match(r"Epoch\(number=\d, seconds=[\d.]+, train=Score\(correct=\d+, images=\d+, loss=", str(epoch))
+    assert not list(tmp_path.iterdir())
+    run_here(*SMALL[name], "--data", tiny_npz, "--precision", "fp32", "--no_compile", "--seed", 3, "--save", "w.pt")
+    found = epoch.network.state_dict()
+    expected = weights_of(tmp_path)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    row = pd.read_csv("runs.tsv", sep="\t").iloc[0]
+    assert (epoch.number, epoch.validation.correct) == (hyp.epochs, row["validation_count"])
+    assert epoch.train.loss == row["train_loss"]
+
+
 def test_a_restart_keeps_memory_and_what_is_named():
     def fresh():
         network = torch.nn.Linear(2, 2)
@@ -246,17 +266,6 @@ def test_a_copy_has_a_name_of_its_own_in_tables_and_in_python(tmp_path):
     assert "page.py has a recipe page, as we have" in result.stderr
     load_program(str(copy_with("apple2019", [], tmp_path / "random.py")))
     assert hasattr(sys.modules["random"], "randrange")
-
-
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [("seed: int = 0", "Hyp.seed is an option of all programs"), ("nesterov: bool = True", "use no_nesterov = False")],
-)
-def test_a_field_that_can_be_no_option_is_one_line(field, message, tmp_path):
-    edits = [("    epochs: int = 18", f"    {field}  # a field\n    epochs: int = 18")]
-    mine = load_program(str(copy_with("apple2019", edits, tmp_path / "mine.py")))
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        read_command(mine, ["--recipe", "mine.py"])
 
 
 def test_a_network_that_reads_values_trains_and_its_work_is_unknown(tiny_npz, tmp_path, capsys):

@@ -41,8 +41,6 @@ CASES = {  # the words of a command line and the error; no word is written to --
     f"--demo --resume --out {'x' * 300}": "runs.tsv cannot be read (File name too long): choose another --out",
     "--demo --resume": "--resume: there is no campaign in .",
     "--demo --campaign a/b": "--campaign 'a/b': use letters",
-    "--demo --runs 5 --share 2/2": "--share 2/2 has none of 5 runs: give I/N",
-    "--demo --runs 5 --share 1/2/3": "--share 1/2/3 has none of 5 runs: give I/N",
     "--demo --data a\nb": "--data 'a\\nb' cannot stand in a table",
     "--demo --precision tf32": "--precision tf32 is for GPUs",
     "--recipe basenet --epochs 41": "--epochs 41 must lie in 1 to 40",
@@ -87,7 +85,6 @@ def test_each_hyper_parameter_of_a_program_has_its_help_and_its_published_defaul
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "--lr_scaler FLOAT peak of the learning rate; weight decay grows with it (default 1.5)" in shown
     assert "--eval_stats {first,average} ghost groups whose statistics evaluation uses (default first)" in shown
-    assert "--share STR I/N: make only runs I, I+N, I+2N" in shown
     line = "--lr_scaler 1.5 --lr_scaler_end_fraction 0.1 --epochs 18 --warmup_fraction 5 --ema_ep 2 --batch_size 256"
     apple = program.load_program("apple2019")
     _, options, hyp = program.read_command(apple, [*line.split(), "--runs", "50"])
@@ -129,7 +126,7 @@ def test_a_campaign_survives_kills():
 def test_without_a_recipe_it_is_apple2019_also_without_any_words(words, recipe):
     assert program.recipe_of(words.split(), "apple2019") == recipe
     command, options, _ = read_command(words.split())
-    assert command[2] == f"large_batch_cifar_10_fast.{recipe}"
+    assert command[2:] == ["large_batch_cifar_10_fast.train", *words.split()]
     assert options.runs == (2 if "2" in words else 1)
     with pytest.raises(ConfigError, match="--recipe  cannot be used"):
         read_command(["--recipe"])

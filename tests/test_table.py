@@ -11,7 +11,7 @@ import pytest
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.core import table as tables
-from large_batch_cifar_10_fast.core.table import COLUMNS, ConflictError, Table, reached_goal, read
+from large_batch_cifar_10_fast.core.table import COLUMNS, Reader, Table, reached_goal, read
 
 FAIL = Mock(side_effect=OSError(errno.ENOLCK, "full or without locks"))
 
@@ -22,7 +22,7 @@ def _row(run, campaign="mine"):
 
 def append(path, rows):
     """Append in a launch of its own."""
-    Table(path, COLUMNS, 2).append(rows)
+    Table(path, COLUMNS, durable=True).append(*rows)
 
 
 def _runs(path):
@@ -36,54 +36,38 @@ def table(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("command", ["mv {0} {0}.old", "rm {0}", "truncate -s 60 {0}"])
-def test_a_table_that_was_renamed_deleted_or_truncated_has_all_rows_of_the_launch_again(tmp_path, command):
-    launch = Table(tmp_path / "runs.tsv", COLUMNS, 2)
-    launch.append([_row(0), _row(1)])
-    assert os.system(command.format(launch.path)) == 0
-    launch.append([_row(2)])
-    assert sorted(_runs(launch.path)) == [0, 1, 2]
+def test_a_table_that_was_renamed_is_begun_anew(table):
+    launch = Table(table, COLUMNS, durable=True)
+    launch.append(_row(2))
+    reader = Reader(table)
+    assert len(reader.new_rows()) == 3
+    table.rename(table.with_name("old.tsv"))
+    launch.append(_row(3))
+    assert _runs(table) == [3]
+    assert [row["run"] for row in reader.new_rows()] == ["3"]
 
 
-def test_a_run_that_another_launch_has_written_is_an_error_and_its_row_stands_aside(tmp_path):
-    """Of two launches of one campaign with other options, none loses a run without a word."""
-    one = Table(tmp_path / "runs.tsv", COLUMNS, 2)
-    two = Table(tmp_path / "runs.tsv", COLUMNS, 2)
-    one.append([])
-    two.append([])
-    one.append([_row(0)])
-    two.append([_row(1)])
-    one.append([_row(1)])  # the same content: written twice
-    before = one.path.read_text()
-    with pytest.raises(ConflictError, match=r"has another row of mine 0, by another launch: .*runs.tsv.conflict; "):
-        two.append([{**_row(0), "options": "other"}])
-    assert one.path.read_text() == before
-    (row,) = read(tmp_path / "runs.tsv.conflict")
-    assert (row["run"], row["options"]) == ("0", "other")
-
-
-def test_an_append_reads_only_what_is_new(table, monkeypatch):
-    """Whatever the length of the table: 20,000 runs and their epochs cost seconds, not hours."""
-    seen = []
-    launch = Table(table, COLUMNS, 2, seen.append)
-    launch.append([])
-    assert [row["run"] for row in seen] == ["0", "1"]
-    append(table, [_row(2)])
-    launch.append([_row(3)])
-    launch.append([_row(4)])
-    assert [row["run"] for row in seen] == ["0", "1", "2"]
-    lines = tables.complete_lines
+def test_a_reader_reads_each_row_once(table, monkeypatch):
+    """Whatever the length of the table: 20,000 runs cost seconds, not hours."""
+    reader = Reader(table)
+    assert [row["run"] for row in reader.new_rows()] == ["0", "1"]
     parsed = []
+    lines = tables.complete_lines
     monkeypatch.setattr(tables, "complete_lines", lambda content: parsed.append(len(content)) or lines(content))
+    before = table.stat().st_size
     for run in range(100):
-        launch.append([_row(10 + run)])
-    written = table.stat().st_size
-    assert sum(parsed) < written, "each row once, when it is written"
-    parsed.clear()
-    epochs = Table(table, COLUMNS, 0)
-    epochs.append([_row(500)])
-    assert not parsed, "rows without keys need no others"
-    assert len(_runs(table)) == 106
+        append(table, [_row(10 + run)])
+        assert [row["run"] for row in reader.new_rows()] == [str(10 + run)]
+    assert sum(parsed) == table.stat().st_size - before
+    with open(table, "a") as half:
+        half.write("mine\t2")
+    assert reader.new_rows() == []
+    append(table, [_row(500)])
+    assert [row["run"] for row in reader.new_rows()] == ["500"]
+    with open(table, "a") as damaged:
+        damaged.write("mine\tx\n")
+    with pytest.raises(ConfigError, match="line 105: "):
+        reader.new_rows()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +93,9 @@ def test_a_row_half_written_on_a_full_disk_is_set_aside_and_written_again(table,
             append(table, [_row(2)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert (_runs(table), table.read_bytes()[-6:]) == ([0, 1], b"mine\t2")
+    assert table.read_bytes().endswith(b"\n")
+    with open(table, "ab") as killed:
+        killed.write(b"mine\t2")
     append(table, [_row(2), _row(3)])
     assert _runs(table) == [0, 1, 2, 3]
     assert table.with_name("runs.tsv.broken").read_bytes() == b"mine\t2\n"
@@ -119,11 +105,23 @@ def test_a_row_half_written_on_a_full_disk_is_set_aside_and_written_again(table,
         append(table, [_row(4)])
 
 
-def test_an_append_waits_for_the_lock_so_that_no_row_is_lost_or_doubled(table):
-    """While another process holds the lock, it may append the same row."""
+def test_rows_that_a_full_disk_did_not_take_are_appended_with_the_next(table, monkeypatch):
+    launch = Table(table, COLUMNS, durable=True)
+    for run, failing in ((2, "lock"), (3, "flush_to_disk"), (4, "flush_to_disk")):
+        with monkeypatch.context() as patch:
+            patch.setattr(tables, failing, FAIL)
+            with pytest.raises(OSError, match="full or without locks"):
+                launch.append(_row(run))
+    assert _runs(table) == [0, 1]
+    launch.append()
+    launch.append(_row(5))
+    assert _runs(table) == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_append_waits_for_the_lock(table):
     with open(table, "ab") as other, ThreadPoolExecutor(1) as appender:
         fcntl.flock(other, fcntl.LOCK_EX)
-        waiting = appender.submit(append, table, [_row(2), _row(3)])
+        waiting = appender.submit(append, table, [_row(3)])
         with pytest.raises(TimeoutError):
             waiting.result(timeout=0.3)
         other.write("\t".join(str(_row(2)[name]) for name in COLUMNS).encode() + b"\n")

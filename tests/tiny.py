@@ -33,8 +33,8 @@ class Network(nn.Sequential):
 
 
 def train(hyp, images, machine):
-    team = machine.share(hyp.workers)
-    precision = machine.compute_in("bf16", half_weights=False)
+    team = machine.assign_workers(hyp.workers)
+    precision = machine.choose_precision("bf16", half_weights=False)
     steps = len(images.train_images) // hyp.workers // hyp.batch_size
     sums = torch.zeros(3, dtype=torch.float64)
 
@@ -46,7 +46,7 @@ def train(hyp, images, machine):
 
     network, (optimizer,) = fresh()
     model = fast.Model(network, [optimizer], fresh)
-    shards = data.upload(images, team, precision, machine.clock)
+    shards = data.upload(images, machine.clock, team, precision)
 
     def step(x: Tensor, y: Tensor) -> None:
         logits = network(x)

@@ -1,10 +1,11 @@
 """The runs of a campaign: which are finished, which this launch takes, and under which conditions they are made.
 
-Launches beside each other share the runs of a campaign without knowing of each other. Each run is claimed before it is
-made: its number is a byte of the file .campaigns/NAME, and a process that makes it has a record lock on this byte. The
-file itself holds the conditions while launches are alive; finished runs have them in their rows.
+Launches beside each other share the runs of a campaign without knowing of each other. A process claims a run before it
+makes it: run N is a record lock on byte N of the file .campaigns/NAME. The text of this file are the conditions of the
+launches that are alive; finished runs have theirs in their rows.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from .. import ConfigError, __version__
 from . import source
 from .data import Images
 from .devices import hardware_name
-from .files import claim, free, wait_for, write_atomically
+from .files import claim, locked_byte, share, write_atomically
 from .images import SYNTHETIC
 from .options import Options, as_pairs
 from .table import (
@@ -38,7 +39,7 @@ from .table import (
     new_name,
     write_timing_log,
 )
-from .team import Team, show
+from .team import Team, show, warn
 
 COMPUTED = ("compile", "no_graph")  # conditions that are known after the set-up
 AGREED = tuple(name for name in (*CONDITIONS, *PLACE, "seed") if name not in COMPUTED)
@@ -110,7 +111,6 @@ class Campaign:
         self.rows: dict[int, Row] = {}  # the finished ones, by run
         self.path = out / ".campaigns" / name
         self.common: dict[str, str] = {"campaign": name}
-        self.read_rows()
         try:
             self.table.append()
             self.path.parent.mkdir(exist_ok=True)
@@ -120,7 +120,8 @@ class Campaign:
             raise ConfigError(f"{out.absolute()} cannot be written ({error}): choose another --out") from error
         if claim(self.file, LAUNCHES, self.path):  # no other launch is alive: what one left here is of no use
             os.ftruncate(self.file, 0)
-        claim(self.file, LAUNCHES, self.path, shared=True)
+        share(self.file, LAUNCHES)
+        self.read_rows()
 
     def __enter__(self) -> "Campaign":
         return self
@@ -137,17 +138,21 @@ class Campaign:
     # ---- Conditions
 
     def agree(self, values: Mapping[str, str]) -> Row:
-        """Return the conditions of all launches that are alive and of the finished runs, with these if they are new."""
-        wait_for(self.file, WRITER)
-        text = os.pread(self.file, 1 << 20, 0)
-        finished = [as_of_run_0(row) for row in self.rows.values()][:1]
-        known = json.loads(text) if text else dict(*finished)
-        agreed = {"campaign": self.name, "run": "0", **values, **known}
-        written = json.dumps(agreed).encode()
-        os.ftruncate(self.file, 0)
-        os.pwrite(self.file, written, 0)
-        free(self.file, WRITER)
+        """Add conditions that the campaign does not have yet. Return all that it has."""
+        with locked_byte(self.file, WRITER):
+            agreed = {"campaign": self.name, "run": "0", **values, **self.known_conditions()}
+            text = json.dumps(agreed).encode()
+            os.pwrite(self.file, text, 0)
+            os.ftruncate(self.file, len(text))
         return agreed
+
+    def known_conditions(self) -> Row:
+        """Return the conditions of launches that are alive, else of a finished run; none if there is neither."""
+        with contextlib.suppress(ValueError):  # nothing, or half a text of a launch that was killed
+            return json.loads(os.pread(self.file, 1 << 20, 0))
+        for row in self.rows.values():
+            return as_of_run_0(row)
+        return {}
 
     def begin(self, common: Mapping[str, str], program: ModuleType) -> None:
         """Agree on the conditions. Raise ConfigError if those of the campaign are others."""
@@ -193,6 +198,12 @@ class Campaign:
         self.epochs.append({**self.common, "run": run, **epoch})
 
     def add_run(self, run: int, row: Mapping[str, object]) -> None:
+        """Append a finished run. Where locks have no effect, another launch may have made it, too: then warn."""
+        with contextlib.suppress(ConfigError):  # of a table that someone edited: first this row must be written
+            self.read_rows()
+        if run in self.rows:
+            warn(f"another launch has made run {run}, too: use an --out of its own, since locks have no effect here")
+            return
         self.rows[run] = {name: str(value) for name, value in {**self.common, **row}.items()}
         self.table.append(self.rows[run])
 

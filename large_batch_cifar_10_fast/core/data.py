@@ -34,7 +34,7 @@ class Shards(NamedTuple):
     test_labels: Tensor
 
 
-def upload(images: Images, team: Team, precision: Precision, clock: Clock) -> Shards:
+def upload(images: Images, clock: Clock, team: Team, precision: Precision) -> Shards:
     """Copy this process's images to its device, and normalize them. Both are parts of the training time."""
     share = slice(team.rank, None, team.world_size)
     normalization = images.normalization  # not timed: other images than CIFAR-10's compute it from all pixels

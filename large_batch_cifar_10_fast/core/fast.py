@@ -220,12 +220,12 @@ CACHE_WARNING = replace_cache_folder()  # on import: without its folder torch en
 def compile_training(
     forward: Function,
     network: nn.Module,
-    kinds: Iterable[tuple],
+    examples: Iterable[tuple],
     set_stage: Callable[..., None],
     precision: Precision,
     team: Team,
 ) -> Function:
-    """Return `forward` compiled for each (images, *stage) of `kinds`; with a warning as it is, if that fails.
+    """Return `forward` compiled for each (images, *stage) of `examples`; with a warning as it is, if that fails.
 
     `forward(images, labels)` returns a NamedTuple of tensors, and lists of tensors, with the `loss` to differentiate.
     All that each graph computes is compared with the uncompiled results, because a compiler can be wrong without an
@@ -233,7 +233,7 @@ def compile_training(
     """
 
     def check(compiled: Callable) -> None:
-        for images, *stage in kinds:
+        for images, *stage in examples:
             set_stage(*stage)
             with torch.no_grad(), precision.autocast():
                 predicted = network(images).argmax(1)
@@ -265,21 +265,21 @@ def results_of_pass(network: nn.Module, forward: Callable, batch: Sequence[Tenso
 def compile_evaluation(
     network: nn.Module,
     test_images: Sequence[Tensor],
-    kinds: Iterable[tuple],
+    examples: Iterable[tuple],
     set_stage: Callable[..., None],
     precision: Precision,
     team: Team,
 ) -> Callable[[Tensor], Tensor]:
     """Return `predict` of a network, compiled for test images like these.
 
-    It is checked for the stage of each of `kinds`: each set of frozen parameters has a graph of its own (torch 2.12).
+    It is checked for the stage of each example: each set of frozen parameters has a graph of its own (torch 2.12).
     With a warning it is the uncompiled one, if that fails.
     """
     eager = partial(predict, network)  # float32 comes from the network's last kernel
 
     @torch.no_grad()
     def check(compiled: Callable) -> None:
-        for _, *stage in kinds:
+        for _, *stage in examples:
             set_stage(*stage)
             network.eval()
             for images in (test_images[0], test_images[-1]):  # the last may be smaller
@@ -305,7 +305,7 @@ class Functions(NamedTuple):
 def compile_all(
     plain: Functions,
     model: Model,
-    kinds: Sequence[tuple],
+    examples: Sequence[tuple],
     set_stage: Callable[..., None],
     noise: Any,
     micro_batches: int,
@@ -314,14 +314,14 @@ def compile_all(
 ) -> Functions:
     """Compile what is worth it: on a CPU the forward pass; on a GPU also batches, updates, evaluation.
 
-    `kinds` are (batch, *stage) of each kind of step; `noise` are images, labels and test_images of random numbers.
+    `examples` are (batch, *stage) of each kind of step; `noise` are images, labels and test_images of random numbers.
     Compiled code is compared with uncompiled on them. If it fails, `plain` is returned.
     """
     team.say("compiling, which takes about a minute; a cache makes the next launch faster")
     parts = []
-    for batch, *stage in kinds:
+    for batch, *stage in examples:
         part = batch.chunk(micro_batches, dim=1)[0]
-        images, _ = plain.make_batch(noise.images, noise.labels, part, *stage)
+        images = plain.make_batch(noise.images, noise.labels, part, *stage)[0]
         parts.append((images, *stage))
     forward = compile_training(plain.forward, model.network, parts, set_stage, precision, team)
     if forward is plain.forward:
@@ -332,7 +332,7 @@ def compile_all(
         if hasattr(optimizer, "compile"):  # ours; this makes an update few launches
             optimizer.compile()
     test_images = list(chunks(noise.test_images))
-    predict = compile_evaluation(model.network, test_images, kinds, set_stage, precision, team)
+    predict = compile_evaluation(model.network, test_images, examples, set_stage, precision, team)
     return Functions(torch.compile(plain.make_batch, dynamic=False), forward, predict)
 
 
@@ -423,7 +423,7 @@ class CudaGraphs:
 
 
 def graph(
-    step: Function, kinds: Iterable[tuple], set_stage: Callable[..., None], team: Team, enabled: bool = True
+    step: Function, examples: Iterable[tuple], set_stage: Callable[..., None], team: Team, enabled: bool = True
 ) -> Function | CudaGraphs:
     """Return CUDA graphs of `step(batch, *stage)` for each kind of step; on a CPU or if not `enabled`, `step`.
 
@@ -436,7 +436,7 @@ def graph(
     if not (enabled and on_one_machine()):
         return step
     graphs = CudaGraphs()
-    for number, (batch, *stage) in enumerate(kinds):
+    for number, (batch, *stage) in enumerate(examples):
         set_stage(*stage)
         graphs.warm_up(step, batch, *stage)  # raises the errors that training would raise
         error = ""

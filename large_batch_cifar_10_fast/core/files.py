@@ -27,15 +27,14 @@ def lock(descriptor: int, path: Path) -> None:
         warn_once(f"{path} cannot be locked ({error.strerror}): do not write it from several launches at once")
 
 
-def claim(descriptor: int, byte: int, path: Path, shared: bool = False) -> bool:
-    """Lock a byte of an open file, unless another process has it; return whether this one has it now.
+def claim(descriptor: int, byte: int, path: Path) -> bool:
+    """Lock a byte of an open file, unless another process has a lock on it; return whether this one has it now.
 
     The system frees a record lock when its process ends, however it ends, or closes the file. NFS has them. Where a
     file system has none, warn once and return True.
     """
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB, 1, byte)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
@@ -43,15 +42,20 @@ def claim(descriptor: int, byte: int, path: Path, shared: bool = False) -> bool:
     return True
 
 
-def wait_for(descriptor: int, byte: int) -> None:
-    """Wait for the lock on a byte of an open file, where the file system has locks."""
+@contextlib.contextmanager
+def locked_byte(descriptor: int, byte: int) -> Iterator[None]:
+    """Run the body while no other process does so with this byte, where the file system has locks."""
     with contextlib.suppress(OSError):
         fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, byte)
-
-
-def free(descriptor: int, byte: int) -> None:
+    yield
     with contextlib.suppress(OSError):
         fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, byte)
+
+
+def share(descriptor: int, byte: int) -> None:
+    """Lock a byte of an open file as others may, too, but no `claim`."""
+    with contextlib.suppress(OSError):
+        fcntl.lockf(descriptor, fcntl.LOCK_SH, 1, byte)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,9 @@ class Log:
         self.common = common
         self.campaign = campaign
         self.showed_speed = False
+        self.run = 0
+        self.epochs: list[dict[str, float]] = []
+        self.bar = tqdm(disable=True)
 
     def ready(self, machine: Machine, epochs: int, flop: float, expected: float) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
@@ -72,7 +75,7 @@ class Log:
 
     def begin(self, run: int) -> None:
         self.run = run
-        self.epochs: list[dict[str, float]] = []
+        self.epochs = []
 
     def epoch(self, epoch: Epoch) -> None:
         """Write and show an epoch."""
@@ -153,7 +156,7 @@ class Log:
         if self.campaign.missing:
             others = len(self.campaign.missing)
             print_line(f"# {others} of {self.options.runs} runs are being made by other launches")
-        if rows := self.of_launch():
+        if rows := self.requested_rows():
             print_summary(rows)
 
     # ---- Lines
@@ -180,17 +183,17 @@ class Log:
         if others:
             print_line(f"# environment, not a condition: {others}")
         if self.campaign:
-            finished = f"{len(self.of_launch())} of {self.options.runs} runs finished before"
+            finished = f"{len(self.requested_rows())} of {self.options.runs} runs finished before"
             print_line(f"# campaign {common['campaign']}, {finished}")
 
-    def of_launch(self) -> list[Row]:
+    def requested_rows(self) -> list[Row]:
         """Return the rows of the finished runs that this launch was asked for."""
         rows = self.campaign.rows if self.campaign else {}
         return [rows[run] for run in sorted(rows) if run < self.options.runs]
 
     def warn_of_hours(self, expected: float) -> None:
         """Warn if the missing runs take long, which take about so many seconds each."""
-        missing = self.campaign.missing if self.campaign else []
+        missing = self.campaign.missing if self.campaign and self.team.is_first else []
         if expected > LONG and missing and not self.options.demo:
             hours = expected * len(missing) / 3600
             quicker = "" if self.common["recipe"].startswith("muon") else "--recipe muon takes minutes, "
@@ -205,7 +208,7 @@ class Log:
             print_line(f"# driver {common['driver']}, clocks {common['clocks']}")
         print_line(f"Uploaded data to GPUs {machine.clock.seconds['upload']:.3f}s")
         print_line(f"Compute patch whitening statistics:     {machine.clock.seconds['whitening']:.3f}s")
-        for row in self.of_launch():
+        for row in self.requested_rows():
             self.print_run(row)
 
     def print_run(self, row: Mapping[str, str]) -> None:

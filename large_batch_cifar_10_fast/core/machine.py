@@ -44,58 +44,52 @@ class Machine:
         self.is_compiled = False  # what became of `compile` and `graphs`
         self.has_graphs = False
 
-    def share(self, workers: int) -> Team:
-        """Return the processes, after a program's workers were shared among them. Raise ConfigError."""
-        self.team = self.team.share(workers)
+    def assign_workers(self, workers: int) -> Team:
+        """Assign a program's workers to the processes, and return these. Raise ConfigError."""
+        self.team = self.team.with_workers(workers)
         return self.team
 
-    def compute_in(self, half: str, half_weights: bool) -> fast.Precision:
+    def choose_precision(self, half: str, half_weights: bool) -> fast.Precision:
         """Return the precision; if none was asked for, `half` on a GPU and fp32 on a CPU."""
         name = self.precision or (fast.precision_on_gpu("", half, self.team) if self.team.on_gpu else "fp32")
         return fast.Precision(name, self.team.device, half_weights)
 
-    def prepare(
+    def set_up(
         self,
         images: data.Images,
         model: fast.Model,
         precision: fast.Precision,
         forward: Callable,
         make_batch: Callable,
-        kinds: Sequence[tuple],
+        examples: Sequence[tuple],
+        load: Callable[[data.Images, Clock], data.Shards],
         train_step: Callable[..., None],
         evaluate: Callable[..., Any],
-        whiten: Callable[[Tensor], None] | None = None,
         set_stage: Callable[..., None] = lambda *stage: None,
         graphs: bool = True,
     ) -> tuple[Callable[..., None], Callable[..., Any]]:
-        """Return `step(batch, *stage)` and `score(...)`, ready to be timed: compiled, warm, with the images uploaded.
+        """Return `step(batch, *stage)` and `validate(...)`, ready to be timed: compiled, warm, with the images loaded.
 
         They call `train_step(functions, shards, batch, *stage)` and `evaluate(functions, shards, ...)`. `functions` are
-        `make_batch`, `forward` and the network's logits, compiled or not; `shards` are the images on the device.
-        `kinds` has a (batch, *stage) for each kind of step, and `set_stage(*stage)` prepares the network for it.
+        `make_batch`, `forward` and the network's logits, compiled or not. `shards` are the images on the device, by
+        `load(images, clock)`. `examples` has a (batch, *stage) for each kind of step: each has compiled code and a CUDA
+        graph of its own. `set_stage(*stage)` prepares the network for it.
 
-        Timed (method, section 6): upload and preprocessing, and `whiten(training images)`. Not timed: compiling, and a
-        step of each kind, which chooses kernels, both on noise; the capture of CUDA graphs (unless not `graphs`).
+        Only `load` is timed (method, section 6). Not timed: compiling, and a step of each kind, which chooses kernels,
+        both on noise; the capture of CUDA graphs (unless not `graphs`).
         """
         team = self.team
-
-        def load(images: data.Images, clock: Clock) -> data.Shards:
-            shards = data.upload(images, team, precision, clock)
-            if whiten:
-                with clock.timed("whitening"):
-                    whiten(shards.images)
-            return shards
-
+        self.clock = Clock(team.synchronize)
         functions = fast.Functions(make_batch, forward, partial(fast.predict, model.network))
         noise = load(data.noise_like(images, team), Clock(team.synchronize))
         if self.compile:
             model.restart(0, team)
             plain = functions
-            functions = fast.compile_all(plain, model, kinds, set_stage, noise, self.micro_batches, precision, team)
+            functions = fast.compile_all(plain, model, examples, set_stage, noise, self.micro_batches, precision, team)
             self.is_compiled = functions is not plain
         if self.warm_up:
             model.restart(0, team)
-            for batch, *stage in kinds:
+            for batch, *stage in examples:
                 set_stage(*stage)
                 train_step(functions, noise, batch, *stage)
             evaluate(functions, noise)
@@ -103,7 +97,7 @@ class Machine:
         shards = load(images, self.clock)
         model.restart(0, team)
         # The capture takes trial steps. Each run begins with fresh weights.
-        step = fast.graph(partial(train_step, functions, shards), kinds, set_stage, team, graphs and self.graphs)
+        step = fast.graph(partial(train_step, functions, shards), examples, set_stage, team, graphs and self.graphs)
         self.has_graphs = isinstance(step, fast.CudaGraphs)
         return step, partial(evaluate, functions, shards)
 

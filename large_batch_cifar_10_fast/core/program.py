@@ -72,16 +72,20 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
     if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
         raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
     with join_team(options.device, options.timeout) as processes, contextlib.ExitStack() as opened:
-        team = processes.share(workers_of(hyp))
+        team = processes.with_workers(workers_of(hyp))
         images = load_and_check(options, hyp, team)
-        campaign = None
-        if team.is_main and not options.profile:  # which makes no run
-            name_of_campaign = campaign_named(Path(options.out), options.campaign, options.resume)
-            campaign = opened.enter_context(Campaign(name_of_campaign, Path(options.out), options.runs))
         flop = flop_of(program, hyp, len(images.train_images), images.classes)
-        options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team, campaign)
+        was_asked = options.precision or options.demo
+        options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team)
         common = conditions(options, name, hyp, program, images, team)
         check_processes_agree(options, common, team)
+        campaign = None
+        if team.is_main and not options.profile:  # which makes no run
+            campaign_name = campaign_named(Path(options.out), options.campaign, options.resume)
+            campaign = opened.enter_context(Campaign(campaign_name, Path(options.out), options.runs))
+        if not was_asked:
+            options = in_precision_of(campaign, options, team)
+            common["precision"] = options.precision
         if campaign:
             campaign.begin(common, program)
             common = campaign.common
@@ -116,7 +120,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
                     for_use |= {"size": (32, 32, 3), "options": asdict(hyp)}
                     make_runs(run, first, options.seed, campaign, log, team, for_use)
         log.summary()
-        return log.of_launch()
+        return log.requested_rows()
 
 
 def make_runs(
@@ -332,20 +336,22 @@ def estimate_seconds(flop: float, processes: int, precision: str) -> float:
     return flop / (CORE * cores) / (BF16 if precision == "bf16" else 1)
 
 
-def choose_computation(options: Options, half: str, flop: float, team: Team, campaign: Campaign | None) -> Options:
+def choose_computation(options: Options, half: str, flop: float, team: Team) -> Options:
     """Choose precision and compilation where they were not given. All processes must call this.
-
-    What the campaign's first launch measured holds for all: a busy machine may measure another precision.
 
     The demo is in fp32 and not compiled. Else a GPU compiles, and a CPU if a run takes ten minutes by an estimate.
     """
     asked = options.precision or ("fp32" if options.demo else "")
-    known = campaign.agree({}).get("precision", "") if campaign and not asked else ""
-    wanted = asked or team.gather("known precision", known)[0]
-    precision = precision_on_gpu(wanted, half, team) if team.on_gpu else precision_on_cpu(wanted, team)
-    if not wanted:
-        first = campaign.agree({"precision": precision})["precision"] if campaign else precision
-        precision = team.gather("precision", first)[0]
+    precision = precision_on_gpu(asked, half, team) if team.on_gpu else precision_on_cpu(asked, team)
     is_long = team.on_gpu or estimate_seconds(flop, team.world_size, "fp32") > LONG
     use_compiler = options.compile or (is_long and not options.demo and not options.no_compile)
     return replace(options, precision=cast(Any, precision), compile=use_compiler, no_compile=not use_compiler)
+
+
+def in_precision_of(campaign: Campaign | None, options: Options, team: Team) -> Options:
+    """Return the options with the precision that the campaign's first launch chose: a busy machine measures another.
+
+    All processes must call this.
+    """
+    known = campaign.agree({"precision": options.precision})["precision"] if campaign else options.precision
+    return replace(options, precision=cast(Any, team.gather("precision of the campaign", known)[0]))

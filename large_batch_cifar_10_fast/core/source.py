@@ -14,17 +14,17 @@ from .devices import output_of
 from .files import write_atomically
 from .team import warn
 
-# Modules of core/ that record runs, and decide no result.
+# Modules of core/ that record runs. The digest leaves them out.
 LAB = {"campaign", "files", "log", "options", "profile", "program", "source", "table"}
 
 
 def texts_of(program: ModuleType) -> dict[str, bytes]:
     """Return the texts that decide a program's results, as they were loaded, by name: first its own.
 
-    The others are of the modules of its folder that it imports, and of core/.
+    The others are of the modules of its folder, and of our programs, that it imports; and of core/.
     """
     files = files_of(program)
-    core = [file for file in sorted((PACKAGE / "core").glob("*.py")) if file.stem not in LAB]
+    core = [file for file in sorted((PACKAGE / "core").glob("[a-z_]*.py")) if file.stem not in LAB]
     root = files[0].parent
     return {name_of(file, root): text_of(file) for file in [*files, *core]}
 

@@ -216,7 +216,7 @@ def check_conditions(rows: Iterable[Row], now: Mapping[str, str], names: Sequenc
 
 
 def as_of_run_0(row: Row) -> Row:
-    """Return a row with the seed of its campaign's first run."""
+    """Return a row with run 0 and its seed: what all rows of a campaign have in common."""
     return row | {"seed": str(int(row["seed"]) - int(row["run"])), "run": "0"}
 
 
@@ -246,11 +246,18 @@ class Table:
             lock(file.fileno(), self.path)
             self.check_head(file)
             self.cut_half_line(file)
-            head = "" if file.seek(0, os.SEEK_END) else "\t".join(self.columns) + "\n"
-            file.write((head + "".join(self.waiting)).encode())
-            file.flush()
-            if self.durable:  # without, a power failure may lose the last rows
-                flush_to_disk(file.fileno(), self.path)
+            length = file.seek(0, os.SEEK_END)
+            head = "" if length else "\t".join(self.columns) + "\n"
+            content = (head + "".join(self.waiting)).encode()
+            try:
+                while content:
+                    written = os.write(file.fileno(), content)  # at the end, whoever appended last
+                    content = content[written:]
+                if self.durable:  # without, a power failure may lose the last rows
+                    flush_to_disk(file.fileno(), self.path)
+            except OSError:
+                os.ftruncate(file.fileno(), length)  # so that the next call writes no row twice
+                raise
         self.waiting.clear()
 
     def check_head(self, file: BinaryIO) -> None:

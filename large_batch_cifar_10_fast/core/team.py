@@ -31,7 +31,7 @@ class Team:
     total_workers: int = 1  # of all processes
     store: dist.Store | None = None  # for messages; a single process has none
 
-    def share(self, workers: int) -> "Team":
+    def with_workers(self, workers: int) -> "Team":
         """Return the same processes with so many workers. Raise ConfigError if they cannot be split over them."""
         if workers % self.world_size:
             fitting = [str(count) for count in range(1, workers + 1) if workers % count == 0]
