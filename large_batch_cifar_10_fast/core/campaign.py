@@ -138,12 +138,15 @@ class Campaign:
     # ---- Conditions
 
     def agree(self, values: Mapping[str, str]) -> Row:
-        """Add conditions that the campaign does not have yet. Return all that it has."""
+        """Add conditions that the campaign does not have yet. Return all that it has. Raise ConfigError."""
         with locked_byte(self.file, WRITER):
             agreed = {"campaign": self.name, "run": "0", **values, **self.known_conditions()}
             text = json.dumps(agreed).encode()
-            os.pwrite(self.file, text, 0)
-            os.ftruncate(self.file, len(text))
+            try:
+                os.pwrite(self.file, text, 0)
+                os.ftruncate(self.file, len(text))
+            except OSError as error:  # a full disk
+                raise ConfigError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from error
         return agreed
 
     def known_conditions(self) -> Row:

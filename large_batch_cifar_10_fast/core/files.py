@@ -47,9 +47,11 @@ def locked_byte(descriptor: int, byte: int) -> Iterator[None]:
     """Run the body while no other process does so with this byte, where the file system has locks."""
     with contextlib.suppress(OSError):
         fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, byte)
-    yield
-    with contextlib.suppress(OSError):
-        fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, byte)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, byte)
 
 
 def share(descriptor: int, byte: int) -> None:
