@@ -218,15 +218,13 @@ def flop(hyp: Hyp, train_images: int) -> float:
     return images * hyp.epochs * fast.count_flop(Network(hyp, classes=10))
 
 
-def whiten(network: Network, team: Team, images: Tensor) -> None:
-    """Set the first layer's filters from images [n, 32, 32, 3] of a process's workers. They are not trained.
+def whiten(network: Network, images: Tensor) -> None:
+    """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
 
     Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate: 1.1 points
     at width 16 (docs/why_it_is_fast.md#whitening).
     """
-    of_one_worker = images[:: len(team.workers)]
-    network.whitening.weight.copy_(layers.whitening_filters(of_one_worker[:10_000], size=3, epsilon=0.01))
-    team.broadcast(network.whitening.weight)  # of rank 0, to all
+    network.whitening.weight.copy_(layers.whitening_filters(images[:10_000], size=3, epsilon=0.01))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -321,12 +319,12 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     def load(images: data.Images, clock: Clock) -> data.Shards:
         shards = data.upload(images, clock, team, precision)
         with clock.timed("whitening"):
-            whiten(network, team, shards.images)
+            whiten(network, shards.images[:: len(team.workers)])
+            team.broadcast(network.whitening.weight)  # rank 0 has worker 0
         return shards
 
-    # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.
     def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor) -> None:
-        """Update the weights once, from one batch of every worker."""
+        """Update the weights once, from one batch of every worker. On a GPU a CUDA graph repeats it, not its Python."""
         for number, part in enumerate(batch.chunk(machine.micro_batches, dim=1)):
             result = functions.forward(*functions.make_batch(shards.images, shards.labels, part))
             result.loss.backward()

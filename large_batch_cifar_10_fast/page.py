@@ -212,9 +212,8 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
     network, (optimizer,) = fresh()
     model = fast.Model(network, [optimizer], fresh)
 
-    # On a GPU this is a CUDA graph: Python does not run again, so a counter or another momentum in it stands still.
     def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor) -> None:
-        """Update the weights once."""
+        """Update the weights once. On a GPU a CUDA graph repeats it: its Python code runs once."""
         result = functions.forward(*functions.make_batch(shards.images, shards.labels, batch))
         result.loss.backward()
         layers.update_running_statistics(network, result.statistics)

@@ -89,7 +89,7 @@ def test_whitening_looks_at_the_first_images(program, hyp, count):
     filters = []
     for seen in (count + 50, count, count - 1):
         network = program.Network(hyp, 10)
-        program.whiten(network, ALONE, images[:seen])
+        program.whiten(network, images[:seen])
         filters.append(network.whitening.weight)
     assert torch.equal(filters[0], filters[1])
     assert not torch.equal(filters[1], filters[2])
