@@ -291,7 +291,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     load = partial(data.upload, team=team, precision=precision)
     first_epoch = plan_epoch(hyp, train_images, team, seed=0, epoch=1)
     examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # of steps: the last batch may be short
-    # Timed: load. Not timed: compiling, a step of each kind and an evaluation, all on noise.
+    # Timed (docs/method.md, section 6): load. Not timed: compiling, steps and an evaluation on noise.
     step, validate = machine.set_up(
         images,
         model,

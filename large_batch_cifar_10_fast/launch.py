@@ -68,7 +68,7 @@ def launch(arguments: Sequence[str]) -> int:
     if status:
         again = f"; the same command with --campaign {campaign} continues" if rows else ""
         print(f"{program()}: {how}; {len(rows)} of {options.runs} runs are finished{again}", file=sys.stderr)
-    elif teams > 1:
+    elif teams > 1 and rows:
         log.print_summary(rows)
     return status
 

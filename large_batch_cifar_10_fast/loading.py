@@ -52,10 +52,11 @@ class Finder:
         spec = None
         if first == PACKAGE.name:
             spec = PathFinder.find_spec(name, path)
-        elif self.folder and first not in sys.stdlib_module_names:
+        elif self.folder and first not in sys.stdlib_module_names and (first == name or first in self.helpers):
             spec = PathFinder.find_spec(name, path or [str(self.folder)])
-            if spec and not spec.origin and PathFinder.find_spec(name, path):
-                return None  # a folder without __init__.py, which any other module of its name hides
+            other = None if spec and spec.origin else PathFinder.find_spec(name, path)
+            if other and other.origin:  # which hides a folder without __init__.py
+                return None
             if not spec or (spec.origin and self.folder not in Path(spec.origin).parents):
                 return None
             self.helpers.append(name)
@@ -80,7 +81,7 @@ class Finder:
                 hidden = f"Python's own {first}" if is_standard else f"the {first} of {loaded}"
                 beside = self.folder / f"{first}.py"
                 raise ShadowError(f"{file.name} imports {first}, and {beside} hides {hidden}: rename it")
-            if loaded and first not in self.helpers:  # by `python FILE.py`, which loads FILE for a second time
+            if loaded and first not in self.helpers:
                 forget([each for each in sys.modules if each.partition(".")[0] == first])
 
 
@@ -107,27 +108,41 @@ def forget(names: list[str]) -> None:
         sys.modules.pop(name, None)
 
 
+def forget_folder(folder: Path) -> None:
+    """Forget the modules that `python FILE.py` has loaded from the folder of FILE, which is loaded once more."""
+    for name, module in [*sys.modules.items()]:
+        file = Path(getattr(module, "__file__", None) or "/").resolve()
+        is_helper = folder in file.parents and has_module(folder, name.partition(".")[0])
+        if is_helper and name != "__main__" and PACKAGE not in file.parents:
+            forget([name])
+
+
 def load_file(file: Path) -> ModuleType:
     """Run a program's file, and load what it imports from its folder, also inside functions. Return its module.
 
-    What another program imported from its own folder is forgotten, so that equal names are no equal modules.
+    What another program imported from its own folder is forgotten, so that equal names are no equal modules. The folder
+    is the last of sys.path then, for what is imported later.
     """
     forget(FINDER.helpers)
     FINDER.helpers.clear()
     importlib.invalidate_caches()  # a helper may be a moment old
+    path = os.path.abspath(file)
     name = f"_program_{file.stem}"  # no library has this name
-    loader = Loader(name, os.path.abspath(file))
-    spec = importlib.util.spec_from_file_location(name, os.path.abspath(file), loader=loader)
+    spec = importlib.util.spec_from_file_location(name, path, loader=Loader(name, path))
     assert spec
+    assert spec.loader
     program = importlib.util.module_from_spec(spec)
     sys.modules[name] = program
-    FINDER.folder = file.resolve().parent
+    around = FINDER.folder  # of a program that loads another
+    FINDER.folder = Path(os.path.realpath(file) if file.is_symlink() else path).parent
+    if str(FINDER.folder) not in sys.path:
+        sys.path.append(str(FINDER.folder))
     try:
-        loader.exec_module(program)
+        spec.loader.exec_module(program)
         load_inner_imports(program)
         program.__dict__["__files__"] = own_files(program)
     finally:
-        FINDER.folder = None
+        FINDER.folder = around
     return program
 
 
@@ -137,7 +152,8 @@ def load_inner_imports(program: ModuleType) -> None:
     tried: set[str] = set()
     new = {""}
     while new:
-        names = {name for file in own_files(program) for name in imported_names(file, TEXTS[file], FINDER.folder)}
+        files = own_files(program).values()
+        names = {name for file in files for name in imported_names(file, TEXTS[file], FINDER.folder)}
         new = {name for name in names - tried if name not in sys.modules and has_module(FINDER.folder, name)}
         tried |= new
         for name in sorted(new):
@@ -145,25 +161,32 @@ def load_inner_imports(program: ModuleType) -> None:
                 importlib.import_module(name)
 
 
-def files_of(program: ModuleType) -> list[Path]:
-    """Return a program's file; those of the modules of its folder and of our programs that it imports."""
-    return program.__dict__.get("__files__", [place_of(str(program.__file__))])
+def files_of(program: ModuleType) -> dict[str, Path]:
+    """Return a program's file; those of the modules of its folder and of our programs that it imports. By name."""
+    file = place_of(str(program.__file__))
+    return program.__dict__.get("__files__", {name_of_ours(file): file})
 
 
-def own_files(program: ModuleType) -> list[Path]:
+def own_files(program: ModuleType) -> dict[str, Path]:
     """Return what `files_of` does, of the program that is being loaded."""
     assert FINDER.folder
-    files = [place_of(str(program.__file__))]
+    own = place_of(str(program.__file__))
+    files = {own.name: own}
     for name in FINDER.helpers:
         path = getattr(sys.modules.get(name), "__file__", None)
         if path and place_of(path) in TEXTS:
-            files.append(place_of(path))
-    for file in [*files]:
+            files[str(place_of(path).relative_to(FINDER.folder))] = place_of(path)
+    for file in [*files.values()]:
         for name in imported_names(file, TEXTS[file], FINDER.folder):
             ours = PACKAGE.parent / f"{name.replace('.', '/')}.py"
             if ours.parent == PACKAGE and ours in TEXTS:
-                files.append(ours)
-    return list(dict.fromkeys(files))
+                files[name_of_ours(ours)] = ours
+    return files
+
+
+def name_of_ours(file: Path) -> str:
+    """Return the name of a file of this package, wherever that is."""
+    return str(file.relative_to(PACKAGE.parent)) if PACKAGE in file.parents else file.name
 
 
 def imported_names(file: Path, text: bytes, folder: Path) -> set[str]:

@@ -392,7 +392,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     forward = partial(forward_pass, hyp, network, precision)
     batch = plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=1)[0]
     examples = [(batch, stage) for stage in dict.fromkeys(stages)]  # of each kind of step
-    # Timed (section 6): load. Not timed: compiling, a step of each kind and an evaluation, all on noise; CUDA graphs.
+    # Timed (docs/method.md, section 6): load. Not timed: compiling, steps and an evaluation on noise; CUDA graphs.
     step, validate = machine.set_up(
         images,
         model,

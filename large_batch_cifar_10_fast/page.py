@@ -232,7 +232,7 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
     load = partial(data.upload, team=team, precision=precision)
     first_epoch = plan_epoch(hyp, train_images, team.device, seed=0, epoch=1)
     examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # of steps: the last batch may be short
-    # Timed: load. Not timed: compiling, a step of each kind and an evaluation, all on noise; CUDA graphs.
+    # Timed (docs/method.md, section 6): load. Not timed: compiling, steps and an evaluation on noise; CUDA graphs.
     step, validate = machine.set_up(images, model, precision, forward, make_batch, examples, load, train_step, evaluate)
 
     def run(seed: int) -> Iterator[Epoch]:

@@ -29,7 +29,7 @@ def test_image_i_belongs_to_worker_i_mod_8_whatever_process_has_it(processes):
     seen = {}
     for rank in range(processes):
         team = Team(rank, processes, CPU, 8)
-        shards = data.upload(Images("", images, numbers % 10, images, numbers % 10), team, DOUBLE, Clock(lambda: None))
+        shards = data.upload(Images("", images, numbers % 10, images, numbers % 10), Clock(lambda: None), team, DOUBLE)
         mean, std = Images("", images, numbers % 10, images, numbers % 10).normalization
         found = (shards.images[:, 0, 0] * torch.tensor(std) + torch.tensor(mean)).round().long()
         assert data.count_own(643, team) == len(found)

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pandas as pd
 import pytest
-from conftest import TINY, run_here
+from conftest import TINY, launch, run_here
 from forked import FORKS
 
 from large_batch_cifar_10_fast import ConfigError
@@ -69,6 +69,17 @@ def test_a_run_that_another_launch_makes_is_left_to_it_and_free_when_it_is_kille
     run_here(*small, "--runs", 4)
     assert runs(tmp_path) == [2, 3, 0, 1]
     assert (tmp_path / "timing_log.tsv").exists()
+
+
+def test_teams_end_well_if_other_launches_make_all_runs_and_weights_are_missed_aloud(small, tmp_path, capsys):
+    others = [Launch(tmp_path), Launch(tmp_path)]
+    result = launch(*small, "--runs", 2, "--teams", 2, cwd=tmp_path, OMP_NUM_THREADS=1)
+    assert (result.returncode, result.stderr) == (0, "")
+    for other in others:
+        other.kill()
+    run_here(*small)
+    run_here(*small, "--save", tmp_path / "w.pt")
+    assert "run 0 is finished, and its weights are not made again" in capsys.readouterr().err
 
 
 def test_a_run_that_was_finished_while_it_was_claimed_is_not_made_again(small, tmp_path):

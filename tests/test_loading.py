@@ -185,6 +185,12 @@ def test_a_program_may_have_any_encoding_and_line_ends_that_python_reads(encoded
     assert re.search(r"--dropout FLOAT +part of the features", capsys.readouterr().out), "its comment"
 
 
+def test_a_program_of_an_earlier_edition_is_one_line_that_says_what_changed(tmp_path):
+    mine = tiny_program(tmp_path, **{"def train(hyp, images, machine):": "def train(hyp, options, images, team, log):"})
+    with pytest.raises(ConfigError, match=r"has a train of 5 parameters, and it is train\(hyp, images, machine\)"):
+        load_program(str(mine))
+
+
 def test_a_program_that_calls_main_when_it_is_loaded_is_one_line(tiny_npz, tmp_path):
     mine = tiny_program(tmp_path, **{'if __name__ == "__main__":\n    main()': "main()"})
     result = python(mine, *words(tiny_npz, tmp_path), cwd=tmp_path)
@@ -197,6 +203,7 @@ FIELDS = {  # of a Hyp: a line of it, an option, and the value that this gives
     "rate: Literal[0.1, 0.2] = 0.1": ("--rate 2e-1", 0.2),
     "few: int | None = 3": ("--few None", None),
     "some: Optional[float] = None": ("--some 0.5", 0.5),
+    "both: None | int = 3": ("--both 4", 4),
     "kind: Literal['a', 'b'] | None = None": ("--kind b", "b"),
     "names: tuple[str, ...] = ('a', 'b')": ("--names v1.0,x", ("v1.0", "x")),
     "sizes: tuple[float, ...] | None = None": ("--sizes 1,0.5", (1.0, 0.5)),
@@ -235,6 +242,7 @@ def test_fields_of_these_kinds_are_options_and_are_read_again_from_tables_and_we
         ("widths: dict = None", "Hyp.widths is of type dict, which"),
         ("kind: Kind = Kind.A", "Hyp.kind is of type Kind, which"),
         ("kind: Literal[True, 'a'] = 'a'", "Hyp.kind is of type .*Literal"),
+        ("sizes: tuple[int, ...] = ()", "Hyp.sizes is empty, which no option can be"),
         ("kind: int | str = 1", r"Hyp.kind is of type int \| str, which"),
         ("order: 'OrderedDict' = None", "a type in Hyp is unknown .*OrderedDict.*: import it"),
         ("order: int = field(default_factory=int)", "Hyp.order has no default"),
@@ -289,6 +297,52 @@ def test_what_is_imported_inside_functions_and_from_our_programs_is_of_the_diges
     ours = [f"large_batch_cifar_10_fast/{name}.py" for name in ("muon", "page")]
     assert {"mine.py", "lib/__init__.py", "lib/ema.py", "lib/deep.py", *ours} <= {*texts}
     assert "broken.py" not in texts
+
+
+def test_a_virtual_environment_in_the_folder_is_no_part_of_the_program(tmp_path, monkeypatch):
+    """As our own .venv in a checkout."""
+    installed = tmp_path / ".venv" / "lib" / "site-packages"
+    (installed / "thing").mkdir(parents=True)
+    (installed / "thing" / "__init__.py").write_text("")
+    (installed / "thing" / "sub.py").write_text("class C:\n    pass\n")
+    monkeypatch.syspath_prepend(installed)
+    mine = tiny_program(tmp_path, begin="import thing.sub\n")
+    first = load_program(str(mine))
+    assert [name for name in source.texts_of(first) if "thing" in name] == []
+    assert load_program(str(mine)).thing.sub.C is first.thing.sub.C
+
+
+def test_imports_by_name_are_found_also_later_and_are_loaded_anew(tiny_npz, tmp_path):
+    """At the program's top they belong to its digest, also of `python FILE.py`."""
+    begin = "import importlib\nhelp = importlib.import_module('hel' + 'per')\n"
+    begin += "def later():\n    return importlib.import_module('la' + 'te')\n"
+    run = {"    def run(seed):": "    assert later().x == 2\n\n    def run(seed):"}
+    mine = tiny_program(tmp_path, begin=begin, **run)
+    (tmp_path / "helper.py").write_text("x = 1\n")
+    (tmp_path / "late.py").write_text("x = 2\n")
+    result = python(mine, *words(tiny_npz, tmp_path), cwd=tmp_path, OMP_NUM_THREADS=1)
+    assert (result.returncode, result.stderr) == (0, "")
+    run_here("--recipe", mine, *words(tiny_npz, tmp_path, "--campaign", "other"))
+    assert rows(tmp_path)["code"].nunique() == 1
+    assert "helper.py" in source.texts_of(load_program(str(mine)))
+
+
+@pytest.mark.parametrize("started", ["by a link to its folder", "in our folder"])
+def test_a_program_may_lie_behind_a_link_or_among_ours(started, tiny_npz, tmp_path):
+    if started == "in our folder":
+        package = tmp_path / "copy" / "large_batch_cifar_10_fast"
+        package.parent.mkdir()
+        subprocess.run(["cp", "-r", REPO / "large_batch_cifar_10_fast", package], check=True)
+        tiny_program(package)
+        command = ["-m", "large_batch_cifar_10_fast.mine"]
+        result = python(*command, *words(tiny_npz, tmp_path), cwd=tmp_path, PYTHONPATH=package.parent)
+    else:
+        tiny_program(tmp_path / "real", begin="import helper\n")
+        (tmp_path / "real" / "helper.py").write_text("x = 1\n")
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        result = python(tmp_path / "link" / "mine.py", *words(tiny_npz, tmp_path), cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert rows(tmp_path)["recipe"].tolist() == ["mine"]
 
 
 def test_a_link_to_a_program_and_to_its_helper_are_as_the_files(tmp_path):

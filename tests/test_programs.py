@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -92,7 +93,15 @@ def test_a_notebook_trains_without_a_campaign_to_the_same_bits(name, tiny_npz, t
     monkeypatch.chdir(tmp_path)
     recipe = core_program.load_program(name)
     _, _, hyp = read_command(recipe, [*map(str, SMALL[name])])
+    with pytest.raises(ConfigError, match="precision 'half' is none of fp16, bf16, tf32, fp32, fp64"):
+        recipe.train(hyp, api.load_images(str(tiny_npz)), api.Machine(precision="half"))
     run = recipe.train(hyp, api.load_images(str(tiny_npz)), api.Machine())
+    monkeypatch.setattr(data, "predict_all", Mock(side_effect=[KeyboardInterrupt]))
+    interrupted = run(seed=3)
+    with pytest.raises(KeyboardInterrupt):  # a cell of a notebook that is interrupted
+        next(interrupted)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     assert len(list(run(seed=4))) == hyp.epochs
     for epoch in run(seed=3):
         assert re.match(r"Epoch\(number=\d, seconds=[\d.]+, train=Score\(correct=\d+, images=\d+, loss=", str(epoch))

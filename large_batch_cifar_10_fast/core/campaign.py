@@ -1,8 +1,8 @@
 """The runs of a campaign: which are finished, which this launch takes, and under which conditions they are made.
 
 Launches beside each other share the runs of a campaign without knowing of each other. A process claims a run before it
-makes it: run N is a record lock on byte N of the file .campaigns/NAME. The text of this file are the conditions of the
-launches that are alive; finished runs have theirs in their rows.
+makes it: run N is a record lock on byte N of the file .campaigns/NAME.json. Its text has the conditions of the launches
+that are alive; finished runs have theirs in their rows.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from .team import Team, show, warn
 
 COMPUTED = ("compile", "no_graph")  # conditions that are known after the set-up
 AGREED = tuple(name for name in (*CONDITIONS, *PLACE, "seed") if name not in COMPUTED)
-# Bytes of .campaigns/NAME, behind those of all runs: of who writes the conditions, and of all launches.
+# Bytes of .campaigns/NAME.json, behind those of all runs: of who writes the conditions, and of all launches.
 WRITER = 1 << 40
 LAUNCHES = WRITER + 1
 
@@ -109,7 +109,7 @@ class Campaign:
         self.epochs = Table(out / "epochs.tsv", EPOCHS, durable=False)
         self.reader = Reader(self.table.path)
         self.rows: dict[int, Row] = {}  # the finished ones, by run
-        self.path = out / ".campaigns" / name
+        self.path = out / ".campaigns" / f"{name}.json"
         self.common: dict[str, str] = {"campaign": name}
         try:
             self.table.append()
@@ -168,7 +168,7 @@ class Campaign:
     def computed_with(self, compile: bool, no_graph: bool) -> None:
         """Note how steps are computed. Raise ConfigError if the campaign's are computed otherwise."""
         self.common |= {"compile": str(compile), "no_graph": str(no_graph)}
-        agreed = self.agree({name: self.common[name] for name in COMPUTED})
+        agreed = self.agree({name: self.common[name] for name in (*AGREED, *COMPUTED)})
         check_conditions([agreed, *self.rows.values()], self.common, COMPUTED)
 
     def check_code(self, known: Iterable[Row], program: ModuleType) -> None:

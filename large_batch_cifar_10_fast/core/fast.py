@@ -460,9 +460,11 @@ def evaluating(network: nn.Module, precision: Precision, team: Team) -> Iterator
     """Run the body in evaluation mode, with rank 0's statistics, which are worker 0's."""
     network.eval()
     team.broadcast(*network.buffers())
-    with out_of_memory_hint("evaluation"), torch.no_grad(), precision.autocast():
-        yield
-    network.train()
+    try:
+        with out_of_memory_hint("evaluation"), torch.no_grad(), precision.autocast():
+            yield
+    finally:
+        network.train()
 
 
 AT_ONCE = 1000  # images evaluated at once on a CPU; on a GPU as many for each 4 GiB. Each takes up to 1.6 MiB in fp32

@@ -42,6 +42,7 @@ class Log:
         self.run = 0
         self.epochs: list[dict[str, float]] = []
         self.bar = tqdm(disable=True)
+        self.finished_before = {*campaign.rows} if campaign else set()
 
     def ready(self, machine: Machine, epochs: int, flop: float, expected: float) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
@@ -63,7 +64,7 @@ class Log:
         how: dict[str, Any] = {"unit": "epochs", "smoothing": 0, "miniters": 0, "file": sys.stderr}
         how["bar_format"] = "{desc}{percentage:3.0f}%|{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]"
         how["disable"] = None if self.team.is_first and self.campaign else True  # None: disabled without a terminal
-        done = len(self.campaign.rows) if self.campaign else 0
+        done = len(self.requested_rows())
         self.bar = tqdm(total=epochs * self.options.runs, initial=epochs * done, **how)
 
     def watch(self, steps: Sequence[T]) -> Iterator[T]:
@@ -156,6 +157,11 @@ class Log:
         if self.campaign.missing:
             others = len(self.campaign.missing)
             print_line(f"# {others} of {self.options.runs} runs are being made by other launches")
+        last = self.options.runs - 1
+        row = self.campaign.rows.get(last)
+        by_another = row and row["launch"] != self.common["launch"] and last not in self.finished_before
+        if self.options.save and by_another:
+            warn(f"--save {self.options.save}: another launch made run {last}, and has its weights")
         if rows := self.requested_rows():
             print_summary(rows)
 

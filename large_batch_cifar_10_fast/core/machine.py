@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import ConfigError
 from . import data, fast
 from .clock import Clock
-from .devices import take_device
+from .devices import DTYPES, take_device
 from .team import Team
 
 
@@ -50,7 +51,9 @@ class Machine:
         return self.team
 
     def choose_precision(self, half: str, half_weights: bool) -> fast.Precision:
-        """Return the precision; if none was asked for, `half` on a GPU and fp32 on a CPU."""
+        """Return the precision; if none was asked for, `half` on a GPU and fp32 on a CPU. Raise ConfigError."""
+        if self.precision not in ("", *DTYPES):
+            raise ConfigError(f"precision {self.precision!r} is none of {', '.join(DTYPES)}")
         name = self.precision or (fast.precision_on_gpu("", half, self.team) if self.team.on_gpu else "fp32")
         return fast.Precision(name, self.team.device, half_weights)
 

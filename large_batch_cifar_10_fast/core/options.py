@@ -131,6 +131,8 @@ def check_fields(name: str, hyp: Any) -> None:
             raise ConfigError(f"recipe {name}: Hyp.{field.name} is an option of all programs: give it another name")
         if field.default is MISSING:
             raise ConfigError(f"recipe {name}: Hyp.{field.name} has no default: write {field.name}: TYPE = VALUE")
+        if field.default == ():
+            raise ConfigError(f"recipe {name}: Hyp.{field.name} is empty, which no option can be: use X | None = None")
         if field.default is True:
             raise ConfigError(f"recipe {name}: Hyp.{field.name} could not be switched off: use no_{field.name} = False")
         if kind is not bool and not reader_of(field.name, kind):
@@ -156,7 +158,7 @@ def add_options(group: Any, owner: Any) -> None:
         if field.default != "":
             text += f" (default {text_of(field.default)})"
         reader: Any = reader_of(field.name, kind)
-        choices = [word for word in get_args(kind) if word != ""] if get_origin(kind) is Literal else None
+        choices = choices_of(kind)
         metavar = None if choices else reader.__name__.upper()
         group.add_argument(f"--{field.name}", type=reader, choices=choices, help=text, metavar=metavar)
 
@@ -180,10 +182,27 @@ def reader_of(name: str, kind: Any) -> Callable[[str], Any] | None:
         return partial_named("choice", read_choice, parts)
     if get_origin(kind) is tuple and len(parts) == 2 and parts[1] is ... and parts[0] in simple:
         return partial_named("words" if parts[0] is str else "numbers", read_list, name, parts[0])
-    if get_origin(kind) in (Union, UnionType) and len(parts) == 2 and parts[1] is NoneType:
-        reader = reader_of(name, parts[0])
+    if is_optional(kind):
+        reader = reader_of(name, without_none(kind))
         return partial_named(reader.__name__, read_or_none, reader) if reader else None
     return None
+
+
+def is_optional(kind: Any) -> bool:
+    """Return whether a type is X | None."""
+    return get_origin(kind) in (Union, UnionType) and len(get_args(kind)) == 2 and NoneType in get_args(kind)
+
+
+def without_none(kind: Any) -> Any:
+    return next(part for part in get_args(kind) if part is not NoneType)
+
+
+def choices_of(kind: Any) -> list | None:
+    """Return the values that an option of this type has; None if they are not a few that the type lists."""
+    if is_optional(kind):
+        choices = choices_of(without_none(kind))
+        return [*choices, None] if choices else None
+    return [word for word in get_args(kind) if word != ""] if get_origin(kind) is Literal else None
 
 
 def partial_named(name: str, function: Callable, *arguments: Any) -> Callable[[str], Any]:

@@ -14,6 +14,7 @@ A program is a Python file with
 
 import contextlib
 import importlib
+import inspect
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from urllib.parse import unquote
 import torch
 
 from .. import PACKAGE, RENDEZVOUS, ConfigError, first_line
-from ..loading import FINDER, load_file
+from ..loading import FINDER, forget_folder, load_file
 from . import source
 from .campaign import Campaign, check_processes_agree, conditions
 from .devices import out_of_memory_hint
@@ -56,12 +57,13 @@ BF16 = 4  # times as fast, compiled: 2.6 to 6.0 as measured on two AMD EPYC and 
 
 def main() -> None:
     """Run the program that is this process's main file. It is loaded anew: what runs is the text that is recorded."""
+    if FINDER.folder:
+        raise ConfigError("the program calls main() when it is loaded: put it under `if __name__ == '__main__':`")
     with exit_process():
-        if FINDER.folder:
-            raise ConfigError("the program calls main() when it is loaded: put it under `if __name__ == '__main__':`")
         file = Path(str(sys.modules["__main__"].__file__))
-        recipe = file.stem if file.resolve().parent == PACKAGE else str(file)
-        run_program(load_program(recipe), sys.argv[1:])
+        is_ours = file.resolve().parent == PACKAGE and file.stem in PROGRAMS
+        forget_folder(file.resolve().parent)
+        run_program(load_program(file.stem if is_ours else str(file)), sys.argv[1:])
 
 
 def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
@@ -94,6 +96,8 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             log.print_head(images)
         expected = 0.0 if team.on_gpu else estimate_seconds(flop, team.world_size, options.precision)
         log.warn_of_hours(expected)
+        if campaign:
+            warn_of_weights(options, campaign)
         first = 0 if options.profile else next_run(campaign, team, "first")
         if first is not None:
             watch = partial(profiled, options.profile, Path(options.out) / "trace.json", team)
@@ -107,7 +111,6 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
                 watch if options.profile else log.watch,
             )
             if campaign:
-                warn_of_weights(options, campaign)
                 with warned("the program's source"):
                     source.store(program, campaign.out, common["code"])
             with out_of_memory_hint("training"):
@@ -216,6 +219,10 @@ def check_program(program: ModuleType) -> None:
         raise ConfigError(f"{file} has no {' and no '.join(missing)}: copy one of our programs and edit it")
     if program.train.__module__ != program.__name__:
         raise ConfigError(f"{file} takes `train` from another program, whose Network and loss that uses: copy it here")
+    expected = len(inspect.signature(program.train).parameters)
+    if expected != 3:
+        now = "it is train(hyp, images, machine) and returns run(seed) since the fifth edition"
+        raise ConfigError(f"{file} has a train of {expected} parameters, and {now}: copy one of our programs")
     for recipe, hyp in sets_of(program).items():
         check_fields(recipe, hyp)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from .. import PACKAGE
-from ..loading import TEXTS, decode, files_of
+from ..loading import TEXTS, decode, files_of, name_of_ours
 from .devices import output_of
 from .files import write_atomically
 from .team import warn
@@ -23,20 +23,9 @@ def texts_of(program: ModuleType) -> dict[str, bytes]:
 
     The others are of the modules of its folder, and of our programs, that it imports; and of core/.
     """
-    files = files_of(program)
     core = [file for file in sorted((PACKAGE / "core").glob("[a-z_]*.py")) if file.stem not in LAB]
-    root = files[0].parent
-    return {name_of(file, root): text_of(file) for file in [*files, *core]}
-
-
-def text_of(file: Path) -> bytes:
-    """Return the text of a file as it was loaded; of one that was not, as it is."""
-    return TEXTS[file] if file in TEXTS else file.read_bytes()
-
-
-def name_of(file: Path, root: Path) -> str:
-    """Return the name of a file of a program in `root`, which is the same wherever that is."""
-    return str(file.relative_to(PACKAGE.parent if PACKAGE in file.parents else root))
+    files = files_of(program) | {name_of_ours(file): file for file in core}
+    return {name: TEXTS[file] if file in TEXTS else file.read_bytes() for name, file in files.items()}
 
 
 def digest(program: ModuleType) -> str:
@@ -98,11 +87,8 @@ def store(program: ModuleType, folder: Path, code: str) -> None:
     """
     texts = texts_of(program)
     own = next(iter(texts))
-    root = Path(str(program.__file__)).resolve().parent
-    for file, text in TEXTS.items():
-        is_ours = PACKAGE in file.parents
-        name = name_of(file, root) if is_ours or root in file.parents else ""
-        if name in texts and not (file.exists() and file.read_bytes() == text):
+    for name, file in (files_of(program) | {name_of_ours(file): file for file in TEXTS}).items():
+        if name in texts and not (file.exists() and file.read_bytes() == texts[name]):
             warn(f"{name} was changed after it was loaded: the text that was loaded runs, and is stored")
     path = folder / f"source-{code}.py"
     if not path.exists():
