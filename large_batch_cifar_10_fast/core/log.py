@@ -89,20 +89,22 @@ class Log:
             "validation_accuracy": epoch.validation.accuracy,
         }
         self.epochs.append(row)
-        loss = f"{epoch.validation.loss:.3f}"
-        self.bar.set_postfix(loss=loss, accuracy=f"{epoch.validation.accuracy:.4f}", refresh=False)
+        rate = epoch.train.images / self.machine.clock.laps["training"][-1]
+        shown = {"images/s": f"{rate:.0f}", "loss": f"{epoch.validation.loss:.3f}"}
+        self.bar.n = round(self.bar.n)  # its steps do not add up to 1 exactly
+        self.bar.set_postfix(**shown, accuracy=f"{epoch.validation.accuracy:.4f}", refresh=False)
         if self.campaign:
             with warned("epochs.tsv"):
                 self.campaign.add_epoch(self.run, row)
-            self.show_epoch(epoch)
+            self.show_epoch(epoch, rate)
 
-    def show_epoch(self, epoch: Epoch) -> None:
+    def show_epoch(self, epoch: Epoch, rate: float) -> None:
         """Without a terminal, show an epoch that took ten seconds as a line. Warn if steps are far too slow."""
         laps = self.machine.clock.laps
         seconds = laps["training"][-1]
         if self.bar.disable and seconds + laps["validation"][-1] >= LONG_EPOCH:
             text = f"run {self.run}, epoch {epoch.number} of {self.run_epochs}: loss {epoch.validation.loss:.3f}, "
-            text += f"accuracy {epoch.validation.accuracy:.4f}, {epoch.train.images / seconds:.0f} images/s, "
+            text += f"accuracy {epoch.validation.accuracy:.4f}, {rate:.0f} images/s, "
             show(f"{text}{epoch.seconds:.0f} s of training so far")
         if LONG_EPOCH < 5 * self.expected / self.run_epochs < seconds:
             warn_once(
