@@ -1,6 +1,6 @@
-"""Keep the text of what is loaded: of this package, of a program, and of what a program imports from its folder.
+"""Keep the text of each module as it is loaded: of this package, a program, and the modules of a program's folder.
 
-A file may be edited while a program runs: what ran is the text that was read when it was loaded.
+A file may be edited while a program runs. The text that ran is the text that was read when it was loaded.
 """
 
 import ast
@@ -10,6 +10,7 @@ import importlib.util
 import linecache
 import os
 import sys
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -40,8 +41,10 @@ class Loader(SourceFileLoader):
 
 
 class Finder:
-    """The first to be asked for a module. It finds those of this package, and those in a program's folder while the
-    program is loaded: as for `python FILE.py`, this folder comes before all others."""
+    """Python asks this finder first. It finds the modules of this package.
+
+    While a program is loaded, it also finds those of its folder: as for `python FILE.py`, this folder comes first.
+    """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -65,9 +68,9 @@ class Finder:
         return spec
 
     def check_imports(self, file: Path, text: bytes) -> None:
-        """Let what a file imports from the folder be found there.
+        """Make the folder's modules that a file imports load from the folder.
 
-        Forget modules that were loaded before. Raise ShadowError for one whose name another module in use has.
+        Forget those that were loaded before. Raise ShadowError for one whose name another module in use has.
         """
         assert self.folder
         for name in imported_names(file, text, self.folder):
@@ -118,10 +121,10 @@ def forget_folder(folder: Path) -> None:
 
 
 def load_file(file: Path) -> ModuleType:
-    """Run a program's file, and load what it imports from its folder, also inside functions. Return its module.
+    """Run a program's file. Load the modules of its folder that it imports, also inside functions. Return its module.
 
-    What another program imported from its own folder is forgotten, so that equal names are no equal modules. The folder
-    is the last of sys.path then, for what is imported later.
+    The modules of the folder of an earlier program are forgotten first: theirs may have the same names. The folder is
+    added at the end of sys.path, for later imports.
     """
     forget(FINDER.helpers)
     FINDER.helpers.clear()
@@ -189,6 +192,7 @@ def name_of_ours(file: Path) -> str:
     return str(file.relative_to(PACKAGE.parent)) if PACKAGE in file.parents else file.name
 
 
+@cache  # each file is asked about several times
 def imported_names(file: Path, text: bytes, folder: Path) -> set[str]:
     """Return the names of all modules that a source file may import, with the packages around them.
 

@@ -19,9 +19,9 @@ LAB = {"campaign", "files", "log", "options", "profile", "program", "source", "t
 
 
 def texts_of(program: ModuleType) -> dict[str, bytes]:
-    """Return the texts that decide a program's results, as they were loaded, by name: first its own.
+    """Return the texts that decide a program's results, by file name, as they were loaded. The program's own is first.
 
-    The others are of the modules of its folder, and of our programs, that it imports; and of core/.
+    Then come the modules of its folder and our programs, if it imports them, and the modules of core/.
     """
     core = [file for file in sorted((PACKAGE / "core").glob("[a-z_]*.py")) if file.stem not in LAB]
     files = files_of(program) | {name_of_ours(file): file for file in core}
