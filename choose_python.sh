@@ -48,7 +48,17 @@ make_venv() { # INTERPRETER WHY
     unset $(compgen -e PIP_ | grep -vE 'INDEX|LINKS|CERT|HOST|PROXY|TIMEOUT|RETRIES|CACHE|CONFIG|KEYRING')
     "$top/.venv/bin/python" -I -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
         || fail "Installing requirements.txt into $top/.venv failed; start again to continue"
+    add_command
     cp "$top/requirements.txt" "$top/.venv/complete"
+}
+
+# Let .venv find this package, and give it the command cifar10-fast.
+add_command() {
+    local packages command=$top/.venv/bin/cifar10-fast
+    packages=$("$top/.venv/bin/python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    echo "$top" >"$packages/large_batch_cifar_10_fast.pth"
+    printf '#!/bin/sh\nexec "%s" -P -m large_batch_cifar_10_fast "$@"\n' "$top/.venv/bin/python" >"$command"
+    chmod +x "$command"
 }
 
 choose_python() { # PACKAGE...

@@ -62,7 +62,7 @@ done
 # Status 1 is an answer, too: worse than the published runs. Each has n, mean and deviation of both sides.
 for pair in apple2019,published muon,"$out/apple2019/runs.tsv" apple2019_on_all,published; do
     [ ! -d "$out/${pair%%,*}" ] || part "compare_${pair%%,*}" 20 bash -c '"$@"; [ $? -le 1 ]' - \
-        "$python" -m $package.compare "$out/${pair%%,*}/runs.tsv" "${pair#*,}"
+        "$python" -m $package compare "$out/${pair%%,*}/runs.tsv" "${pair#*,}"
 done
 describe='import glob, pandas as pd
 for name in sorted(glob.glob("*.clocks")):

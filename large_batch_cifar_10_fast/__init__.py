@@ -1,17 +1,13 @@
 """CIFAR-10 to 94%, eight workers at a time: a living reproduction of the 2019 result."""
 
-import contextlib
-import io
 import os
-import signal
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
-from .loading import PACKAGE
+from .loading import PACKAGE as PACKAGE
 
 __version__ = "0.3.0"
 RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: the rendezvous of the launcher's processes
+LAUNCH = "LARGE_BATCH_LAUNCH"  # the name of their launch, with the number of the team if there are several
 INVALID = 2  # the exit status for an invalid request
 
 
@@ -24,14 +20,8 @@ class ConfigError(Exception):
         self.reported = os.environ.get("LOCAL_RANK", "0") != "0"
 
 
-def program() -> str:
-    """Return the name by which a user started this program."""
-    name = Path(sys.argv[0])
-    if name.stem == "launch" or RENDEZVOUS in os.environ:
-        return "train_cifar_parallel.sh"
-    if name.suffix == ".py":
-        return f"python -m {PACKAGE.name}.{name.stem}" if name.resolve().parent == PACKAGE else f"python {name}"
-    return name.name
+class Interrupted(BaseException):
+    """A signal that ends a command: a sentence about it, and the exit status."""
 
 
 def first_line(text: object) -> str:
@@ -39,18 +29,9 @@ def first_line(text: object) -> str:
     return (str(text).strip().splitlines() or [type(text).__name__])[0]
 
 
-@contextlib.contextmanager
-def exit_on_config_error(command: str) -> Iterator[None]:
-    """Print a ConfigError as one line on STDERR, unless another process does, and exit with status 2."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of names that the terminal cannot show
-    try:
-        yield
-        print(end="", flush=True)
-    except ConfigError as error:
-        if not error.reported:
-            print(f"{command}: {error}", file=sys.stderr)
-        sys.exit(INVALID)
-    except BrokenPipeError:  # the reader of STDOUT has ended, like head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+def check_range(options: Any, least: float, most: float, *names: str) -> None:
+    """Raise ConfigError if one of these options lies outside the limits."""
+    for name in names:
+        value = getattr(options, name)
+        if not least <= value <= most:
+            raise ConfigError(f"--{name} {value} must lie in {least} to {most}")

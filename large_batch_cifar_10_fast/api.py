@@ -5,32 +5,21 @@ runs = api.train("muon", runs=5, data="cifar10.npz", save="weights.pt")
 probabilities = api.load("weights.pt").predict(api.read_picture("cat.jpg"))
 """
 
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from . import ConfigError, first_line
-from .core import data as batches
-from .core import fast
-from .core import images as sets
-from .core import program as programs
 from .core.devices import take_device
-from .core.images import DATA, Images
 from .core.machine import Machine
-from .core.options import as_words
-from .core.pictures import read_picture
 from .core.score import Score
-from .core.source import digest
-from .core.table import COLUMNS, NUMBERS
-from .core.team import warn
+from .images.cifar import DATA
+from .images.load import load_images
+from .images.photos import read_picture
+from .lab.model import Classifier, load, score, test_images
+from .lab.options import as_words
+from .lab.program import load_program, run_program
+from .lab.table import COLUMNS, NUMBERS
 
 __all__ = ["Classifier", "Machine", "evaluate", "load", "load_images", "read_picture", "train"]
 
@@ -40,101 +29,11 @@ def train(recipe: str = "apple2019", **options: Any) -> pd.DataFrame:
 
     `recipe` is a name, or FILE.py. Raise ConfigError for invalid options.
     """
-    rows = programs.run_program(programs.load_program(recipe), ["--recipe", recipe, *as_words(options)])
+    rows = run_program(load_program(recipe), ["--recipe", recipe, *as_words(options)])
     table = pd.DataFrame(rows, columns=[*COLUMNS])
     numbers = ["run", "seed", *NUMBERS, "goal_epoch", "goal_seconds"]
     table[numbers] = table[numbers].apply(pd.to_numeric)
     return table
-
-
-def load_images(data: str = str(DATA), holdout: int = 0) -> Images:
-    """Return images to train on, as --data and --holdout name them: of one's own, the training images are shuffled."""
-    images = sets.load_images(data, holdout)
-    return images if images.is_original else images.shuffled()
-
-
-class Classifier(nn.Module):
-    """A trained network with its normalization: uint8 images [n, 32, 32, 3] to logits [n, C].
-
-    `classes` are the names of the C classes; `hyp` its hyper-parameters; `about` the row of its run in runs.tsv.
-    """
-
-    def __init__(self, saved: dict[str, Any], program: ModuleType) -> None:
-        super().__init__()
-        self.classes = saved["classes"]
-        self.normalization = saved["normalization"]
-        self.about = saved["about"]
-        self.hyp = programs.stored_hyp(program, self.about["recipe"], saved["options"])
-        self.network = program.Network(self.hyp, len(self.classes))
-        self.network.load_state_dict(saved["weights"])
-        self.network.to(memory_format=torch.channels_last)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.network(self.normalized(as_images(images)).permute(0, 3, 1, 2))
-
-    def normalized(self, images: Tensor) -> Tensor:
-        """Normalize images as for training."""
-        own = images.clone()  # which is changed in place if it is float32
-        return batches.normalize(own, self.normalization, fast.Precision("fp32", images.device, half_weights=False))
-
-    @torch.no_grad()
-    def logits(self, images: Tensor | np.ndarray) -> Tensor:
-        """Return logits [n, C], the mean over the views that the program evaluates at the end of a run.
-
-        Raise ConfigError for other images than bytes [n, 32, 32, 3], or one [32, 32, 3].
-        """
-        images = as_images(images).to(next(self.network.parameters()).device)
-        if not len(images):
-            raise ConfigError("there are no images to predict")
-        predict = partial(fast.predict, self.network)
-        views = getattr(self.hyp, "views", "one")
-        return batches.predict_all(predict, self.normalized(images), views)
-
-    def predict(self, images: Tensor | np.ndarray) -> Tensor:
-        """Return probabilities [n, C] of images [n, 32, 32, 3], from the same logits."""
-        return self.logits(images).softmax(1)
-
-
-def as_images(images: Any) -> Tensor:
-    """Return a tensor of images [n, 32, 32, 3], also from an array, a picture or a single image. Raise ConfigError."""
-    try:
-        tensor = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"these are no images ({first_line(error)}): give uint8 [n, 32, 32, 3]") from error
-    if tensor.ndim == 3:
-        tensor = tensor[None]
-    if tensor.dtype != torch.uint8 or tensor.shape[1:] != (32, 32, 3):
-        kind = str(tensor.dtype).removeprefix("torch.")
-        how = "give bytes (0 to 255), uint8 [n, 32, 32, 3] of RGB, as api.read_picture makes of a file"
-        raise ConfigError(f"images are {kind} {list(tensor.shape)}: {how}")
-    return tensor
-
-
-def load(weights: Path | str, program: Path | str = "") -> Classifier:
-    """Return the network that --save wrote, on the CPU, in float32 and evaluation mode.
-
-    Our own programs are found by name; of another, `program` is the file. Raise ConfigError for another file.
-    """
-    try:
-        saved = torch.load(weights, map_location="cpu", weights_only=True)
-        if isinstance(saved, dict) and saved and all(isinstance(value, Tensor) for value in saved.values()):
-            how = "read it with torch.load(FILE, weights_only=True) and load_state_dict of the program's Network"
-            raise ConfigError(f"{weights} has weights alone, as earlier versions wrote them: {how}")
-        name = saved["about"]["recipe"]
-        if not program and name not in programs.PROGRAMS:
-            raise ConfigError(f"{weights} is of a program {name}: give its file, program='{name}.py' (--program)")
-        code = programs.load_program(str(program or name))
-        model = Classifier(saved, code)
-    except ConfigError:
-        raise
-    except Exception as error:  # torch raises nearly anything for a damaged or foreign file
-        raise ConfigError(f"{weights} cannot be loaded ({first_line(error)}): give a file that --save wrote") from error
-    if digest(code) != model.about["code"]:
-        file = programs.file_of(code)
-        warn(f"{weights} is of another version of {file.name} or core/: if the network changed, so do predictions")
-    if not all(weight.isfinite().all() for weight in saved["weights"].values()):
-        warn(f"{weights} has numbers that are not finite, since its run diverged: it predicts nothing")
-    return model.eval()
 
 
 def evaluate(weights: Path | str, data: str = str(DATA), device: str = "", program: Path | str = "") -> Score:
@@ -145,39 +44,3 @@ def evaluate(weights: Path | str, data: str = str(DATA), device: str = "", progr
     model = load(weights, program).to(take_device(device))
     images, labels = test_images(model, data)
     return score(model, model.logits(images), labels)
-
-
-def test_images(model: Classifier, data: str) -> tuple[Tensor, Tensor]:
-    """Return the test images of `data`, uint8 [n, 32, 32, 3], and the places of their classes among the model's.
-
-    Raise ConfigError for a class that the model does not know.
-    """
-    images = sets.load_images(data)
-    labels = torch.from_numpy(images.test_labels)
-    names = images.class_names
-    unknown = [name for name in names if name not in model.classes]
-    if not unknown:  # perhaps in another order, or only some of the model's
-        places = [model.classes.index(name) for name in names]
-        labels = torch.tensor(places)[labels]
-    elif has_names(names) and has_names(model.classes):
-        known = ", ".join(model.classes[:5])
-        raise ConfigError(f"{data} has a class {unknown[0]!r}, and the weights know {known}: give the same classes")
-    elif len(names) > len(model.classes):
-        few = f"the weights know {len(model.classes)} classes, and {data} has {len(names)}"
-        raise ConfigError(f"{few}: give images of the same classes")
-    else:
-        warn(f"the weights or {data} do not name their classes: the numbers of classes are taken for the same")
-    return torch.from_numpy(images.test_images), labels
-
-
-def has_names(classes: Sequence[str]) -> bool:
-    """Return whether classes have other names than their numbers."""
-    return list(classes) != [str(number) for number in range(len(classes))]
-
-
-def score(model: Classifier, logits: Tensor, labels: Tensor) -> Score:
-    """Return the score of logits [n, C] for images of these classes [n]."""
-    labels = labels.to(logits.device)
-    loss = F.cross_entropy(logits, labels, label_smoothing=getattr(model.hyp, "label_smoothing", 0.0))
-    correct = int((logits.argmax(1) == labels).sum())
-    return Score(correct, len(labels), float(loss))

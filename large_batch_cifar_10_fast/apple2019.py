@@ -21,15 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast import ConfigError, check_range
 from large_batch_cifar_10_fast.core import data, fast, layers
 from large_batch_cifar_10_fast.core.clock import Clock
 from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
-from large_batch_cifar_10_fast.core.options import check_range
-from large_batch_cifar_10_fast.core.program import main
 from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
+from large_batch_cifar_10_fast.lab.process import main
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hyper-parameters. Each is an option: --epochs 12. The first six are the published ones, with their defaults.

@@ -23,15 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast import ConfigError, check_range
 from large_batch_cifar_10_fast.core import data, fast, layers
 from large_batch_cifar_10_fast.core.clock import Clock
 from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import Muon, interpolate, set_rate, spread
-from large_batch_cifar_10_fast.core.options import check_range, text_of
-from large_batch_cifar_10_fast.core.program import main
 from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
+from large_batch_cifar_10_fast.lab.process import main
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hyper-parameters. Each is an option: --epochs 12
@@ -73,11 +72,10 @@ class Hyp:
         check_range(self, 1e-9, 1, "momentum")
         check_range(self, 0, 1, "filter_momentum", "label_smoothing", "norm_momentum")
         if not all(9 <= size <= 32 for size in self.pixels):
-            raise ConfigError(
-                f"--pixels {text_of(self.pixels)}: sizes must lie in 9 to 32, or three poolings leave nothing"
-            )
+            pixels = ",".join(map(str, self.pixels))
+            raise ConfigError(f"--pixels {pixels}: sizes must lie in 9 to 32, or three poolings leave nothing")
         if not all(0 < share <= 1 for share in self.kept):
-            raise ConfigError(f"--kept {text_of(self.kept)}: shares must lie above 0, and at most be 1")
+            raise ConfigError(f"--kept {','.join(map(str, self.kept))}: shares must lie above 0, and at most be 1")
         if self.batch_size == 0:
             if STEP_IMAGES % self.workers:
                 raise ConfigError(f"--workers {self.workers} does not divide {STEP_IMAGES} images: choose --batch_size")

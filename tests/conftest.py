@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from forked import FORKS, train_forked
 
-from large_batch_cifar_10_fast.core import files, program
-from large_batch_cifar_10_fast.core.shapes import draw_shapes
-from large_batch_cifar_10_fast.core.table import PARTS
+from large_batch_cifar_10_fast import ConfigError, files
 from large_batch_cifar_10_fast.core.team import Team
+from large_batch_cifar_10_fast.images.shapes import draw_shapes
+from large_batch_cifar_10_fast.lab import program
+from large_batch_cifar_10_fast.lab.table import PARTS
 
 CPU = torch.device("cpu")
 ALONE = Team(0, 1, CPU, 1)  # one process with one worker
@@ -109,14 +110,14 @@ def python(*arguments: object, cwd: Path, **variables: object) -> subprocess.Com
 
 @pytest.fixture
 def error_line(capsys):
-    """Return a function that calls a command, which must end with status 2 and one line on STDERR: it returns that."""
+    """Return a function that calls a command, which must raise a ConfigError of one line and print nothing."""
 
     def call(command, *arguments: object) -> str:
-        with pytest.raises(SystemExit, match=r"^2$"):
+        with pytest.raises(ConfigError, match=r"^[^\n]+$") as error:
             command(*arguments)
         output = capsys.readouterr()
-        assert (output.out, output.err.count("\n")) == ("", 1)
-        return output.err
+        assert (output.out, output.err) == ("", "")
+        return str(error.value)
 
     return call
 

@@ -2,12 +2,13 @@
 
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 
 import torch
 
-from large_batch_cifar_10_fast import apple2019, exit_on_config_error
-from large_batch_cifar_10_fast.core import program
+from large_batch_cifar_10_fast import INVALID, ConfigError, apple2019
+from large_batch_cifar_10_fast.lab import program
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([apple2019.__name__, "torch._dynamo"])  # every optimizer of torch imports the latter
@@ -21,5 +22,9 @@ def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, o
     os.environ.clear()
     os.environ |= environment
     torch.set_num_threads(1)
-    with exit_on_config_error("train_cifar_parallel.sh"):
+    try:
         program.run_program(program.load_program(program.recipe_of(arguments, "apple2019")), arguments)
+    except ConfigError as error:
+        if not error.reported:
+            print(f"train: {error}", file=sys.stderr)
+        sys.exit(INVALID)

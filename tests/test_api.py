@@ -11,10 +11,11 @@ import torch
 from conftest import ALONE, CPU, REPO, TINY, run_here, write_npz
 from torchvision.io import write_png
 
-from large_batch_cifar_10_fast import ConfigError, api, apple2019, evaluate
-from large_batch_cifar_10_fast.core import fast, log
+from large_batch_cifar_10_fast import ConfigError, api, apple2019
+from large_batch_cifar_10_fast.core import fast
 from large_batch_cifar_10_fast.core.devices import out_of_memory_hint
-from large_batch_cifar_10_fast.core.shapes import draw_shapes
+from large_batch_cifar_10_fast.images.shapes import draw_shapes
+from large_batch_cifar_10_fast.lab import evaluate, log
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from conftest import CPU, run_here, write_npz_as_dealt
 from torch import nn
 
 from large_batch_cifar_10_fast import apple2019
-from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.core.team import Team
+from large_batch_cifar_10_fast.images.shapes import draw_shapes
 
 SEED, WORKERS, BATCH, GHOST, WIDTH, EPOCHS, STEPS = 11, 2, 32, 16, 3, 4, 3
 OPTIONS = {

@@ -16,12 +16,13 @@ from attack import processes_of
 from conftest import DIFFERENT, LAUNCHER, TINY, environment, run_here, train_together, without_progress
 
 from large_batch_cifar_10_fast import ConfigError
-from large_batch_cifar_10_fast.core import fast, log
-from large_batch_cifar_10_fast.core import table as tables
-from large_batch_cifar_10_fast.core.images import load_images
-from large_batch_cifar_10_fast.core.log import Log
-from large_batch_cifar_10_fast.core.table import COLUMNS
-from large_batch_cifar_10_fast.results import read_log
+from large_batch_cifar_10_fast.core import fast
+from large_batch_cifar_10_fast.images.load import load_images
+from large_batch_cifar_10_fast.lab import log
+from large_batch_cifar_10_fast.lab import table as tables
+from large_batch_cifar_10_fast.lab.log import Log
+from large_batch_cifar_10_fast.lab.results import read_log
+from large_batch_cifar_10_fast.lab.table import COLUMNS
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,11 @@ import pytest
 from conftest import TINY, launch, run_here
 from forked import FORKS
 
-from large_batch_cifar_10_fast import ConfigError
-from large_batch_cifar_10_fast.core import files
-from large_batch_cifar_10_fast.core import program as core_program
-from large_batch_cifar_10_fast.core.campaign import Campaign
-from large_batch_cifar_10_fast.core.log import Log
-from large_batch_cifar_10_fast.core.table import COLUMNS, Reader, read
+from large_batch_cifar_10_fast import ConfigError, files
+from large_batch_cifar_10_fast.lab import program as core_program
+from large_batch_cifar_10_fast.lab.campaign import Campaign
+from large_batch_cifar_10_fast.lab.log import Log
+from large_batch_cifar_10_fast.lab.table import COLUMNS, Reader, read
 
 pytestmark = pytest.mark.slow
 

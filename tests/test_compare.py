@@ -10,9 +10,9 @@ from conftest import REPO
 from scipy import stats
 from test_results import write_runs
 
-from large_batch_cifar_10_fast import compare, plot
-from large_batch_cifar_10_fast.core.program import PROGRAMS
-from large_batch_cifar_10_fast.results import compare_means, read_log, verdict, wilson
+from large_batch_cifar_10_fast.lab import compare, plot
+from large_batch_cifar_10_fast.lab.program import PROGRAMS
+from large_batch_cifar_10_fast.lab.results import compare_means, read_log, verdict, wilson
 
 
 @pytest.fixture

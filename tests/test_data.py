@@ -21,9 +21,9 @@ from numpy._core._multiarray_umath import __cpu_dispatch__
 from torchvision import datasets
 
 from large_batch_cifar_10_fast import ConfigError
-from large_batch_cifar_10_fast.core import images
-from large_batch_cifar_10_fast.core.images import CIFAR_10_NORMALIZATION, Images, load_images
-from large_batch_cifar_10_fast.core.shapes import draw_shapes
+from large_batch_cifar_10_fast.images import load as images
+from large_batch_cifar_10_fast.images.load import CIFAR_10_NORMALIZATION, Images, load_images
+from large_batch_cifar_10_fast.images.shapes import draw_shapes
 
 ARCHIVE, ARCHIVE_100 = "cifar-10-python.tar.gz", "cifar-100-python.tar.gz"
 FOLDER = "cifar-10-batches-py"

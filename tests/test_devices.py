@@ -10,9 +10,10 @@ import torch
 from conftest import GPUS, REPO, environment, write_program
 
 from large_batch_cifar_10_fast import ConfigError
-from large_batch_cifar_10_fast.core import devices, fast, program
-from large_batch_cifar_10_fast.core.options import Options
+from large_batch_cifar_10_fast.core import devices, fast
 from large_batch_cifar_10_fast.core.team import Team
+from large_batch_cifar_10_fast.lab import program
+from large_batch_cifar_10_fast.lab.options import Options
 
 
 @pytest.fixture

@@ -12,11 +12,12 @@ import pytest
 import torch
 from conftest import python, write_npz
 
-from large_batch_cifar_10_fast import ConfigError, experiment
-from large_batch_cifar_10_fast.core.images import CIFAR_10_NORMALIZATION, Images, load_images
-from large_batch_cifar_10_fast.core.shapes import draw_shapes
-from large_batch_cifar_10_fast.core.table import COLUMNS
-from large_batch_cifar_10_fast.experiment import Plan, Result, main
+from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast.images.load import CIFAR_10_NORMALIZATION, Images, load_images
+from large_batch_cifar_10_fast.images.shapes import draw_shapes
+from large_batch_cifar_10_fast.lab import experiment
+from large_batch_cifar_10_fast.lab.experiment import Plan, Result, main
+from large_batch_cifar_10_fast.lab.table import COLUMNS
 
 SHAPES = draw_shapes(643, 101)
 SIZES = (50_000, 50_000, 10_000, 10_000)  # of CIFAR-10

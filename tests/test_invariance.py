@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import TINY, train_on_machines, train_together, write_npz
 
-from large_batch_cifar_10_fast.core import program
-from large_batch_cifar_10_fast.core.shapes import draw_shapes
+from large_batch_cifar_10_fast.images.shapes import draw_shapes
+from large_batch_cifar_10_fast.lab import program
 
 pytestmark = pytest.mark.slow
 

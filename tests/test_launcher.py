@@ -9,9 +9,9 @@ import pytest
 from conftest import LAUNCHER, REPO, TINY, launch, python, run_here, run_program, write_npz, write_program
 
 from large_batch_cifar_10_fast import apple2019
-from large_batch_cifar_10_fast.core.program import read_command
-from large_batch_cifar_10_fast.core.shapes import draw_shapes
-from large_batch_cifar_10_fast.core.table import read
+from large_batch_cifar_10_fast.images.shapes import draw_shapes
+from large_batch_cifar_10_fast.lab.program import read_command
+from large_batch_cifar_10_fast.lab.table import read
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from conftest import REPO, environment, launch, python, run_here
 from test_programs import copy_with
 
 from large_batch_cifar_10_fast import ConfigError, api
-from large_batch_cifar_10_fast.core import source
-from large_batch_cifar_10_fast.core.program import load_program, read_command, run_program
+from large_batch_cifar_10_fast.lab import source
+from large_batch_cifar_10_fast.lab.program import load_program, read_command, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def test_an_edit_of_core_in_a_running_process_changes_no_digest(tmp_path):
         import sys
         from pathlib import Path
         from large_batch_cifar_10_fast.core import optim, source
-        from large_batch_cifar_10_fast.core.program import load_program
+        from large_batch_cifar_10_fast.lab.program import load_program
         before = source.digest(load_program("muon"))
         file = Path(optim.__file__)
         text = file.read_bytes()

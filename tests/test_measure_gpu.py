@@ -11,7 +11,7 @@ import pytest
 from attack import processes_of
 from conftest import REPO, environment, run_program, write_program
 
-from large_batch_cifar_10_fast.core.program import load_program, read_command, recipe_of
+from large_batch_cifar_10_fast.lab.program import load_program, read_command, recipe_of
 
 pytestmark = pytest.mark.slow
 

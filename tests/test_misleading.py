@@ -14,14 +14,15 @@ import torch
 from conftest import TINY, run_here, write_npz
 from test_programs import copy_with
 
-from large_batch_cifar_10_fast import PACKAGE, ConfigError, api, apple2019, launch
-from large_batch_cifar_10_fast.core import files, images, source
-from large_batch_cifar_10_fast.core.images import Images, load_images
-from large_batch_cifar_10_fast.core.options import as_pairs, as_words
-from large_batch_cifar_10_fast.core.program import load_program
-from large_batch_cifar_10_fast.core.shapes import draw_shapes
-from large_batch_cifar_10_fast.core.table import differences, new_name
-from large_batch_cifar_10_fast.results import read_log
+from large_batch_cifar_10_fast import PACKAGE, ConfigError, api, apple2019, files
+from large_batch_cifar_10_fast.images import load as images
+from large_batch_cifar_10_fast.images.load import Images, load_images
+from large_batch_cifar_10_fast.images.shapes import draw_shapes
+from large_batch_cifar_10_fast.lab import launch, source
+from large_batch_cifar_10_fast.lab.options import as_pairs, as_words
+from large_batch_cifar_10_fast.lab.program import load_program
+from large_batch_cifar_10_fast.lab.results import read_log
+from large_batch_cifar_10_fast.lab.table import differences, new_name
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from large_batch_cifar_10_fast import muon
 from large_batch_cifar_10_fast.core import fast
 from large_batch_cifar_10_fast.core.optim import Muon
-from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.core.team import Team
+from large_batch_cifar_10_fast.images.shapes import draw_shapes
 
 
 class Head(nn.Linear):

@@ -19,11 +19,12 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import apple2019, fastai, muon, page
-from large_batch_cifar_10_fast.core import fast, log
+from large_batch_cifar_10_fast.core import fast
 from large_batch_cifar_10_fast.core.layers import ghost_norms
-from large_batch_cifar_10_fast.core.program import PROGRAMS, flop_of, load_program, read_command, workers_of
-from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.core.team import Team
+from large_batch_cifar_10_fast.images.shapes import draw_shapes
+from large_batch_cifar_10_fast.lab import log
+from large_batch_cifar_10_fast.lab.program import PROGRAMS, flop_of, load_program, read_command, workers_of
 
 
 def hyp_of(command):

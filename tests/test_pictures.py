@@ -16,10 +16,12 @@ import torch
 from conftest import launch, python, run_here, write_npz
 from PIL import Image, ImageDraw, ImageOps
 
-from large_batch_cifar_10_fast import ConfigError, api, evaluate, experiment, export, predict
-from large_batch_cifar_10_fast.core import images, pictures
-from large_batch_cifar_10_fast.core.images import load_images
-from large_batch_cifar_10_fast.core.program import hyp_class, warn_of_few_steps
+from large_batch_cifar_10_fast import ConfigError, api
+from large_batch_cifar_10_fast.images import load as images
+from large_batch_cifar_10_fast.images import photos as pictures
+from large_batch_cifar_10_fast.images.load import load_images
+from large_batch_cifar_10_fast.lab import evaluate, experiment, export, predict
+from large_batch_cifar_10_fast.lab.program import hyp_class, warn_of_few_steps
 
 SHAPES = ("circles", "große Quadrate", "stripes")
 KINDS = ("RGB.jpg", "L.jpg", "CMYK.jpeg", "turned.JPG", "RGB.png", "P.png", "RGBA.png", "16 bits.png", "RGB.webp")

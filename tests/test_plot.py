@@ -13,9 +13,9 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
 from test_results import write_epochs, write_runs
 
-from large_batch_cifar_10_fast import compare, plot
-from large_batch_cifar_10_fast.plot import draw_picture
-from large_batch_cifar_10_fast.results import PUBLISHED, read_log
+from large_batch_cifar_10_fast.lab import compare, plot
+from large_batch_cifar_10_fast.lab.plot import draw_picture
+from large_batch_cifar_10_fast.lab.results import PUBLISHED, read_log
 
 CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"
 

@@ -15,14 +15,15 @@ from conftest import CPU, REPO, TINY, launch, python, run_here, train_together
 from functorch.compile import make_boxed_compiler
 from torch._functorch.aot_autograd import aot_module_simplified
 
-from large_batch_cifar_10_fast import PACKAGE, ConfigError, api, compare, results
-from large_batch_cifar_10_fast.core import data, fast, layers, log, source
-from large_batch_cifar_10_fast.core import program as core_program
-from large_batch_cifar_10_fast.core.log import Log
+from large_batch_cifar_10_fast import PACKAGE, ConfigError, api
+from large_batch_cifar_10_fast.core import data, fast, layers
 from large_batch_cifar_10_fast.core.optim import NesterovSGD
-from large_batch_cifar_10_fast.core.program import load_program, read_command
 from large_batch_cifar_10_fast.core.score import Score
 from large_batch_cifar_10_fast.core.team import Team
+from large_batch_cifar_10_fast.lab import compare, log, results, source
+from large_batch_cifar_10_fast.lab import program as core_program
+from large_batch_cifar_10_fast.lab.log import Log
+from large_batch_cifar_10_fast.lab.program import load_program, read_command
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,13 @@ from typing import get_origin, get_type_hints
 import pytest
 import torch
 from conftest import REPO, TINY, python, run_here, run_program
+from large_batch_cifar_10_fast.lab.launch import launch as launch_here
+from large_batch_cifar_10_fast.lab.launch import plan_processes, read_command
 
 from large_batch_cifar_10_fast import PACKAGE, ConfigError
-from large_batch_cifar_10_fast.core import devices, log, program, source
-from large_batch_cifar_10_fast.core.options import Options, check_save
-from large_batch_cifar_10_fast.launch import launch as launch_here
-from large_batch_cifar_10_fast.launch import plan_processes, read_command
+from large_batch_cifar_10_fast.core import devices
+from large_batch_cifar_10_fast.lab import log, program, source
+from large_batch_cifar_10_fast.lab.options import Options, check_save
 
 CASES = {  # the words of a command line and the error; no word is written to --out before it
     "--demo --batch_size 2048": "16384 images a step, more than the",

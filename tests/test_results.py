@@ -8,7 +8,7 @@ import pytest
 from conftest import REPO
 
 from large_batch_cifar_10_fast import ConfigError
-from large_batch_cifar_10_fast.results import PUBLISHED, read_log
+from large_batch_cifar_10_fast.lab.results import PUBLISHED, read_log
 
 LINE = "Train acc 0.9880 loss 0.920, validation acc {:.4f} loss 0.9 wall time 4.0s\n"
 RUN = LINE.format(0.9)

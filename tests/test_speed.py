@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from large_batch_cifar_10_fast.core import data, fast
-from large_batch_cifar_10_fast.core import program as core_program
-from large_batch_cifar_10_fast.core.images import Images, random_images
 from large_batch_cifar_10_fast.core.machine import Machine
-from large_batch_cifar_10_fast.core.program import load_program, read_command, recipe_of
 from large_batch_cifar_10_fast.core.score import Score
-from large_batch_cifar_10_fast.core.shapes import draw_shapes
 from large_batch_cifar_10_fast.core.team import Team
+from large_batch_cifar_10_fast.images.load import Images, random_images
+from large_batch_cifar_10_fast.images.shapes import draw_shapes
+from large_batch_cifar_10_fast.lab import program as core_program
+from large_batch_cifar_10_fast.lab.program import load_program, read_command, recipe_of
 
 pytestmark = pytest.mark.slow
 

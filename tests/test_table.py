@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from large_batch_cifar_10_fast import ConfigError
-from large_batch_cifar_10_fast.core import table as tables
-from large_batch_cifar_10_fast.core.table import COLUMNS, Reader, Table, reached_goal, read
+from large_batch_cifar_10_fast.lab import table as tables
+from large_batch_cifar_10_fast.lab.table import COLUMNS, Reader, Table, reached_goal, read
 
 FAIL = Mock(side_effect=OSError(errno.ENOLCK, "full or without locks"))
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from large_batch_cifar_10_fast.core import data, fast
-from large_batch_cifar_10_fast.core.program import main
 from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
+from large_batch_cifar_10_fast.lab.process import main
 
 
 @dataclass(frozen=True)

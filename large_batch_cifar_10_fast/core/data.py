@@ -1,6 +1,7 @@
-"""Images on the device: each worker's own, crops and flips, views of a test image (method, section 2)."""
+"""Images in memory and on the device: each worker's own, crops and flips, views of a test image (method, section 2)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,12 +12,57 @@ from torch import Generator, Tensor
 from .. import ConfigError
 from .clock import Clock
 from .fast import Precision, chunks
-from .images import Images, Normalization, random_images
 from .team import Team
 
-__all__ = ["Images", "Normalization"]
-
 SIZE = 32  # pixels a side of an image
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std of red, green and blue, on the 0..255 scale
+CIFAR_10_NORMALIZATION: Normalization = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)  # as published
+
+# ---- In host memory
+
+
+@dataclass(frozen=True)
+class Images:
+    """A data set in the order for training: images uint8 [N, 32, 32, 3] (RGB), labels int64 [N] from 0."""
+
+    name: str  # for logs
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    class_names: list[str]
+    normalization: Normalization
+    digest: str = ""  # of all images and labels
+    is_shuffled: bool = False  # the file had the training images in another order
+
+    @property
+    def classes(self) -> int:
+        return int(self.train_labels.max()) + 1
+
+
+def pinned(images: Images) -> Images:
+    """Return a copy in page-locked memory, from which uploads are faster; making it takes longer than it saves."""
+    return replace(
+        images,
+        train_images=pin(images.train_images),
+        train_labels=pin(images.train_labels),
+        test_images=pin(images.test_images),
+        test_labels=pin(images.test_labels),
+    )
+
+
+def pin(array: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(array).pin_memory().numpy()
+
+
+def random_images(train: int, test: int, classes: int = 10) -> Images:
+    """Return noise of the right shapes, for the warm-up."""
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (train + test, SIZE, SIZE, 3), np.uint8)
+    labels = random.integers(0, classes, train + test)
+    parts = images[:train], labels[:train], images[train:], labels[train:]
+    return Images("noise", *parts, [str(number) for number in range(classes)], CIFAR_10_NORMALIZATION)
+
 
 # ---- To the device
 
@@ -37,7 +83,6 @@ class Shards(NamedTuple):
 def upload(images: Images, clock: Clock, team: Team, precision: Precision) -> Shards:
     """Copy this process's images to its device, and normalize them. Both are parts of the training time."""
     share = slice(team.rank, None, team.world_size)
-    normalization = images.normalization  # not timed: other images than CIFAR-10's compute it from all pixels
     with clock.timed("upload"):
         mine: slice | np.ndarray = slice(None)  # without a copy in host memory
         if team.world_size > 1:
@@ -47,8 +92,8 @@ def upload(images: Images, clock: Clock, team: Team, precision: Precision) -> Sh
         test_images = copy_to_device(images.test_images[share], team.device)
         test_labels = copy_to_device(images.test_labels[share], team.device)
     with clock.timed("preprocessing"):
-        train_images = normalize(train_images, normalization, precision)
-        test_images = normalize(test_images, normalization, precision)
+        train_images = normalize(train_images, images.normalization, precision)
+        test_images = normalize(test_images, images.normalization, precision)
     return Shards(train_images, train_labels, test_images, test_labels)
 
 

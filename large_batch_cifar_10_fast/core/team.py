@@ -2,14 +2,10 @@
 
 import contextlib
 import os
-import re
 import sys
-import time
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,7 +13,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 from tqdm import tqdm
 
-from .. import INVALID, RENDEZVOUS, ConfigError, first_line, program
+from .. import RENDEZVOUS, ConfigError
 from .devices import take_device
 
 
@@ -176,33 +172,3 @@ def join_team(device: str = "", timeout: int = 3600) -> Iterator[Team]:
         error.reported = store.add("errors", 1) > 1
         raise
     dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def exit_process() -> Iterator[None]:
-    """Run the body, print an error, and end the process. Each process names its own error, whatever its rank.
-
-    Children of a launcher end with os._exit: PyTorch's static destructors aborted 5 of 90 launches.
-    """
-    status = 0
-    try:
-        yield
-    except ConfigError as error:
-        status = INVALID
-        if launched := os.environ.get(RENDEZVOUS):  # our launcher prints it
-            Path(launched.removeprefix("file://")).with_name(f"error.{os.getpid()}").write_text(str(error))
-        elif error.reported:
-            time.sleep(3)  # until the process that prints it has done so: torchrun ends all with the first
-        else:
-            print(f"{program()}: {error}", file=sys.stderr)
-    except Exception as error:
-        if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
-            time.sleep(3)  # the process that is lost caused this error, and the launcher ends this one, too
-        traceback.print_exc()
-        print(f"process {os.environ.get('RANK', 0)} failed ({first_line(repr(error))})", file=sys.stderr)
-        status = 1
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed
-        stream.flush()
-    if "LOCAL_RANK" in os.environ:
-        os._exit(status)
-    sys.exit(status)

@@ -1,21 +1,21 @@
 """Say what pictures show, by weights that --save wrote.
 
-    python -m large_batch_cifar_10_fast.predict weights.pt cat.jpg dog.png
+    cifar10-fast predict weights.pt cat.jpg dog.png
 
 A line for each picture: its file, and the three most probable classes with their probabilities. A picture of any size
-is scaled to 32x32 pixels as a folder of pictures is for training.
+is scaled to 32x32 pixels as photos are for training.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from . import ConfigError, exit_on_config_error
-from .api import load
-from .core.pictures import decode
+from .. import ConfigError
+from ..images.photos import decode
+from .model import load
+from .options import command_parser
 
 MOST = 3  # classes of a line
 
@@ -26,10 +26,8 @@ def describe(probabilities: Tensor, classes: Sequence[str]) -> str:
     return ", ".join(f"{classes[int(label)]} {value:.3f}" for value, label in zip(values, labels, strict=True))
 
 
-@exit_on_config_error("predict")
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.predict", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def main(arguments: Sequence[str]) -> None:
+    parser = command_parser(__doc__)
     parser.add_argument("weights", help="file that --save wrote")
     parser.add_argument("pictures", nargs="+", type=Path, metavar="PICTURE", help="JPEG, PNG or WebP")
     parser.add_argument("--program", default="", help="FILE.py of a program of your own")
@@ -43,7 +41,3 @@ def main(arguments: list[str] | None = None) -> None:
     missing = len(options.pictures) - len(images)
     if missing:
         raise ConfigError(f"{missing} of {len(options.pictures)} pictures cannot be read: leave them out")
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,39 +30,27 @@ from urllib.parse import unquote
 import torch
 
 from .. import PACKAGE, RENDEZVOUS, ConfigError, first_line
-from ..loading import FINDER, forget_folder, load_file
+from ..core.data import Images, pinned
+from ..core.devices import out_of_memory_hint
+from ..core.fast import count_flop, precision_on_cpu, precision_on_gpu
+from ..core.machine import Machine
+from ..core.score import Epoch
+from ..core.team import Team, join_team, warn
+from ..files import temporary_folder
+from ..images.load import load_images
+from ..loading import load_file
 from . import source
 from .campaign import Campaign, check_processes_agree, conditions
-from .devices import out_of_memory_hint
-from .fast import count_flop, precision_on_cpu, precision_on_gpu
-from .files import temporary_folder
-from .images import Images, check_outside, count_pictures, load_images
 from .log import LONG, Log, warned
-from .machine import Machine
-from .options import Options, as_words, check_fields, check_save, from_texts, parse_options
+from .options import PROGRAMS, Options, as_words, check_fields, check_save, from_texts, parse_options
 from .profile import profiled
-from .score import Epoch
 from .table import Row, campaign_named
-from .team import Team, exit_process, join_team, warn
 
-PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
-PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 CORE = 70e9  # FLOP/s of a CPU core in float32, as measured: 30 images/s of the default recipe
 FEWEST = 32  # training images for which `Hyp.fit_to` gives options
 FEW_STEPS = 8  # steps an epoch, below which a warning names these options
 SMALL_STEP = 16  # images of a step, up to which there is no warning: apple2019's options go no lower
 BF16 = 4  # times as fast, compiled: 2.6 to 6.0 as measured on two AMD EPYC and an Intel Xeon with AMX
-
-
-def main() -> None:
-    """Run the program that is this process's main file. It is loaded anew: what runs is the text that is recorded."""
-    if FINDER.folder:
-        raise ConfigError("the program calls main() when it is loaded: put it under `if __name__ == '__main__':`")
-    with exit_process():
-        file = Path(str(sys.modules["__main__"].__file__))
-        is_ours = file.resolve().parent == PACKAGE and file.stem in PROGRAMS
-        forget_folder(file.resolve().parent)
-        run_program(load_program(file.stem if is_ours else str(file)), sys.argv[1:])
 
 
 def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
@@ -160,28 +147,19 @@ def load_and_check(options: Options, hyp: Any, team: Team) -> Images:
     here = len(team.workers)
     if here % options.micro_batches:
         raise ConfigError(f"--micro_batches {options.micro_batches} does not divide the {here} workers of a process")
-    check_outside(options.data, options.out, "--out")
-    if options.save:
-        check_outside(options.data, options.save, "--save")
-    counts = count_pictures(options.data)
-    if counts:  # before they are decoded
-        count = counts[0] - options.holdout
-        check_counts(count, options.holdout or counts[1], team, hyp)
-        warn_of_few_steps(count, team, hyp)
-    images = load_images(options.data, options.holdout, Path(options.out))
+    images = load_images(options.data, options.holdout)
     check_counts(len(images.train_images), len(images.test_images), team, hyp)
+    warn_of_few_steps(len(images.train_images), team, hyp)
     return images
 
 
 def as_trained_on(images: Images, options: Options, team: Team) -> Images:
-    """Return images in the order and memory for training; to profile steps with few test images."""
-    if not images.is_original:
-        images = images.shuffled()
+    """Return images in the memory for training; to profile steps with few test images."""
     if options.profile:
         few = team.world_size
         images = replace(images, test_images=images.test_images[:few], test_labels=images.test_labels[:few])
     if team.on_gpu and team.world_size == 1:  # each of several processes copies its share of the images anyway
-        images = images.pinned()
+        images = pinned(images)
     return images
 
 
@@ -300,8 +278,6 @@ def workers_of(hyp: Any) -> int:
 
 def check_counts(count: int, tests: int, team: Team, hyp: Any) -> None:
     """Raise ConfigError if so many training images are too few for a step, or test images for a process to have one."""
-    if count < 1:
-        raise ConfigError(f"--holdout leaves {count} training images: keep out fewer")
     if tests < team.world_size:
         raise ConfigError(f"{team.world_size} processes need as many test images, not {tests}: use fewer processes")
     needed = team.total_workers * hyp.batch_size

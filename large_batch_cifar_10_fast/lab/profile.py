@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch.profiler import profile
 
-from .team import Team, print_line
+from ..core.team import Team, print_line
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .. import ConfigError
-from .team import warn
+from . import ConfigError
+from .core.team import warn
 
 warn_once = cache(warn)
 

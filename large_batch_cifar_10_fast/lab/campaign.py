@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ConfigError, __version__
+from .. import LAUNCH, ConfigError, __version__
+from ..core.data import Images
+from ..core.devices import hardware_name
+from ..core.team import Team, show, warn
+from ..files import claim, locked_byte, share, write_atomically
+from ..images.load import SYNTHETIC
 from . import source
-from .data import Images
-from .devices import hardware_name
-from .files import claim, locked_byte, share, write_atomically
-from .images import SYNTHETIC
 from .options import Options, as_pairs
 from .table import (
     COLUMNS,
@@ -39,7 +40,6 @@ from .table import (
     new_name,
     write_timing_log,
 )
-from .team import Team, show, warn
 
 COMPUTED = ("compile", "no_graph")  # conditions that are known after the set-up
 AGREED = tuple(name for name in (*CONDITIONS, *PLACE, "seed") if name not in COMPUTED)
@@ -82,7 +82,7 @@ def conditions(
         "code": source.digest(program),
         "torch": version("torch"),
         "seed": options.seed,  # of run 0
-        "launch": new_name(),  # tells whose epochs are whose
+        "launch": os.environ.get(LAUNCH) or new_name(),  # tells whose epochs are whose
     }
     return {name: str(value) for name, value in common.items()}
 

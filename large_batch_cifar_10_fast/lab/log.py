@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from .. import ConfigError, __version__, first_line
+from ..core.clock import PARTS
+from ..core.data import CIFAR_10_NORMALIZATION, Images
+from ..core.devices import driver_and_clocks, matrix_rate, peak_memory, software
+from ..core.machine import Machine
+from ..core.score import Epoch
+from ..core.team import Team, print_line, show, warn
+from ..files import warn_once
+from ..images.doubts import doubts_of
 from .campaign import Campaign, save_weights, teams_on_this_machine
-from .clock import PARTS
-from .devices import driver_and_clocks, matrix_rate, peak_memory, software
-from .files import warn_once
-from .images import CIFAR_10_NORMALIZATION, Images
-from .machine import Machine
 from .options import Options, as_pairs
-from .score import Epoch
 from .table import GOAL, NUMBERS, Row, diverged, other_environment, reached_goal
-from .team import Team, print_line, show, warn
 
 T = TypeVar("T")
 
@@ -181,9 +182,9 @@ class Log:
         if images.normalization != CIFAR_10_NORMALIZATION:
             own = "normalized by the training images' own mean {} and std {}".format(*images.normalization)
             print_line(f"# {images.classes} classes, {own}")
-        if not images.is_original:
+        if images.is_shuffled:
             print_line("# training images in a random order that is always the same, whatever their own")
-        for doubt in images.doubts():
+        for doubt in doubts_of(images):
             warn(f"--data {self.options.data}: {doubt}")
         print_line(f"# recipe {common['recipe']} {common['options']}")
         print_line(f"# settings {as_pairs(self.options)}")

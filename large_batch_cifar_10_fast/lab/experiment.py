@@ -1,40 +1,35 @@
 """From an idea to a verdict: make runs of a baseline and of variants in turn, and say which are better.
 
-    python -m large_batch_cifar_10_fast.experiment --recipe muon --width 16 --runs 6 \\
-        --try "filter_rate=0.12" --try "my_muon.py" --try "epochs=8 kept=1" [--out experiment]
+    cifar10-fast experiment --recipe muon --width 16 --runs 6 --try "filter_rate=0.12" --try "my_muon.py epochs=8"
 
-The baseline is a recipe with options, as for train_cifar_parallel.sh. A variant is options that change it, or a program
-FILE.py, with options if need be. All are tested on training images that are kept out (--holdout), so that the test
-images are still new at the end. The same command continues an experiment that was interrupted; more --runs or --try
-add to it, which is a second look. --out gets the tables and logs of the runs, and a picture.
+The baseline is a recipe with options, as for `train`. A variant is options that change it, or a program FILE.py, with
+options if need be. All are tested on training images that are kept out (--holdout), so that the test images are still
+new at the end. The same command continues an experiment that was interrupted; more --runs or --try add to it, which is
+a second look. --out gets the tables and logs of the runs, and a picture.
 """
 
-import argparse
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from . import PACKAGE, ConfigError, exit_on_config_error
-from .core import program
-from .core.files import write_atomically, write_picture
-from .core.images import check_outside
-from .core.table import CONDITIONS, PLACE, Row, differences, differing_options, diverged, read
-from .launch import follow_launcher
-from .results import Comparison, compare_means, in_columns, verdict
+from .. import ConfigError
+from ..files import write_atomically, write_picture
+from .compare import MARGIN, Verdict, accuracies, compare
+from .options import command_parser
+from .program import load_program, read_command, recipe_of
+from .results import Log, read_log
+from .table import read
+from .train import launch
 
 HOLDOUT = 10_000  # images of CIFAR-10's 50,000: a mean over them is exact to a third of what 1,000 allow
 OWN = ("campaign", "resume", "save", "profile")  # options of a run that an experiment sets or cannot use
@@ -60,19 +55,6 @@ class Plan:
     @property
     def runs(self) -> int:
         return self.looks[-1]["runs"]
-
-
-@dataclass
-class Result:
-    """A campaign's runs, beside the baseline's."""
-
-    name: str
-    accuracies: pd.Series  # in percent, by seed
-    seconds: float  # mean of the runs that did not diverge
-    diverged: int = 0  # runs
-    differs: str = ""  # from the baseline in more than its change
-    found: Comparison | None = None
-    verdict: str = "-"  # the baseline has none
 
 
 # ---- The plan
@@ -156,22 +138,21 @@ def check_commands(plan: Plan) -> int:
 
 def read_options(words: Sequence[str]) -> tuple[Any, Any]:
     """Return the options and hyper-parameters of a command line. Raise ConfigError."""
-    recipe = program.recipe_of(words, "apple2019")
-    return program.read_command(program.load_program(recipe), words)[1:]
+    recipe = recipe_of(words, "apple2019")
+    return read_command(load_program(recipe), words)[1:]
 
 
 # ---- The runs
 
 
-def make_runs(plan: Plan, out: Path, teams: int) -> list[str]:
-    """Make the missing runs, the campaigns in turn, so that all meet the same machine. Return those that failed.
+def make_runs(plan: Plan, out: Path, teams: int) -> tuple[dict[str, str], int]:
+    """Make the missing runs, the campaigns in turn, so that all meet the same machine.
 
     A turn is one run of each team; or as many as take the time of a start, but at most half of all. A variant that
-    fails is left out from then on, and nothing is made without the baseline.
+    fails is left out from then on, and nothing is made without the baseline. Return how campaigns failed, and the exit
+    status of a launch that a signal ended, or 0.
     """
-    path = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-    failed: list[str] = []
+    failed: dict[str, str] = {}
     turn = teams
     done = 0
     while done < plan.runs:
@@ -183,18 +164,23 @@ def make_runs(plan: Plan, out: Path, teams: int) -> list[str]:
             options = [*precision_of(out), *words, f"--campaign={name}", f"--runs={done}", f"--out={out}"]
             print(f"{name}: run {len(finished)} to {done - 1} of {plan.runs}", file=sys.stderr)
             start = time.monotonic()
-            with (out / f"{name}.log").open("ab") as log:
-                command = [sys.executable, "-m", f"{PACKAGE.name}.launch", *options]
-                run = subprocess.run(command, stdout=log, env=environment, preexec_fn=follow_launcher)
+            try:
+                with (out / f"{name}.log").open("ab") as log:
+                    ended = launch(options, log)
+                failure, status = ended.failure, ended.status
+            except ConfigError as error:
+                failure, status = str(error), 1
+            if status > 128:
+                return failed, status
             made = seconds_of_runs(out, name)[len(finished) :]
-            if run.returncode or not made:
-                failed.append(name)
+            if status or not made:
+                failed[name] = failure
                 if name == BASELINE:
-                    return failed
+                    return failed, 0
                 continue
             around = time.monotonic() - start - sum(made)  # start, compilation and end
             turn = max(teams, min((plan.runs + 1) // 2, round(around * len(made) / sum(made))))
-    return failed
+    return failed, 0
 
 
 def seconds_of_runs(out: Path, campaign: str) -> list[float]:
@@ -209,94 +195,32 @@ def precision_of(out: Path) -> list[str]:
 # ---- The verdicts
 
 
-def results_of(plan: Plan, out: Path, margin: float) -> list[Result]:
+def read_logs(plan: Plan, out: Path) -> dict[str, Log]:
     """Return the results of all campaigns that have runs, best first. Raise ConfigError without any of the baseline."""
-    table = read(out / "runs.tsv")
-    rows = {name: [row for row in table if row["campaign"] == name] for name in plan.campaigns}
-    if not rows[BASELINE]:
+    made = {row["campaign"] for row in read(out / "runs.tsv")}
+    if BASELINE not in made:
         raise ConfigError(f"{out} has no finished run of the baseline: start without --report")
-    results = []
-    for name, found in rows.items():
-        if found:
-            differs = differs_from_baseline(plan.variants.get(name, []), found[-1], rows[BASELINE][-1])
-            results.append(result_of(name, found, differs))
-    judge(results[0], results[1:], len(plan.variants), margin)
-    return sorted(results, key=lambda result: -result.accuracies.mean())
+    logs = {name: read_log(f"{out}/runs.tsv:{name}") for name in plan.campaigns if name in made}
+    return dict(sorted(logs.items(), key=lambda pair: -accuracies(pair[1]).mean()))
 
 
-def result_of(name: str, rows: Sequence[Row], differs: str) -> Result:
-    """Return what a campaign's rows say, not yet compared."""
-    table = pd.DataFrame(rows)
-    shares = table["validation_count"].astype(float) / table["validation_images"].astype(float)
-    accuracies = pd.Series(100 * shares.to_numpy(), index=table["seed"].astype(int))
-    bad = table.apply(diverged, axis=1)
-    seconds = table["seconds"].astype(float)[~bad].mean()
-    return Result(name, accuracies, seconds, int(bad.sum()), differs)
-
-
-def differs_from_baseline(words: Sequence[str], mine: Row, baseline: Row) -> str:
-    """Return in which conditions a run differs from one of the baseline, but for what the variant's words say."""
-    said = {word.lstrip("-").partition("=")[0] for word in words}
-    said |= {"recipe", "code"} if "recipe" in said else set()
-    others = [each for each in (*CONDITIONS, *PLACE) if each not in {*said, "options"}]
-    found = [differences(mine, baseline, others)]
-    found += [each for each in differing_options(mine["options"], baseline["options"]) if each.split()[0] not in said]
-    return ", ".join(filter(None, found))
-
-
-def judge(baseline: Result, variants: Sequence[Result], tests: int, margin: float) -> None:
-    """Compare each variant with the baseline, in pairs of the same seed, corrected for the number of variants."""
-    for variant in variants:
-        variant.found = compare_means(variant.accuracies, baseline.accuracies, tests)
-        if variant.found and variant.found.low == variant.found.high != 0:
-            variant.found = None  # differences without a spread, which few runs on few images may have by chance
-        variant.verdict = verdict(variant.found, more_is_better=True, margin=margin)
-
-
-def as_table(results: Sequence[Result]) -> str:
-    cells = [("", "accuracy, %", "n", "seconds", "difference", "99% interval", "p", "verdict")]
-    for result in results:
-        spread = f" ± {result.accuracies.std():.2f}" if len(result.accuracies) > 1 else ""
-        difference, interval, p = "-", "-", "-"
-        if result.found:
-            difference = f"{result.found.difference:+.2f}"
-            interval = f"[{result.found.low:+.2f}, {result.found.high:+.2f}]"
-            p = f"{result.found.p:.2g}"
-        accuracy = f"{result.accuracies.mean():.2f}{spread}"
-        count = str(len(result.accuracies))
-        cells.append((result.name, accuracy, count, f"{result.seconds:.3g}", difference, interval, p, result.verdict))
-    return in_columns(cells)
-
-
-def notes_on(plan: Plan, results: Sequence[Result], margin: float) -> list[str]:
-    """Return what the table means: its correction, its looks, what it could find, and what is to be done last."""
-    count = len(plan.variants)
+def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict]) -> str:
+    """Return what is known of the looks, and what is to be done last."""
     notes = []
-    for result in results:
-        if result.diverged:
-            notes.append(f"{result.name}: {result.diverged} of {len(result.accuracies)} runs diverged.")
-        if result.differs:
-            notes.append(f"{result.name} differs from the baseline in more than its change: {result.differs}.")
-    if len(results) <= count or any(len(result.accuracies) < plan.runs for result in results):
+    if len(logs) < len(plan.campaigns) or any(log.count < plan.runs for log in logs.values()):
         notes.append(f"Not finished: {plan.runs} runs of each are planned.")
-    together = f"all {count} intervals hold together with 99% (Bonferroni), and p is corrected likewise"
-    notes.append("Differences are in pairs of the same seed; " + (f"{together}." if count > 1 else "p < 0.01 decides."))
-    notes.append(f"Equivalent: the interval lies within {margin:g} points; else better or worse: it leaves out 0.")
-    unclear = [result.found.detectable for result in results if result.found and result.verdict.startswith("no ")]
-    if unclear:
-        notes.append(f"No difference shown: one of {max(unclear):.2g} points would be found four times in five.")
     if len(plan.looks) > 1:
         look = ORDINALS.get(len(plan.looks), f"{len(plan.looks)}th")
         texts = ["{runs} runs of {variants} variant(s)".format(**look) for look in plan.looks]
-        notes.append(f"{look} look: planned {', then '.join(texts[:-1])}, now {texts[-1]}. Each look finds chance")
-        notes[-1] += " differences; the intervals hold for a single one."
-    better = [result.name for result in results if result.verdict == "better"][:1]
+        notes.append(f"{look} look: planned {', then '.join(texts[:-1])}, now {texts[-1]}.")
+        notes.append("Each look finds chance differences; the intervals hold for a single one.")
+    better = [name for name, verdict in verdicts.items() if verdict.word == "better"][:1]
     notes.append("The test images come last, once:")
     for name in (BASELINE, *better):
         words = [word for word in plan.campaigns[name] if not word.startswith("--holdout")]
         words += [f"--campaign={name}", f"--runs={plan.runs}"]
-        notes.append(f"  bash train_cifar_parallel.sh {shlex.join(words)}")
-    return notes
+        notes.append(f"  cifar10-fast train {shlex.join(words)}")
+    return "\n".join(notes)
 
 
 # ---- The picture
@@ -318,33 +242,33 @@ def swept_option(plan: Plan) -> tuple[str, dict[str, float]]:
     return option, values | {BASELINE: float(own)}
 
 
-def draw(plan: Plan, results: Sequence[Result], margin: float) -> Figure:
+def draw(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict], margin: float) -> Figure:
     """Draw the differences with their intervals; beside them accuracy against the option, if the variants are a sweep.
 
     The picture is as wide as README shows it.
     """
     option, values = swept_option(plan)
-    compared = [result for result in results if result.found]
+    compared = {name: verdict for name, verdict in verdicts.items() if verdict.found}
     figure = Figure(figsize=(8.5, 1.6 + 0.45 * len(compared) + (2.2 if option else 0)), dpi=200, layout="constrained")
     panels: Any = figure.subplots(2 if option else 1, 1, squeeze=False)[:, 0]
     draw_differences(panels[0], compared, margin)
     if option:
-        draw_sweep(panels[1], option, values, results)
+        draw_sweep(panels[1], option, {name: value for name, value in values.items() if name in logs}, logs)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def draw_differences(axes: Axes, compared: Sequence[Result], margin: float) -> None:
+def draw_differences(axes: Axes, compared: Mapping[str, Verdict], margin: float) -> None:
     axes.axvspan(-margin, margin, color="0.92", lw=0)
     axes.axvline(0, color="black", lw=0.8)
-    for place, result in enumerate(compared):
-        found: Any = result.found
-        color = COLORS.get(result.verdict, "0.35")
+    for place, verdict in enumerate(compared.values()):
+        found: Any = verdict.found
+        color = COLORS.get(verdict.word, "0.35")
         axes.plot([found.low, found.high], [place, place], color=color, lw=2)
         axes.plot(found.difference, place, "o", color=color)
-        axes.annotate(result.verdict, (1.01, place), xycoords=("axes fraction", "data"), color=color, va="center")
-    axes.set_yticks(range(len(compared)), [result.name[:40] for result in compared])
+        axes.annotate(verdict.word, (1.01, place), xycoords=("axes fraction", "data"), color=color, va="center")
+    axes.set_yticks(range(len(compared)), [name[:40] for name in compared])
     axes.set_ylim(len(compared) - 0.5, -0.5)
     tests = "" if len(compared) == 1 else " that hold together"
     axes.set_xlabel(
@@ -353,16 +277,14 @@ def draw_differences(axes: Axes, compared: Sequence[Result], margin: float) -> N
     axes.set_title("Difference from the baseline", loc="left", weight="bold")
 
 
-def draw_sweep(axes: Axes, option: str, values: dict[str, float], results: Sequence[Result]) -> None:
+def draw_sweep(axes: Axes, option: str, values: Mapping[str, float], logs: Mapping[str, Log]) -> None:
     """Draw each run's accuracy against the option's value, and the means."""
-    ordered = sorted(
-        ((values[result.name], result) for result in results if result.name in values), key=lambda pair: pair[0]
-    )
-    for value, result in ordered:
-        axes.plot([value] * len(result.accuracies), result.accuracies, "o", color="0.6", ms=4)
-    numbers = np.array([value for value, _ in ordered])
-    means = [result.accuracies.mean() for _, result in ordered]
-    axes.plot(numbers, means, "o-", color="#0072B2")
+    ordered = dict(sorted(values.items(), key=lambda pair: pair[1]))
+    for name, value in ordered.items():
+        runs = accuracies(logs[name])
+        axes.plot([value] * len(runs), runs, "o", color="0.6", ms=4)
+    numbers = np.array([*ordered.values()])
+    axes.plot(numbers, [accuracies(logs[name]).mean() for name in ordered], "o-", color="#0072B2")
     if numbers.min() > 0 and numbers.max() > 5 * numbers.min():
         axes.set_xscale("log")
     axes.set_xticks(numbers, [f"{number:g}" for number in numbers])
@@ -374,31 +296,25 @@ def draw_sweep(axes: Axes, option: str, values: dict[str, float], results: Seque
 # ---- The command
 
 
-@exit_on_config_error("experiment")
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m large_batch_cifar_10_fast.experiment",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def main(arguments: Sequence[str]) -> int:
+    parser = command_parser(__doc__)
     parser.add_argument("--try", dest="variants", action="append", default=[], metavar="CHANGE", help="a variant")
     parser.add_argument("--runs", type=int, default=6, help="runs of each, chosen before looking (6)")
     parser.add_argument("--out", type=Path, default=Path("experiment"), help="folder of the experiment (experiment)")
     parser.add_argument("--holdout", type=int, default=HOLDOUT, help="training images to test on (10000)")
-    parser.add_argument("--margin", type=float, default=0.1, help="points of accuracy that are equivalent (0.1)")
+    parser.add_argument("--margin", type=float, default=MARGIN, help="points of accuracy that are equivalent (0.1)")
     parser.add_argument("--report", action="store_true", help="make no runs: show those that are there")
     options, baseline = parser.parse_known_args(arguments)
     if not options.margin > 0:
         parser.error(f"--margin {options.margin} must be greater than 0")
-    options.out = options.out.expanduser()
-    failed: list[str] = []
+    out = options.out.expanduser()
+    failed: dict[str, str] = {}
     if options.report:
         if baseline or options.variants:
             raise ConfigError("--report shows what is there: give it no more than --out and --margin")
-        plan = read_plan(options.out)
+        plan = read_plan(out)
         if not plan:
-            raise ConfigError(f"--report: there is no experiment in {options.out}: name its folder by --out")
+            raise ConfigError(f"--report: there is no experiment in {out}: name its folder by --out")
     else:
         if options.runs < 3:
             raise ConfigError(f"--runs {options.runs}: so few say nothing of their spread, give at least 3")
@@ -406,29 +322,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"--holdout {options.holdout}: keep out at least one training image, or test images decide"
             )
-        words = [*baseline, f"--holdout={options.holdout}"]
-        plan = make_plan(words, options.variants, options.runs, options.out)
+        plan = make_plan([*baseline, f"--holdout={options.holdout}"], options.variants, options.runs, out)
         teams = check_commands(plan)
-        check_outside(read_options(plan.baseline)[0].data, options.out, "--out")
-        write_plan(plan, options.out)
-        try:
-            failed = make_runs(plan, options.out, teams)
-        except KeyboardInterrupt:
+        write_plan(plan, out)
+        failed, status = make_runs(plan, out, teams)
+        if status:
             print("Not finished: the same command continues.", file=sys.stderr)
-            return 128 + signal.SIGINT
-        for name in failed:
-            print(f"{name} failed; its log is {options.out / name}.log", file=sys.stderr)
+            return status
+        for name, failure in failed.items():
+            print(f"{name} failed ({failure}); its log is {out / name}.log", file=sys.stderr)
         if BASELINE in failed:
             return 1
-    results = results_of(plan, options.out, options.margin)
-    print(f"Baseline: {' '.join(plan.baseline)}\n\n{as_table(results)}\n")
-    print(*notes_on(plan, results, options.margin), sep="\n")
-    if any(result.found for result in results):
-        picture = options.out / "experiment.png"
-        write_picture(draw(plan, results, options.margin), picture, "--out")
+    logs = read_logs(plan, out)
+    report = compare(logs, BASELINE, options.margin, len(plan.variants))
+    print(f"Baseline: {' '.join(plan.baseline)}\n\n{report.text}\n\n{notes_on(plan, logs, report.accuracy)}")
+    if any(verdict.found for verdict in report.accuracy.values()):
+        picture = out / "experiment.png"
+        write_picture(draw(plan, logs, report.accuracy, options.margin), picture, "--out")
         print(f"Picture: {picture}")
     return int(bool(failed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

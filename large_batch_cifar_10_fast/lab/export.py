@@ -1,24 +1,24 @@
 """Write a trained network as one ONNX file, for other programs and languages.
 
-    pip install onnx onnxscript
-    python -m large_batch_cifar_10_fast.export weights.pt model.onnx
+    cifar10-fast export weights.pt model.onnx
 
-Its input `images` is uint8 [n, 32, 32, 3] (RGB) for any n, its output `probabilities` float32 [n, classes], the mean
-over the views that the recipe evaluates; or with --logits `logits` of the images as they are, for less work. The file's
-metadata have `classes`, the names of the classes as JSON, and `recipe`.
+It needs `pip install onnx onnxscript`. Input `images` is uint8 [n, 32, 32, 3] (RGB) for any n. Output `probabilities`
+is float32 [n, classes], the mean over the views that the recipe evaluates; or with --logits `logits` of the images as
+they are, for less work. The file's metadata have `classes`, the names of the classes as JSON, and `recipe`.
 """
 
-import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from . import ConfigError, exit_on_config_error, first_line
-from .api import Classifier, load
-from .core import data
-from .core.files import write_atomically
+from .. import ConfigError, first_line
+from ..core import data
+from ..files import write_atomically
+from .model import Classifier, load
+from .options import command_parser
 
 
 class Probabilities(nn.Module):
@@ -70,10 +70,8 @@ def export_onnx(model: Classifier, path: Path, logits: bool = False) -> None:
         ) from error
 
 
-@exit_on_config_error("export")
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.export", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def main(arguments: Sequence[str]) -> None:
+    parser = command_parser(__doc__)
     parser.add_argument("weights", help="file that --save wrote")
     parser.add_argument("onnx", type=Path, metavar="FILE.onnx")
     parser.add_argument("--logits", action="store_true", help="of the images as they are, instead of probabilities")
@@ -81,7 +79,3 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     export_onnx(load(options.weights, options.program), options.onnx, options.logits)
     print(options.onnx)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,6 +12,7 @@ import inspect
 import os
 import platform
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
@@ -20,19 +21,14 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote
 
-from .. import ConfigError, __version__, first_line, program
-from .images import DATA
+from .. import ConfigError, __version__, check_range, first_line
+from ..images.cifar import DATA
 from .source import commit
 
+# The module of each recipe.
+PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
+PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 MOST = 100_000  # the largest number that an option takes, unless it has another limit
-
-
-def check_range(options: Any, least: float, most: float, *names: str) -> None:
-    """Raise ConfigError if one of these options lies outside the limits."""
-    for name in names:
-        value = getattr(options, name)
-        if not least <= value <= most:
-            raise ConfigError(f"--{name} {value} must lie in {least} to {most}")
 
 
 @dataclass(frozen=True)
@@ -83,19 +79,30 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help lists the options")
 
 
+def command_parser(text: str) -> Parser:
+    """Return a command's parser. Its help begins with an example: the second paragraph of a module's docstring."""
+    what, example, *more = text.strip().split("\n\n")
+    return Parser(
+        usage=textwrap.dedent(example),
+        description="\n\n".join([what, *more]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
 def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str, Any]) -> tuple[Options, Any]:
     """Return the options and the hyper-parameters that a command line asks for. Raise ConfigError.
 
     `demo` has the hyper-parameters of --demo; it is empty for a program that has none.
     """
     parser = Parser(
-        prog=program(),
+        usage=f"cifar10-fast train --recipe {name} --runs 5 --campaign night",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,  # options that are not given are absent from the result
         description=f"recipe {name}: " + (hyp.__doc__ or "").partition("\n")[0],
         epilog="Environment variables: PYTHON (interpreter), CIFAR10_URL (a mirror of your own).",
     )
-    parser.add_argument("--recipe", help="a recipe's name, or FILE.py: a program of your own", default=name)
+    parser.add_argument("--recipe", help=f"{', '.join(PROGRAMS)}, or FILE.py: a program of your own")
     add_options(parser.add_argument_group(f"the recipe {name}"), hyp)
     add_options(parser.add_argument_group("settings"), Options)
     text = f"large_batch_cifar_10_fast {__version__}, commit {commit()} (Python {platform.python_version()})"

@@ -14,9 +14,9 @@ from typing import BinaryIO
 from urllib.parse import quote
 
 from .. import ConfigError
-from .clock import PARTS
-from .files import flush_to_disk, lock, write_atomically
-from .team import warn
+from ..core.clock import PARTS
+from ..core.team import warn
+from ..files import flush_to_disk, lock, write_atomically
 
 Row = dict[str, str]
 

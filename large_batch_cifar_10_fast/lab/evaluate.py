@@ -1,11 +1,10 @@
-"""Evaluate weights that --save wrote: accuracy of each class, what is taken for what, and the surest errors.
+"""Test weights that --save wrote: accuracy of each class, what is taken for what, and the surest errors.
 
-    python -m large_batch_cifar_10_fast.evaluate weights.pt --data photos --confusion confusion.png --errors errors.png
+    cifar10-fast evaluate weights.pt --data photos.npz --confusion confusion.png --errors errors.png
 
 All test images of --data are predicted in float32, with the test-time augmentation of the recipe.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,12 +13,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from . import ConfigError, exit_on_config_error
-from .api import load, score, test_images
-from .core.devices import take_device
-from .core.files import write_picture
-from .core.images import DATA, check_outside
-from .results import in_columns, wilson
+from .. import ConfigError
+from ..core.devices import take_device
+from ..files import write_picture
+from ..images.cifar import DATA
+from .model import load, score, test_images
+from .options import command_parser
+from .statistics import in_columns, wilson
 
 MOST_CONFUSIONS = 5  # that are named
 MOST_WRITTEN = 20  # classes up to which the matrix has numbers
@@ -97,9 +97,8 @@ def draw_errors(images: Tensor, labels: Tensor, probabilities: Tensor, classes: 
     return figure
 
 
-def check_picture(path: Path, data: str, option: str) -> None:
+def check_picture(path: Path, option: str) -> None:
     """Raise ConfigError if a picture could not be written, before anything takes time."""
-    check_outside(data, path, option)
     formats = FigureCanvasAgg.filetypes
     if path.suffix[1:].lower() not in formats:
         raise ConfigError(f"{option} {path} has none of the endings {', '.join(formats)}: choose one, .png say")
@@ -107,20 +106,18 @@ def check_picture(path: Path, data: str, option: str) -> None:
         raise ConfigError(f"{option} {path} cannot be written: {path.parent} is no folder, make it first")
 
 
-@exit_on_config_error("evaluate")
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m large_batch_cifar_10_fast.evaluate", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def main(arguments: Sequence[str]) -> None:
+    parser = command_parser(__doc__)
     parser.add_argument("weights", help="file that --save wrote")
     parser.add_argument("--data", default=str(DATA), help="as for training (default: CIFAR-10)")
     parser.add_argument("--device", default="", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     parser.add_argument("--program", default="", help="FILE.py of a program of your own")
     parser.add_argument("--confusion", type=Path, metavar="PICTURE", help="what is taken for what: .png, .svg or .pdf")
-    parser.add_argument("--errors", type=Path, metavar="PICTURE", help="the surest errors, likewise")
+    parser.add_argument("--errors", type=Path, metavar="PICTURE", help="the surest errors, in the same formats")
     options = parser.parse_args(arguments)
     for option, path in (("--confusion", options.confusion), ("--errors", options.errors)):
         if path:
-            check_picture(path, options.data, option)
+            check_picture(path, option)
     model = load(options.weights, options.program).to(take_device(options.device))
     images, labels = test_images(model, options.data)
     logits = model.logits(images).cpu()
@@ -136,7 +133,3 @@ def main(arguments: list[str] | None = None) -> None:
         write_picture(draw_confusions(counts, model.classes), options.confusion, "--confusion")
     if options.errors:
         write_picture(draw_errors(images, labels, logits.softmax(1), model.classes), options.errors, "--errors")
-
-
-if __name__ == "__main__":
-    main()

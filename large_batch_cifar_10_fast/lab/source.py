@@ -9,22 +9,20 @@ from pathlib import Path
 from types import ModuleType
 
 from .. import PACKAGE
+from ..core.devices import output_of
+from ..core.team import warn
+from ..files import write_atomically
 from ..loading import TEXTS, decode, files_of, name_of_ours
-from .devices import output_of
-from .files import write_atomically
-from .team import warn
-
-# Modules of core/ that record runs. The digest leaves them out.
-LAB = {"campaign", "files", "log", "options", "profile", "program", "source", "table"}
 
 
 def texts_of(program: ModuleType) -> dict[str, bytes]:
     """Return the texts that decide a program's results, by file name, as they were loaded. The program's own is first.
 
-    Then come the modules of its folder and our programs, if it imports them, and the modules of core/.
+    Then come the modules of its folder and our programs, if it imports them, and the modules of core/ and images/.
     """
-    core = [file for file in sorted((PACKAGE / "core").glob("[a-z_]*.py")) if file.stem not in LAB]
-    files = files_of(program) | {name_of_ours(file): file for file in core}
+    files = dict(files_of(program))
+    for folder in ("core", "images"):
+        files |= {name_of_ours(file): file for file in sorted((PACKAGE / folder).glob("*.py"))}
     return {name: TEXTS[file] if file in TEXTS else file.read_bytes() for name, file in files.items()}
 
 

@@ -1,4 +1,4 @@
-"""Results: read those of a campaign into one `Log`, and compare the means of two samples of runs.
+"""Results: read those of a campaign into one `Log`.
 
 A campaign's results are its runs.tsv (several are taken together), the lines on STDOUT (ours and the published ones),
 or a DAWNBench table, such as timing_log.tsv.
@@ -9,20 +9,17 @@ import glob
 import io
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
-from . import ConfigError, first_line
-from .core.images import CIFAR_10
-from .core.table import CONDITIONS, GOAL, PLACE, differences, from_pairs
+from .. import ConfigError, first_line
+from ..images.cifar import CIFAR_10
+from .table import CONDITIONS, GOAL, PLACE, differences, from_pairs
 
 # ---- Reading
 
@@ -45,10 +42,13 @@ MAY_DIFFER = (*PLACE, "commit")  # among the runs of a log
 
 @dataclass(frozen=True)
 class Log:
-    """The results of a campaign. `runs` has a row per run: seed, accuracy (a fraction), validation_loss, seconds,
-    cpu_seconds, and goal_seconds, the time to 94%; NaN where the log does not say, or, but for accuracy, the run
-    diverged. `reached` counts the runs at 94%; None if rounded accuracies do not tell. `epochs` has a row per run and
-    epoch: epoch, seconds, accuracy, and losses if known. `left_out` names tables without any run."""
+    """The results of a campaign.
+
+    `runs` has a row per run that did not diverge: seed, accuracy (a fraction), validation_loss, seconds, cpu_seconds,
+    goal_seconds (the time to 94%), NaN where the log does not say, and launch. `reached` counts the runs at 94%; None
+    if rounded accuracies do not tell. `epochs` has a row per run and epoch: epoch, seconds, accuracy, and losses if
+    known. `left_out` names tables without any run.
+    """
 
     name: str
     runs: pd.DataFrame
@@ -58,6 +58,12 @@ class Log:
     epochs: pd.DataFrame | None
     campaign: str = ""  # of a runs.tsv
     left_out: list[str] = field(default_factory=list)
+    diverged: int = 0  # runs, which `runs` does not have
+
+    @property
+    def count(self) -> int:
+        """The number of finished runs."""
+        return len(self.runs) + self.diverged
 
 
 def find_files(source: str) -> list[tuple[str, str]]:
@@ -155,13 +161,12 @@ def numbers(table: pd.DataFrame, limits: Mapping[str, tuple]) -> pd.DataFrame:
 
 
 def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], epochs: pd.DataFrame | None = None) -> Log:
-    """Return a log of numbers, and count the runs at 94%. A run whose loss is not finite has diverged."""
+    """Return a log of numbers. A run whose loss is not finite has diverged."""
     finite = runs.filter([*LOSSES]).abs().lt(np.inf).all(axis=1)
-    of_finished = ["validation_loss", "seconds", "cpu_seconds", "goal_seconds"]
-    runs = runs.reindex(columns=["seed", "accuracy", *of_finished])
-    runs.loc[~finite, of_finished] = np.nan
-    notes = [] if finite.all() else [f"{name}: {(~finite).sum()} runs diverged"]
-    return Log(name, runs, int(((runs["accuracy"] >= GOAL) & finite).sum()), conditions, notes, epochs)
+    names = ["seed", "accuracy", "validation_loss", "seconds", "cpu_seconds", "goal_seconds", "launch"]
+    kept = runs[finite].reindex(columns=names)
+    reached = int((kept["accuracy"] >= GOAL).sum())
+    return Log(name, kept, reached, conditions, [], epochs, diverged=int((~finite).sum()))
 
 
 def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame], unfinished: bool) -> Log:
@@ -198,6 +203,8 @@ def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame], unfin
     runs = numbers(rows, limits | {"cpu_seconds": (0, 1e12, "")} | LOSSES)
     count = numbers(rows, {"validation_count": (0, runs["validation_images"].max())})["validation_count"]
     runs["accuracy"] = count / runs["validation_images"]
+    if "launch" in rows:
+        runs["launch"] = rows["launch"].str.partition(".")[0]  # without the number of the team
     log = make_log(source, runs, conditions, epochs_of(parts, unfinished))
     for name in [name for name in MAY_DIFFER if alike[name].nunique() > 1]:
         log.notes.append(f"{source} has more than one {name}: {', '.join(alike[name].unique())}")
@@ -269,73 +276,27 @@ def conditions_of(found: Mapping[Any, str]) -> dict[str, str]:
     return {name: found[name] for name in names} | options | {"clock": "set-up and training, not validation"}
 
 
-# ---- Statistics
+# ---- Names
 
-SIGNIFICANCE = 0.01  # of a verdict: intervals have a confidence of 99%
-POWER = 0.8  # with which a detectable difference is found
+AUTOMATIC = r"\d{8}T\d{6}-[0-9a-f]+"  # a campaign's name that no one gave
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The difference of two means, mine - reference, with its confidence interval.
+def short_names(logs: Sequence[Log]) -> list[str]:
+    """Return the part of each log's name in which they differ.
 
-    `tests` are all that are made together. The interval has a confidence of 1 - SIGNIFICANCE / tests, so that all of
-    them hold with 1 - SIGNIFICANCE (Bonferroni), and `p` is multiplied by them: it is below SIGNIFICANCE if and only if
-    the interval leaves out 0.
+    A campaign whose name is automatic is named by its recipe, and the options in which the logs differ.
     """
-
-    difference: float
-    low: float
-    high: float
-    p: float  # of no difference
-    detectable: float  # the difference that is found with POWER
-    pairs: int  # 0: not compared in pairs
-
-
-def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comparison | None:
-    """Compare the means of two samples, indexed by seed (NaN: unknown); None if one has a single value.
-
-    Over common seeds they are compared in pairs, by Student's test, if at least half of the runs of a side have one;
-    else all runs by Welch's, which lets variances differ.
-    """
-    if min(len(mine), len(reference)) < 2:
-        return None
-    common = sorted({*mine.index.dropna()} & {*reference.index.dropna()})
-    pairs = len(common) if 2 * len(common) >= max(4, min(len(mine), len(reference))) else 0
-    a = (mine[common] if pairs else mine).to_numpy()
-    b = (reference[common] if pairs else reference).to_numpy()
-    if (np.ptp(a - b) if pairs else max(np.ptp(a), np.ptp(b))) == 0:  # no variance, so no test
-        difference = float(a[0] - b[0])  # means of equal values may differ in their last bit
-        return Comparison(difference, difference, difference, float(difference == 0), 0.0, pairs)
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # nearly equal values
-        test = stats.ttest_rel(a, b) if pairs else stats.ttest_ind(a, b, equal_var=False)
-    significance = SIGNIFICANCE / tests
-    low, high = map(float, test.confidence_interval(1 - significance))
-    quantile = partial(stats.t.ppf, df=test.df)
-    error = (high - low) / 2 / quantile(1 - significance / 2)
-    detectable = float(error * (quantile(1 - significance / 2) + quantile(POWER)))
-    p = min(1.0, tests * float(test.pvalue))
-    return Comparison(float(a.mean() - b.mean()), low, high, p, detectable, pairs)
+    parts = [re.split("[/:+]", log.name) for log in logs]
+    while len(parts) > 1 and min(map(len, parts)) > 1 and len({part[0] for part in parts}) == 1:
+        parts = [part[1:] for part in parts]
+    while min(map(len, parts)) > 1 and len({part[-1] for part in parts}) == 1:
+        parts = [part[:-1] for part in parts]
+    return [name_of(log, "/".join(part), logs) for log, part in zip(logs, parts, strict=True)]
 
 
-def verdict(found: Comparison | None, more_is_better: bool, margin: float) -> str:
-    """Say what an interval shows: equivalent if it lies within the margin, else better or worse if it leaves out 0."""
-    if found and -margin < found.low and found.high < margin:
-        return "equivalent"
-    if found and not found.low <= 0 <= found.high:
-        return "better" if (found.difference > 0) == more_is_better else "worse"
-    return "no difference shown"
-
-
-def wilson(count: int, total: int) -> tuple[float, float]:
-    """Return the 99% score interval of a proportion."""
-    return stats.binomtest(count, total).proportion_ci(1 - SIGNIFICANCE, method="wilson")
-
-
-# ---- Texts
-
-
-def in_columns(lines: Sequence[Sequence[str]]) -> str:
-    """Return the cells of a table as text, each column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+def name_of(log: Log, name: str, logs: Sequence[Log]) -> str:
+    if not re.fullmatch(AUTOMATIC, log.campaign) or log.campaign not in name:
+        return name
+    options = [option for option in log.conditions if option not in {*CONDITIONS, *MAY_DIFFER, "images", "clock"}]
+    differing = [option for option in options if len({each.conditions.get(option) for each in logs}) > 1]
+    return " ".join([log.conditions["recipe"], *(f"{each}={log.conditions[each]}" for each in differing[:3])])

@@ -1,0 +1,92 @@
+"""One command for all: cifar10-fast COMMAND, or python -m large_batch_cifar_10_fast COMMAND."""
+
+import importlib
+import io
+import os
+import re
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+from . import INVALID, PACKAGE, ConfigError, Interrupted
+
+COMMANDS = {
+    "train": "make the runs of a campaign",
+    "experiment": "make the runs of a baseline and of variants, and compare them",
+    "compare": "compare campaigns with a reference",
+    "plot": "draw campaigns side by side",
+    "evaluate": "test saved weights: accuracy of each class, confusions, errors",
+    "predict": "say what pictures show, by saved weights",
+    "export": "write saved weights as an ONNX file",
+    "photos": "make a .npz file of photos, to train on",
+}
+HELP = "Example: cifar10-fast train --recipe muon --runs 5\n\nCommands, each with --help:\n"
+HELP += "".join(f"  {name:12}{text}\n" for name, text in COMMANDS.items())
+HELP += "\nWhere cifar10-fast is not installed, it is python -m large_batch_cifar_10_fast."
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # of all processes to the same core
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> NoReturn:
+    """Run a command and exit: with its status, 2 for an invalid request, 128 + N after signal N."""
+    open_closed_streams()
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, interrupt)  # before torch is imported, which takes seconds: PID 1 has no default
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    try:
+        sys.exit(run(name, sys.argv[2:]))
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(INVALID)
+    except Interrupted as end:
+        text, status = end.args
+        print(f"{name}: {text}", file=sys.stderr)
+        sys.exit(status)
+    except BrokenPipeError:  # the reader of STDOUT has ended, like head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Run a command. Return its exit status."""
+    if name in ("--help", "-h"):
+        print(HELP)
+        return 0
+    if name not in COMMANDS:
+        raise ConfigError(f"there is no such command: use {', '.join(COMMANDS)}")
+    prepare_environment()
+    status = importlib.import_module(f"{PACKAGE.name}.lab.{name}").main(arguments)
+    print(end="", flush=True)
+    return status or 0
+
+
+def prepare_environment() -> None:
+    """Leave out what other programs' launchers set, before torch is imported."""
+    for name in (*BINDING, "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    if not re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", "")):  # OpenMP would take all cores, with a warning
+        os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # an error is one line
+
+
+def open_closed_streams() -> None:
+    """Open what a user closed, as by `2>&-`: otherwise the next file that is opened would get the log, or errors."""
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, number)  # for the processes that are started, too
+            if opened != number:
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of names that the terminal cannot show
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted(f"ended by {signal.Signals(number).name}", 128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""CIFAR-10 and CIFAR-100 by torchvision: found, or downloaded, checked by MD5, unpacked."""
+
+import contextlib
+import io
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import PACKAGE, ConfigError, first_line
+from ..files import locked
+
+DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "run_tests.sh").exists() else Path("data")  # or it is installed
+CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
+CIFAR_100 = "CIFAR-100"
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+TIMEOUT = 30  # seconds without a byte after which a download fails
+HARMLESS = (".", "download-", "lost+found")  # files and folders beside which CIFAR-10 may be downloaded begin so
+
+
+class Source(NamedTuple):
+    """A data set that torchvision has: its name in logs, the --data that downloads it, class, archive and folder."""
+
+    name: str
+    key: str
+    kind: str
+    archive: str
+    folder: str
+
+
+SOURCES = (
+    Source(CIFAR_10, "cifar10", "CIFAR10", "cifar-10-python.tar.gz", "cifar-10-batches-py"),
+    Source(CIFAR_100, "cifar100", "CIFAR100", "cifar-100-python.tar.gz", "cifar-100-python"),
+)
+
+
+def find_source(path: Path) -> tuple[Path, Source]:
+    """Return the folder that has a data set, or to which it is downloaded, and which it is. Raise ConfigError."""
+    try:
+        return find(path)
+    except OSError as error:  # too long a name, or a folder that may not be read
+        raise ConfigError(f"--data {path} cannot be used ({error.strerror}): name another") from error
+
+
+def find(path: Path) -> tuple[Path, Source]:
+    others: list[str] = []
+    if path.is_dir():  # first: an archive may arrive meanwhile
+        others = sorted(each.name for each in path.iterdir() if not each.name.startswith(HARMLESS))
+    for source in SOURCES:
+        if str(path) == source.key and not path.exists():
+            return DATA, source
+        if path.name == source.archive and path.is_file():
+            return path.parent, source
+        if path != DATA and ((path / source.archive).exists() or (path / source.folder).exists()):
+            return path, source
+    if path == DATA or (path.is_dir() and not others):
+        return path, SOURCES[0]
+    archives = " or ".join(source.archive for source in SOURCES)
+    hint = f"name FILE.npz, {archives}, or an empty folder for a download"
+    if path.is_dir():
+        found = f"has {', '.join(others[:3])}"
+        hint += f"; photos become a file by `photos {path} FILE.npz`"
+    else:
+        found = "is another file" if path.exists() else "does not exist"
+    raise ConfigError(f"--data {path} {found}: {hint}")
+
+
+def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
+    """Read a data set by torchvision; MD5s are checked before anything is unpickled. Raise ConfigError.
+
+    One process of a machine downloads and unpacks what is missing, the others wait.
+    """
+    from torchvision import datasets
+    from torchvision.datasets.utils import check_integrity, extract_archive
+
+    kind: Any = getattr(datasets, source.kind)
+    variable = f"{source.kind}_URL"
+    archive = folder / source.archive
+    files = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            if not all(check_integrity(folder / source.folder / name, md5) for name, md5 in files):
+                if not archive.exists():
+                    download(os.environ.get(variable) or kind.url, archive, kind.tgz_md5)
+                if not check_integrity(archive, kind.tgz_md5):
+                    damaged = f"{archive} is damaged (its MD5 is not {kind.tgz_md5})"
+                    raise ConfigError(f"{damaged}: delete it and start again")
+                extract_archive(archive, folder)
+            parts = [kind(folder, train=train) for train in (True, False)]
+    except ConfigError:
+        raise
+    except Exception as error:  # torchvision, urllib and tarfile raise nearly anything
+        hint = f"put {source.archive} there by hand, name a mirror in {variable}, or try --demo"
+        raise ConfigError(f"{source.name} cannot be had in {folder} ({first_line(error)}): {hint}") from error
+    arrays = []
+    for part in parts:
+        arrays += [np.ascontiguousarray(part.data), np.array(part.targets)]  # not left to the timed upload
+    return arrays
+
+
+def download(url: str, archive: Path, md5: str) -> None:
+    """Download an archive by torchvision, whose progress bar is shown on terminals only.
+
+    It gets its name when it is whole: what an interrupted download leaves is never taken for it.
+    """
+    from torchvision.datasets.utils import download_url
+
+    limit = socket.getdefaulttimeout()
+    bar = sys.stderr if sys.stderr and sys.stderr.isatty() else io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="download-", dir=archive.parent) as temporary:
+        print(f"Downloading {archive.name} (170 MB) from {url} to {archive.parent}", file=sys.stderr)
+        socket.setdefaulttimeout(TIMEOUT)
+        try:
+            with contextlib.redirect_stderr(bar):
+                download_url(url, temporary, archive.name, md5)
+        finally:
+            socket.setdefaulttimeout(limit)
+        os.replace(Path(temporary) / archive.name, archive)

@@ -1,0 +1,145 @@
+"""Load the images that `--data` names: CIFAR-10 or CIFAR-100 (downloaded if missing), a .npz file, or drawn shapes."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .. import ConfigError, first_line
+from ..core.data import CIFAR_10_NORMALIZATION, Images, Normalization
+from .cifar import CIFAR_10, CIFAR_100, CLASSES, DATA, find_source, read_cifar
+from .shapes import draw_shapes
+
+CIFAR_10_TRAINING = "f912919bdea3"  # the digest of its training images and labels, as in a .npz file
+SYNTHETIC = "synthetic"  # the --data that needs no file
+ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")  # of a .npz file
+
+
+def load_images(data: str = str(DATA), holdout: int = 0) -> Images:
+    """Read `--data` into memory; download CIFAR-10 or CIFAR-100 if it is missing. Raise ConfigError.
+
+    With `holdout` the last training images take the place of the test images.
+    """
+    path = Path(data)
+    if data == SYNTHETIC:
+        return make_images(SYNTHETIC, draw_shapes(), (), holdout)
+    if path.suffix.lower() == ".npz":
+        arrays, names = read_npz(path)
+        return make_images(path.name, arrays, names, holdout)
+    folder, source = find_source(path)
+    return make_images(source.name, read_cifar(folder, source), (), holdout)
+
+
+def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[str] = (), holdout: int = 0) -> Images:
+    """Return a data set of the ARRAYS, in the order for training. Raise ConfigError.
+
+    CIFAR's own order is a random one, and the shapes' too. Others are shuffled, always alike: worker i % 8 takes image
+    i, and whitening the first ones, so sorted by class each worker would see some classes only.
+    """
+    train_images, train_labels, test_images, test_labels = arrays
+    training_digest, digest = digests_of(arrays)
+    classes = int(train_labels.max()) + 1
+    is_cifar_sized = (len(train_images), len(test_images), classes) == (50_000, 10_000, 10)
+    is_random = name in (CIFAR_10, CIFAR_100, SYNTHETIC) or training_digest == CIFAR_10_TRAINING
+    # CIFAR-10's constants for its images, others of its sizes, and the shapes.
+    has_constants = is_cifar_sized or name == SYNTHETIC
+    if not class_names:
+        class_names = CLASSES if is_cifar_sized else [str(number) for number in range(classes)]
+    if not is_random:
+        order = np.random.default_rng(0).permutation(len(train_images))
+        train_images = train_images[order]
+        train_labels = train_labels[order]
+    if holdout:
+        count = count_without(holdout, train_labels)
+        train_images, test_images = np.split(train_images, [count])
+        train_labels, test_labels = np.split(train_labels, [count])
+        name = f"{name} with the last {holdout} training images as test images"
+        _, digest = digests_of((train_images, train_labels, test_images, test_labels))
+    normalization = CIFAR_10_NORMALIZATION if has_constants else normalization_of(train_images)
+    return Images(
+        name,
+        train_images,
+        train_labels,
+        test_images,
+        test_labels,
+        list(class_names),
+        normalization,
+        digest,
+        is_shuffled=not is_random,
+    )
+
+
+def count_without(holdout: int, labels: np.ndarray) -> int:
+    """Return how many training images are left without the last ones. Raise ConfigError if they lack a class."""
+    count = len(labels) - holdout
+    if count < 1 or set(labels[:count]) != set(labels):
+        total = f"of {len(labels)} training images"
+        raise ConfigError(f"--holdout {holdout} {total} leaves none of a class to train on: keep out fewer")
+    return count
+
+
+def normalization_of(images: np.ndarray) -> Normalization:
+    """Return mean and standard deviation of each channel, to two decimals."""
+    count = images.size // 3
+    mean = np.einsum("nhwc->c", images, dtype=np.float64) / count
+    square = np.einsum("nhwc,nhwc->c", images, images, dtype=np.float64) / count
+    std = np.sqrt(square - mean**2).round(2).clip(0.01)  # of images that are all equal, too
+    return tuple(mean.round(2).tolist()), tuple(std.tolist())
+
+
+def digests_of(arrays: Sequence[np.ndarray]) -> tuple[str, str]:
+    """Return 12 hexadecimal digits of the SHA-256 over training images and labels, and over all.
+
+    Labels count as bytes if they fit.
+    """
+    total = hashlib.sha256()
+    found = []
+    for part in arrays:
+        total.update(np.ascontiguousarray(part, np.uint8 if part.max() < 256 else np.int64).data)
+        found.append(total.hexdigest()[:12])
+    return found[1], found[3]
+
+
+def read_npz(path: Path) -> tuple[list[np.ndarray], list[str]]:
+    """Read a .npz file of ARRAYS, images uint8 [N, 32, 32, 3] and labels [N], and of `class_names`, which may lack.
+
+    Return the arrays, labels as int64, and the names. Raise ConfigError.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            given = {name: archive[name] for name in (*ARRAYS, "class_names") if name in (*ARRAYS, *archive.files)}
+        arrays = [given[name] for name in ARRAYS]
+        check_arrays(arrays)
+        names = check_names(given.get("class_names"), int(arrays[1].max()) + 1)
+    except Exception as error:  # zipfile, zlib and NumPy raise nearly anything for a damaged file
+        reason = f"{', '.join(ARRAYS)}: {first_line(error)}"
+        raise ConfigError(f"--data {path} cannot be read as a .npz file of {reason}") from error
+    for place in (1, 3):
+        arrays[place] = arrays[place].astype(np.int64)
+    return arrays, names
+
+
+def check_arrays(arrays: Sequence[np.ndarray]) -> None:
+    """Raise ValueError for arrays that are no data set."""
+    for images, labels in (arrays[:2], arrays[2:]):
+        if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3) or not len(images):
+            raise ValueError(f"images are {images.dtype} {list(images.shape)}, not uint8 [N, 32, 32, 3]")
+        if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
+            raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}, not integers [{len(images)}]")
+        last = int(arrays[1].max())
+        if labels.min() < 0 or labels.max() > last:
+            raise ValueError(f"labels are {labels.min()} to {labels.max()}, not 0 to {last}, training's largest")
+        if not 1 <= last < 1000:
+            raise ValueError(f"labels are of {last + 1} classes, not of 2 to 1000")
+
+
+def check_names(names: np.ndarray | None, classes: int) -> list[str]:
+    """Return the names of classes as a list, empty if there are none. Raise ValueError."""
+    if names is None:
+        return []
+    if names.dtype.kind != "U" or names.shape != (classes,) or len(set(names.tolist())) < classes:
+        raise ValueError(f"class_names are {names.dtype} {list(names.shape)}, not {classes} different texts")
+    if not all(name.isprintable() for name in names.tolist()):
+        raise ValueError("class_names have characters that cannot be printed")
+    return names.tolist()

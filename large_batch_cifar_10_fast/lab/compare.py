@@ -1,0 +1,299 @@
+"""Compare campaigns with a reference: what differs, means with 99% confidence intervals, and what they show.
+
+    cifar10-fast compare night/runs.tsv day/runs.tsv published
+
+The last is the reference, unless --reference names one; a single campaign is compared with `published`. Each is a
+runs.tsv (FILE:CAMPAIGN for another campaign than its last, FILE:* for all), several of them that are taken together
+(`a/runs.tsv,b/runs.tsv` or the pattern '*/runs.tsv'), a run log, a DAWNBench table, or `published`: Apple's 50 runs of
+apple2019 on CIFAR-10. Exit status: 0 none is shown to be worse, 1 one is worse (in accuracy, or in time on the same
+devices), 2 unreadable, or no reference.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from .. import ConfigError
+from ..images.cifar import CIFAR_10
+from ..loading import decode
+from . import statistics
+from .options import command_parser
+from .program import hyp_class
+from .results import Log, find_files, read_log, short_names
+from .source import changed_lines
+from .statistics import Comparison, compare_means, in_columns, wilson
+from .table import PLACE, differences
+
+MARGIN = 0.1  # points of accuracy that are equivalent
+TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
+BUSY = 0.95  # of the other side's CPU seconds a second: less is no equal share of the machine
+MEANINGS = {"code": "the program, core/ or images/ was changed", "digest": "the images differ"}
+HEAD = ("n", "mean ± std", "difference", "99% interval", "p", "verdict")
+LOOKING = "p holds for a number of runs chosen before looking. Adding runs until p is small finds chance differences."
+
+
+class Verdict(NamedTuple):
+    """What the runs of a campaign show beside the reference's, in one quantity."""
+
+    word: str  # better, worse, equivalent, no difference shown; "-" if they are not compared
+    found: Comparison | None = None
+    why_not: str = ""  # they are not compared
+
+
+class Report(NamedTuple):
+    """A comparison as text, and its verdicts by campaign."""
+
+    text: str
+    accuracy: dict[str, Verdict]
+    seconds: dict[str, Verdict]
+
+
+def compare(logs: Mapping[str, Log], reference: str, margin: float = MARGIN, tests: int = 0) -> Report:
+    """Compare logs, by name, with the one that is the reference. `tests` are made together; by default all these."""
+    base = logs[reference]
+    sides = {name: log for name, log in logs.items() if name != reference}
+    tests = max(tests, len(sides))
+    for log in logs.values():
+        set_label_smoothing(log)
+    accuracy = {}
+    loss = {}
+    seconds = {}
+    for name, log in sides.items():
+        failed = why_diverged(log, base)
+        other_loss = differences(log.conditions, base.conditions, ["label_smoothing"])
+        why_no_time = failed or differing_place(log, base) or few_launches(log, base) or busy_machine(log, base)
+        accuracy[name] = judge(accuracies(log), accuracies(base), True, margin, tests, failed)
+        loss[name] = judge(values(log, "validation_loss"), values(base, "validation_loss"), False, 0, tests, failed)
+        if other_loss:
+            loss[name] = Verdict("-", why_not=other_loss)
+        limit = TIME_MARGIN * seconds_of(base).mean()
+        seconds[name] = judge(seconds_of(log), seconds_of(base), False, limit, tests, why_no_time)
+    parts = [
+        differing_conditions(sides, base, reference),
+        differing_lines(sides, base),
+        table_of("accuracy, %", {name: accuracies(log) for name, log in logs.items()}, accuracy, reference),
+        table_of("loss", {name: values(log, "validation_loss") for name, log in logs.items()}, loss, reference),
+        table_of("seconds, by launch", {name: seconds_of(log) for name, log in logs.items()}, seconds, reference),
+        other_figures(logs),
+        meaning(sides, base, accuracy, loss, seconds, margin, tests),
+    ]
+    return Report("\n\n".join(part for part in parts if part), accuracy, seconds)
+
+
+# ---- Values
+
+
+def accuracies(log: Log) -> pd.Series:
+    return 100 * values(log, "accuracy")
+
+
+def values(log: Log, name: str) -> pd.Series:
+    """Return a quantity of all runs that have it, by seed."""
+    return log.runs.set_index("seed")[name].dropna()
+
+
+def seconds_of(log: Log) -> pd.Series:
+    """Return the mean seconds of each launch, by its first seed.
+
+    A launch is one measurement: its runs share compiled code, the choice of kernels and the state of the device.
+    """
+    launches = log.runs.fillna({"launch": ""}).dropna(subset="seconds").groupby("launch")
+    return pd.Series(launches["seconds"].mean().to_numpy(), launches["seed"].min().to_numpy(), dtype=float)
+
+
+def set_label_smoothing(log: Log) -> None:
+    """Note the label smoothing of a recipe of ours. Not every recipe has the option."""
+    hyp = hyp_class(log.conditions.get("recipe", ""))
+    if hyp:
+        log.conditions.setdefault("label_smoothing", str(getattr(hyp, "label_smoothing", 0.0)))
+
+
+# ---- What may forbid a comparison
+
+
+def why_diverged(mine: Log, reference: Log) -> str:
+    for log in (mine, reference):
+        if log.diverged:
+            return f"{log.diverged} of {log.count} runs of {log.name} diverged"
+    return ""
+
+
+def differing_place(mine: Log, reference: Log) -> str:
+    """Return how device or number of processes differ, or that they are unknown; "" if they are known and equal."""
+    pairs = [(name, *(log.conditions.get(name, "unknown") for log in (mine, reference))) for name in PLACE]
+    return ", ".join(f"{name} {a}, the reference's {b}" for name, a, b in pairs if a != b or a == "unknown")
+
+
+def few_launches(mine: Log, reference: Log) -> str:
+    counts = len(seconds_of(mine)), len(seconds_of(reference))
+    if min(counts) > 1:
+        return ""
+    return "{} and {} launches: a launch is one measurement, and each side needs two".format(*counts)
+
+
+def busy_machine(mine: Log, reference: Log) -> str:
+    """Return how one side had less of the CPU than the other, or "". On a GPU this says little about times."""
+    if not mine.conditions.get("device", "").startswith("CPU"):
+        return ""
+    a, b = ((log.runs["cpu_seconds"] / log.runs["seconds"]).mean() for log in (mine, reference))
+    shares = f"{a:.2f} CPU seconds a second, the reference {b:.2f}"
+    return f"{shares}: the machine was busy, or one side waits more" if min(a, b) < BUSY * max(a, b) else ""
+
+
+def judge(
+    mine: pd.Series, reference: pd.Series, more_is_better: bool, margin: float, tests: int, why_not: str
+) -> Verdict:
+    """Compare two samples, unless something forbids it."""
+    found = None if why_not else compare_means(mine, reference, tests)
+    if found and found.low == found.high != 0:
+        return Verdict("-", why_not="all differences are equal, which few runs on few images may have by chance")
+    if not found:
+        return Verdict("-", why_not=why_not or "a single run has no spread")
+    return Verdict(statistics.verdict(found, more_is_better, margin), found)
+
+
+# ---- Texts
+
+
+def differing_conditions(sides: Mapping[str, Log], base: Log, reference: str) -> str:
+    """List where the conditions of each side differ from the reference's, and what is unknown."""
+    lines = []
+    for name, log in sides.items():
+        found = []
+        for condition in {**log.conditions, **base.conditions}:
+            text = differences(log.conditions, base.conditions, [condition])
+            if text:
+                found.append(f"{text}: {MEANINGS[condition]}" if condition in MEANINGS else text)
+        found = found or ["nothing: code, options and machine are the same"]
+        lines += [f"  {name}: {text}" for text in [*found, *log.notes]]
+    for name, log in [*sides.items(), (reference, base)]:
+        unknown = [each for each in ("recipe", "images", "code", "precision", *PLACE) if each not in log.conditions]
+        if unknown:
+            lines.append(f"  {name}: unknown {', '.join(unknown)}")
+    lines += [f"  {reference}: {text}" for text in base.notes]
+    return "\n".join([f"What differs from {reference}, or is unknown:", *lines])
+
+
+def differing_lines(sides: Mapping[str, Log], base: Log) -> str:
+    """Return the lines in which programs differ from the reference's, by the texts stored beside their tables."""
+    parts = []
+    old = program_text(base)
+    for name, log in sides.items():
+        new = program_text(log)
+        lines = changed_lines(old, new) if old and new else []
+        if lines:
+            parts.append("\n".join([f"Lines of {name} that differ (- reference, + {name}):", *lines]))
+    return "\n\n".join(parts)
+
+
+def program_text(log: Log) -> list[str]:
+    """Return the lines of the program that its campaign stored; none if it did not."""
+    code = log.conditions.get("code", "")
+    for path, _ in find_files(log.name):
+        text = Path(path).with_name(f"source-{code}.py")
+        if code and text.exists():
+            return decode(text.read_bytes()).splitlines()
+    return []
+
+
+def table_of(title: str, samples: Mapping[str, pd.Series], verdicts: Mapping[str, Verdict], reference: str) -> str:
+    """Return a quantity of all campaigns as a table; "" if none is known."""
+    cells: list[tuple[str, ...]] = [(title, *HEAD)]
+    for name, sample in samples.items():
+        spread = f" ± {sample.std():.3f}" if len(sample) > 1 else ""
+        mean = f"{sample.mean():.3f}{spread}" if len(sample) else "unknown"
+        label = f"{name} (reference)" if name == reference else name
+        cells.append((label, str(len(sample)), mean, *cells_of(verdicts.get(name))))
+    return in_columns(cells) if any(map(len, samples.values())) else ""
+
+
+def cells_of(verdict: Verdict | None) -> tuple[str, str, str, str]:
+    if not verdict or not verdict.found:
+        return "-", "-", "-", verdict.word if verdict else "-"
+    found = verdict.found
+    return f"{found.difference:+.3f}", f"[{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}", verdict.word
+
+
+def other_figures(logs: Mapping[str, Log]) -> str:
+    """Return figures that are not compared."""
+    cells: list[tuple[str, ...]] = [("not compared", "runs at 94%", "seconds to 94%", "CPU seconds")]
+    for name, log in logs.items():
+        times = [values(log, quantity) for quantity in ("goal_seconds", "cpu_seconds")]
+        shown = [f"{each.mean():.3f}, n = {len(each)}" if len(each) else "unknown" for each in times]
+        cells.append((name, runs_at_goal(log), *shown))
+    return in_columns(cells)
+
+
+def runs_at_goal(log: Log) -> str:
+    """Return the number of runs at 94%, with the 99% confidence interval of their share."""
+    if log.reached is None:
+        return f"unknown of {log.count}, accuracies are rounded"
+    return "{} of {}, [{:.0%}, {:.0%}]".format(log.reached, log.count, *wilson(log.reached, log.count))
+
+
+def meaning(
+    sides: Mapping[str, Log],
+    base: Log,
+    accuracy: Mapping[str, Verdict],
+    loss: Mapping[str, Verdict],
+    seconds: Mapping[str, Verdict],
+    margin: float,
+    tests: int,
+) -> str:
+    """Return sentences on what the tables mean."""
+    notes = []
+    for title, verdicts in (("Accuracy", accuracy), ("Loss", loss), ("Time", seconds)):
+        for why in dict.fromkeys(verdict.why_not for verdict in verdicts.values() if verdict.why_not):
+            names = [name for name, verdict in verdicts.items() if verdict.why_not == why]
+            notes.append(f"{title} of {', '.join(names)}: not compared: {why}.")
+    unclear = [each.found for each in accuracy.values() if each.found and each.word.startswith("no ")]
+    if unclear:
+        largest = max(found.detectable for found in unclear)
+        notes.append(f"No difference shown: one of {largest:.2g} points of accuracy would be found four times in five.")
+    if any(each.found and each.found.pairs for each in accuracy.values()):
+        notes.append("Differences of accuracy are means over pairs of runs with the same seed.")
+    notes.append(
+        f"Equivalent: the interval lies within {margin:g} points of accuracy, or {TIME_MARGIN:.0%} of the time."
+    )
+    notes.append("Better or worse: it lies not within them and leaves out 0.")
+    if tests > 1:
+        notes.append(
+            f"All {tests} intervals of a table hold together with 99% (Bonferroni); p is multiplied by {tests}."
+        )
+    if any(differences(log.conditions, base.conditions, ["images", "digest"]) for log in sides.values()):
+        notes.append("Images may differ: the intervals are of chance over runs, not of how hard the images are.")
+    return "\n".join([*notes, LOOKING])
+
+
+# ---- The command
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = command_parser(__doc__)
+    parser.add_argument("campaigns", nargs="+", metavar="CAMPAIGN")
+    parser.add_argument("--reference", default="", metavar="CAMPAIGN", help="with which the others are compared")
+    parser.add_argument("--margin", type=float, default=MARGIN, help="points of accuracy that are equivalent (0.1)")
+    options = parser.parse_args(arguments)
+    if not options.margin > 0:
+        parser.error(f"--margin {options.margin} must be greater than 0")
+    sources = options.campaigns + [options.reference] * bool(options.reference)
+    if len(sources) == 1:
+        sources.append("published")
+        check_has_published(read_log(sources[0]))
+    logs = [read_log(source) for source in sources]
+    names = short_names(logs)
+    if len({*names}) < len(names):
+        names = [f"{place}: {name}" for place, name in enumerate(names, 1)]
+    report = compare(dict(zip(names, logs, strict=True)), names[-1], options.margin)
+    print(report.text)
+    words = [verdict.word for verdict in [*report.accuracy.values(), *report.seconds.values()]]
+    return int("worse" in words)
+
+
+def check_has_published(log: Log) -> None:
+    """Raise ConfigError for runs that the published ones are no reference of."""
+    made = log.conditions.get("recipe"), log.conditions.get("images")
+    if made != ("apple2019", CIFAR_10) or log.name == "published":
+        raise ConfigError(f"{log.name} needs a reference: only runs of apple2019 on {CIFAR_10} have one by default")

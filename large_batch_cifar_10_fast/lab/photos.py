@@ -1,0 +1,39 @@
+"""Make a .npz file of photos, to train on by `--data`: scaled to 32x32 pixels, with the names of their folders.
+
+    cifar10-fast photos FOLDER photos.npz
+
+FOLDER/CLASS/PHOTO: a fifth of each class are test images, always the same; or FOLDER/train/CLASS/PHOTO and
+FOLDER/test/CLASS/PHOTO. Photos are JPEG, PNG and WebP of any size. Nothing is written to FOLDER.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .. import ConfigError
+from ..files import write_atomically
+from ..images.photos import read_photos
+from .options import command_parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = command_parser(__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("file", type=Path, metavar="FILE.npz")
+    options = parser.parse_args(arguments)
+    file = options.file.resolve()
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder} is no folder: name one with a folder of photos for each class")
+    if file.suffix != ".npz":
+        raise ConfigError(f"{options.file} does not end with .npz: choose a name that does")
+    if not file.parent.is_dir() or file.is_relative_to(options.folder.resolve()):
+        raise ConfigError(f"{options.file} cannot be written there: choose another folder that exists")
+    arrays = read_photos(options.folder)
+    try:
+        with write_atomically(file) as unfinished, unfinished.open("wb") as stream:
+            np.savez(stream, allow_pickle=False, **arrays)
+    except OSError as error:
+        raise ConfigError(f"{options.file} cannot be written ({error.strerror}): choose another") from error
+    counts = len(arrays["train_images"]), len(arrays["test_images"])
+    print("{}: {} training and {} test images of {} classes".format(options.file, *counts, len(arrays["class_names"])))

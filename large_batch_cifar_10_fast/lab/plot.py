@@ -1,0 +1,174 @@
+"""Draw campaigns side by side: accuracy and loss by epoch, and the final accuracy of each run.
+
+    cifar10-fast plot night/runs.tsv day/runs.tsv --panels accuracy work --published --out picture.png
+
+Each is what `compare` reads; of `runs.tsv:*` each campaign is drawn. Lines are medians over runs, with those that are
+not finished, and their shade is the range. Panels without data are left out.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import rcdefaults, rcParams
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+from .. import ConfigError
+from ..core.team import warn
+from ..files import write_picture
+from .options import command_parser
+from .program import flop_of_conditions
+from .results import Log, each_campaign, read_log, short_names
+from .table import GOAL
+
+ACCURACY = "test accuracy, %"
+PANELS = {  # columns of x and y, and texts
+    "accuracy": ("epoch", "accuracy", "Accuracy by epoch", "epoch", ACCURACY),
+    "loss": ("epoch", "loss", "Loss by epoch (dashed: training)", "epoch", "loss"),
+    "final": ("final", "final", "Final accuracy of each run", ACCURACY, ""),
+    "work": ("work", "final", "Final accuracy against work", "PFLOP of a run on 50,000 images", ACCURACY),
+}
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9"]  # Okabe and Ito, for all eyes
+COLORS += ["#882255", "#999933", "#332288"]  # Tol
+MARKERS = "os^DvPX"
+MOST = 40  # campaigns of a picture: more can't be told apart
+LONGEST = 90  # characters of a label
+STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
+STYLE |= {"axes.titlepad": 10, "axes.spines.right": False, "axes.spines.top": False, "grid.color": "0.9"}
+STYLE |= {"text.parse_math": False, "svg.fonttype": "none", "lines.markeredgewidth": 0, "legend.frameon": False}
+
+
+def label_of(name: str, log: Log) -> str:
+    """Return a name of at most LONGEST characters, with the number of runs."""
+    if len(name) > LONGEST:
+        name = f"{name[: LONGEST // 2]}…{name[-LONGEST // 2 :]}"
+    started = 0 if log.epochs is None else int((log.epochs["epoch"] == 1).sum())
+    unfinished = f", {started - log.count} unfinished" if started > log.count else ""
+    diverged = f", {log.diverged} diverged" if log.diverged else ""
+    return f"{name}, n = {len(log.runs)}{diverged}{unfinished}"
+
+
+def table_of(log: Log, label: str, color: str) -> pd.DataFrame:
+    """Return a row per run and one per epoch of a run, NaN where unknown: accuracies in percent, work in PFLOP."""
+    last = float(log.conditions.get("epochs", "nan")) if log.epochs is None else np.nan
+    work = flop_of_conditions(log.conditions, 50_000) / 1e15
+    runs = log.runs.assign(epoch=last, final=100 * log.runs["accuracy"], work=work)
+    table = pd.concat([runs, log.epochs]).rename(columns={"validation_loss": "loss"}).assign(label=label, color=color)
+    return table.assign(accuracy=100 * table["accuracy"]).replace([np.inf, -np.inf], np.nan)
+
+
+def draw_medians(axes: Axes, table: pd.DataFrame, x: str, y: str, **how: Any) -> None:
+    """Draw the median over runs of a column against another, and its range; of the training loss its median alone."""
+    values = table.groupby(x)[y]
+    low, high = values.min(), values.max()
+    axes.plot(values.median(), ms=4, lw=1.2, **how)
+    if y == "loss" and "train_loss" in table:
+        axes.plot(table.groupby(x)["train_loss"].median(), "--", lw=1.2, color=how["color"])
+    if len(low) > 1:
+        axes.fill_between(low.index, low, high, color=how["color"], alpha=0.2, lw=0)
+    else:
+        axes.vlines(low.index, low, high, color=how["color"], alpha=0.4, lw=2)
+
+
+def draw_final(axes: Axes, runs: pd.Series, row: int, color: str) -> None:
+    """Draw final accuracies as a row of dots, with mean and standard deviation beside it."""
+    rises = row + 0.3 * ((0.5 + 0.618 * np.arange(len(runs))) % 1)  # neighbours lie apart
+    axes.plot(runs.sort_values(), rises, "o", color=color, alpha=0.6, ms=5)
+    axes.vlines(runs.mean(), row - 0.05, row + 0.35, color=color, lw=2)
+    text = f"{runs.mean():.2f}" + (f" ± {runs.std():.2f}%" if len(runs) > 1 else "%")
+    axes.text(1.02, row + 0.15, text, transform=axes.get_yaxis_transform(), color=color, va="center")
+    axes.set(yticks=[], ylim=(row + 0.6, -0.6))
+
+
+def draw_goal(axes: Axes, vertical: bool) -> None:
+    """Draw a line at 94%, with its name at its end, outside the panel."""
+    draw = axes.axvline if vertical else axes.axhline
+    draw(100 * GOAL, color="black", lw=0.8, ls=(0, (4, 3)), zorder=1.7)
+    where = [(1.03, "axes fraction"), (100 * GOAL, "data")]
+    (x, of_x), (y, of_y) = reversed(where) if vertical else where
+    axes.annotate("94%", (x, y), xycoords=(of_x, of_y), fontsize=7, ha="center", va="center")
+
+
+def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:
+    """Draw panels, two in a row, of the campaigns that have data for them, below a legend."""
+    rcdefaults()  # whatever a matplotlibrc says
+    rcParams.update(STYLE)  # type: ignore[arg-type]
+    rows: Any = [[*panels[i : i + 2], panels[-1]][:2] for i in range(0, len(panels), 2)]
+    logs = data.drop_duplicates("log")
+    columns = 2 if logs["label"].str.len().max() < 45 else 1
+    height = len(rows) * max(3.4, 0.18 * len(logs)) + 0.19 * len(logs) / columns
+    figure = Figure(figsize=(8.5, height), dpi=200, layout="constrained")
+    for panel, axes in figure.subplot_mosaic(rows).items():
+        draw_panel(axes, panel, data)
+    entries = [Line2D([], [], ms=4, color=log.color, marker=log.marker) for log in logs.itertuples()]
+    figure.legend(entries, logs["label"], loc="outside upper left", ncols=columns)
+    if data.duplicated(["log", "epoch"]).any():  # runs
+        notes = ["shade: range over runs"] if {*panels} - {"final"} else []
+        notes += ["± is the standard deviation over runs"] if "final" in panels else []
+        figure.supxlabel("; ".join(notes), fontsize=7, color="0.4")
+    return figure
+
+
+def draw_panel(axes: Axes, panel: str, data: pd.DataFrame) -> None:
+    x, y, title, x_label, y_label = PANELS[panel]
+    shown: Any = data.dropna(subset=[x, y])
+    for row, ((_, color, marker), table) in enumerate(shown.groupby(["log", "color", "marker"])):
+        if panel == "final":
+            draw_final(axes, table[x], row, color)
+        else:
+            draw_medians(axes, table, x, y, color=color, marker=marker)
+    axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    axes.grid(True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    axes.set_xlim(None if panel == "final" else 0)
+    low, high = axes.get_xlim() if panel == "final" else axes.get_ylim()
+    if panel == "loss":
+        axes.set_yscale("log")
+        axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
+    elif low - 2 < 100 * GOAL < high + 2:
+        draw_goal(axes, vertical=panel == "final")
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = command_parser(__doc__)
+    parser.add_argument("files", nargs="+", metavar="CAMPAIGN")
+    parser.add_argument("--panels", nargs="+", choices=PANELS, default=[*PANELS], help="default: all")
+    parser.add_argument("--labels", nargs="+", metavar="LABEL", help="one for each campaign that is drawn, in order")
+    parser.add_argument("--published", action="store_true", help="add the published runs of apple2019, in grey")
+    parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
+    options = parser.parse_args(arguments)
+    sources = [name for source in options.files for name in each_campaign(source)]
+    if len(sources) > MOST:
+        raise ConfigError(f"{len(sources)} campaigns are too many for a picture: name at most {MOST}, as FILE:CAMPAIGN")
+    by_epoch = [panel for panel in options.panels if panel in ("accuracy", "loss")]
+    logs = []
+    left_out = []
+    for name in sources:
+        log = read_log(name, unfinished=True)
+        left_out += log.left_out
+        if log.count or (by_epoch and log.epochs is not None):
+            logs.append(log)
+        elif not log.left_out:
+            left_out.append(name)
+    if not logs:
+        raise ConfigError(f"{', '.join(left_out)} has no finished run: wait for one, or name another FILE:CAMPAIGN")
+    names = options.labels or short_names(logs)
+    if len(names) != len(logs):
+        raise ConfigError(f"--labels has {len(names)}, but {len(logs)} campaigns are drawn: give one for each")
+    labels = [label_of(name, log) for name, log in zip(names, logs, strict=True)]
+    tables = [table_of(*each) for each in zip(logs, labels, COLORS * len(logs), strict=False)]
+    if options.published:
+        tables.append(table_of(read_log("published"), "apple2019, published", "0.5"))
+    data = pd.concat([table.assign(log=i, marker=MARKERS[i % len(MARKERS)]) for i, table in enumerate(tables)])
+    values = {panel: data.dropna(subset=PANELS[panel][:2])[PANELS[panel][0]] for panel in options.panels}
+    default = ["final"] if data["final"].notna().any() else by_epoch[:1]
+    figure = draw_picture(data, [panel for panel in values if values[panel].nunique() > 1] or default)
+    for name in left_out:
+        warn(f"{name} has no finished run: left out")
+    write_picture(figure, options.out, "--out")
+    print(options.out)

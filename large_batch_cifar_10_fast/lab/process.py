@@ -1,0 +1,61 @@
+"""Train in this process: the last line of each program, and what `train` starts for each GPU or core."""
+
+import contextlib
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from .. import INVALID, PACKAGE, RENDEZVOUS, ConfigError, first_line
+from ..loading import FINDER, forget_folder
+from .options import PROGRAMS
+from .program import load_program, recipe_of, run_program
+
+
+def main() -> None:
+    """Run the program that is this process's main file. It is loaded anew: what runs is the text that is recorded."""
+    if FINDER.folder:
+        raise ConfigError("the program calls main() when it is loaded: put it under `if __name__ == '__main__':`")
+    with exit_process():
+        file = Path(str(sys.modules["__main__"].__file__))
+        is_ours = file.resolve().parent == PACKAGE and file.stem in PROGRAMS
+        forget_folder(file.resolve().parent)
+        run_program(load_program(file.stem if is_ours else str(file)), sys.argv[1:])
+
+
+@contextlib.contextmanager
+def exit_process() -> Iterator[None]:
+    """Run the body, print an error, and end the process. Each process names its own error, whatever its rank.
+
+    Children of a launcher end with os._exit: PyTorch's static destructors aborted 5 of 90 launches.
+    """
+    status = 0
+    try:
+        yield
+    except ConfigError as error:
+        status = INVALID
+        if launched := os.environ.get(RENDEZVOUS):  # our launcher prints it
+            Path(launched.removeprefix("file://")).with_name(f"error.{os.getpid()}").write_text(str(error))
+        elif error.reported:
+            time.sleep(3)  # until the process that prints it has done so: torchrun ends all with the first
+        else:
+            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    except Exception as error:
+        if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
+            time.sleep(3)  # the process that is lost caused this error, and the launcher ends this one, too
+        traceback.print_exc()
+        print(f"process {os.environ.get('RANK', 0)} failed ({first_line(repr(error))})", file=sys.stderr)
+        status = 1
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed
+        stream.flush()
+    if "LOCAL_RANK" in os.environ:
+        os._exit(status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    with exit_process():
+        run_program(load_program(recipe_of(sys.argv[1:], "apple2019")), sys.argv[1:])

@@ -1,0 +1,76 @@
+"""Compare the means of two samples of runs; intervals, verdicts, and tables as text."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+SIGNIFICANCE = 0.01  # of a verdict: intervals have a confidence of 99%
+POWER = 0.8  # with which a detectable difference is found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The difference of two means, mine - reference, with its confidence interval.
+
+    `tests` are all that are made together. The interval has a confidence of 1 - SIGNIFICANCE / tests, so that all of
+    them hold with 1 - SIGNIFICANCE (Bonferroni), and `p` is multiplied by them: it is below SIGNIFICANCE if and only if
+    the interval leaves out 0.
+    """
+
+    difference: float
+    low: float
+    high: float
+    p: float  # of no difference
+    detectable: float  # the difference that is found with POWER
+    pairs: int  # 0: not compared in pairs
+
+
+def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comparison | None:
+    """Compare the means of two samples, indexed by seed (NaN: unknown); None if one has a single value.
+
+    Over common seeds they are compared in pairs, by Student's test, if at least half of the runs of a side have one;
+    else all runs by Welch's, which lets variances differ.
+    """
+    if min(len(mine), len(reference)) < 2:
+        return None
+    common = sorted({*mine.index.dropna()} & {*reference.index.dropna()})
+    pairs = len(common) if 2 * len(common) >= max(4, min(len(mine), len(reference))) else 0
+    a = (mine[common] if pairs else mine).to_numpy()
+    b = (reference[common] if pairs else reference).to_numpy()
+    if (np.ptp(a - b) if pairs else max(np.ptp(a), np.ptp(b))) == 0:  # no variance, so no test
+        difference = float(a[0] - b[0])  # means of equal values may differ in their last bit
+        return Comparison(difference, difference, difference, float(difference == 0), 0.0, pairs)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # nearly equal values
+        test = stats.ttest_rel(a, b) if pairs else stats.ttest_ind(a, b, equal_var=False)
+    significance = SIGNIFICANCE / tests
+    low, high = map(float, test.confidence_interval(1 - significance))
+    quantile = partial(stats.t.ppf, df=test.df)
+    error = (high - low) / 2 / quantile(1 - significance / 2)
+    detectable = float(error * (quantile(1 - significance / 2) + quantile(POWER)))
+    p = min(1.0, tests * float(test.pvalue))
+    return Comparison(float(a.mean() - b.mean()), low, high, p, detectable, pairs)
+
+
+def verdict(found: Comparison | None, more_is_better: bool, margin: float) -> str:
+    """Say what an interval shows: equivalent if it lies within the margin, else better or worse if it leaves out 0."""
+    if found and -margin < found.low and found.high < margin:
+        return "equivalent"
+    if found and not found.low <= 0 <= found.high:
+        return "better" if (found.difference > 0) == more_is_better else "worse"
+    return "no difference shown"
+
+
+def wilson(count: int, total: int) -> tuple[float, float]:
+    """Return the 99% score interval of a proportion."""
+    return stats.binomtest(count, total).proportion_ci(1 - SIGNIFICANCE, method="wilson")
+
+
+def in_columns(lines: Sequence[Sequence[str]]) -> str:
+    """Return the cells of a table as text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
