@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .. import ConfigError, first_line
+from .. import PACKAGE, ConfigError, first_line
 from ..images.cifar import CIFAR_10
 from .table import CONDITIONS, GOAL, PLACE, differences, from_pairs
 
 # ---- Reading
 
-PUBLISHED = Path(__file__).parent / "published"
+PUBLISHED = PACKAGE / "published"
 OF_PUBLISHED = {"images": CIFAR_10, "recipe": "apple2019", "epochs": "18", "workers": "8", "precision": "fp16"}
 OF_PUBLISHED |= {"device": "8 x Tesla V100-SXM2-32GB", "processes": "8", "clock": "upload and training alone"}
 OF_PUBLISHED |= {"label_smoothing": "0.2"}
