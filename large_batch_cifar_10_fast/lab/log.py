@@ -22,7 +22,7 @@ from ..files import warn_once
 from ..images.doubts import doubts_of
 from .campaign import Campaign, save_weights, teams_on_this_machine
 from .options import Options, as_pairs
-from .table import GOAL, NUMBERS, Row, diverged, other_environment, reached_goal
+from .table import GOAL, NUMBERS, Row, diverged, reached_goal
 
 T = TypeVar("T")
 
@@ -45,16 +45,15 @@ class Log:
         self.bar = tqdm(disable=True)
         self.finished_before = {*campaign.rows} if campaign else set()
 
-    def ready(self, machine: Machine, epochs: int, flop: float, expected: float) -> None:
+    def ready(self, machine: Machine, epochs: int, flop: float) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
 
-        A run has so many epochs and floating-point operations, and takes about `expected` seconds (0: unknown).
+        A run has so many epochs and floating-point operations.
         Raise ConfigError if the runs finished before were compiled, or replayed graphs, and now that failed.
         """
         self.machine = machine
         self.run_epochs = epochs
         self.flop = flop
-        self.expected = expected
         if self.campaign:
             self.campaign.computed_with(machine.is_compiled, self.team.on_gpu and not machine.has_graphs)
         if self.team.is_main:
@@ -100,18 +99,12 @@ class Log:
             self.show_epoch(epoch, rate)
 
     def show_epoch(self, epoch: Epoch, rate: float) -> None:
-        """Without a terminal, show an epoch that took ten seconds as a line. Warn if steps are far too slow."""
+        """Without a terminal, show an epoch that took ten seconds as a line."""
         laps = self.machine.clock.laps
-        seconds = laps["training"][-1]
-        if self.bar.disable and seconds + laps["validation"][-1] >= LONG_EPOCH:
+        if self.bar.disable and laps["training"][-1] + laps["validation"][-1] >= LONG_EPOCH:
             text = f"run {self.run}, epoch {epoch.number} of {self.run_epochs}: loss {epoch.validation.loss:.3f}, "
             text += f"accuracy {epoch.validation.accuracy:.4f}, {rate:.0f} images/s, "
             show(f"{text}{epoch.seconds:.0f} s of training so far")
-        if LONG_EPOCH < 5 * self.expected / self.run_epochs < seconds:
-            warn_once(
-                "steps take over five times as long as such cores need: do other programs use them? "
-                "With OMP_NUM_THREADS=1 threads do not wait for each other"
-            )
 
     def finish(self, last: Epoch, images: int, for_use: Mapping[str, object]) -> None:
         """Write and print a finished run, which trained on so many images: its row, its curve, and the last weights.
@@ -188,9 +181,6 @@ class Log:
             warn(f"--data {self.options.data}: {doubt}")
         print_line(f"# recipe {common['recipe']} {common['options']}")
         print_line(f"# settings {as_pairs(self.options)}")
-        others = other_environment()
-        if others:
-            print_line(f"# environment, not a condition: {others}")
         if self.campaign:
             finished = f"{len(self.requested_rows())} of {self.options.runs} runs finished before"
             print_line(f"# campaign {common['campaign']}, {finished}")

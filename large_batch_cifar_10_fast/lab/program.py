@@ -102,7 +102,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
                     source.store(program, campaign.out, common["code"])
             with out_of_memory_hint("training"):
                 run = program.train(hyp, as_trained_on(images, options, team), machine)
-                log.ready(machine, hyp.epochs, flop, expected)
+                log.ready(machine, hyp.epochs, flop)
                 if options.profile:
                     next(run(options.seed))
                 else:
@@ -127,12 +127,15 @@ def make_runs(
     while number is not None:
         log.begin(number)
         images = 0
-        for epoch in run(seed + number):
-            images += epoch.train.images
-            log.epoch(epoch)
-            if epoch.diverged:
+        last: Epoch | None = None
+        for last in run(seed + number):
+            images += last.train.images
+            log.epoch(last)
+            if last.diverged:
                 break
-        log.finish(epoch, images, for_use)
+        if last is None:
+            raise ConfigError("the program's run(seed) has yielded no epoch: yield an Epoch after each")
+        log.finish(last, images, for_use)
         number = next_run(campaign, team, f"after run {number}")
 
 

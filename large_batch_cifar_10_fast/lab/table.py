@@ -56,7 +56,6 @@ DECIDING = (
     "TORCHINDUCTOR_USE_FAST_MATH",
     "TRITON_F32_DEFAULT",
 )
-FAMILIES = r"(ATEN|CUBLAS\w*|CUDNN|DNNL|MKL|NCCL|ONEDNN|PYTORCH|TORCH(_?(COMPILE|DYNAMO|INDUCTOR))?|TRITON)_"
 
 
 def diverged(row: Mapping[str, object]) -> bool:
@@ -101,12 +100,6 @@ def from_pairs(text: str) -> dict[str, str]:
 def environment() -> str:
     """Return those variables of DECIDING that are set, as `NAME=value,NAME=value`, or "-"."""
     return ",".join(as_text(name) for name in DECIDING if name in os.environ) or "-"
-
-
-def other_environment() -> str:
-    """Return the other variables of their families but folders and logs, as `NAME=value NAME=value`, for the log."""
-    names = [name for name in sorted(os.environ) if re.match(FAMILIES, name) and name not in DECIDING]
-    return " ".join(as_text(name) for name in names if not re.search("LOG|DIR", name))
 
 
 def as_text(variable: str) -> str:
