@@ -48,16 +48,15 @@ make_venv() { # INTERPRETER WHY
     unset $(compgen -e PIP_ | grep -vE 'INDEX|LINKS|CERT|HOST|PROXY|TIMEOUT|RETRIES|CACHE|CONFIG|KEYRING')
     "$top/.venv/bin/python" -I -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
         || fail "Installing requirements.txt into $top/.venv failed; start again to continue"
-    add_command
     cp "$top/requirements.txt" "$top/.venv/complete"
 }
 
 # Let .venv find this package, and give it the command cifar10-fast.
 add_command() {
     local packages command=$top/.venv/bin/cifar10-fast
-    packages=$("$top/.venv/bin/python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    packages=$("$python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "$top" >"$packages/large_batch_cifar_10_fast.pth"
-    printf '#!/bin/sh\nexec "%s" -P -m large_batch_cifar_10_fast "$@"\n' "$top/.venv/bin/python" >"$command"
+    printf '#!/bin/sh\nexec "%s" -P -m large_batch_cifar_10_fast "$@"\n' "$python" >"$command"
     chmod +x "$command"
 }
 
@@ -83,4 +82,5 @@ choose_python() { # PACKAGE...
     fi
     unset PYTHONPATH # would hide packages of .venv
     python=$top/.venv/bin/python
+    grep -qsF "$python" "$top/.venv/bin/cifar10-fast" || [ ! -w "$top/.venv/bin" ] || add_command
 }
