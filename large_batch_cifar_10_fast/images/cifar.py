@@ -59,14 +59,12 @@ def find(path: Path) -> tuple[Path, Source]:
             return path, source
     if path == DATA or (path.is_dir() and not others):
         return path, SOURCES[0]
-    archives = " or ".join(source.archive for source in SOURCES)
-    hint = f"name FILE.npz, {archives}, or an empty folder for a download"
     if path.is_dir():
-        found = f"has {', '.join(others[:3])}"
-        hint += f"; photos become a file by `photos {path} FILE.npz`"
-    else:
-        found = "is another file" if path.exists() else "does not exist"
-    raise ConfigError(f"--data {path} {found}: {hint}")
+        photos = f"`cifar10-fast photos {path} photos.npz` makes a file of photos"
+        raise ConfigError(f"--data {path} has {', '.join(others[:3])}: {photos}; a download needs an empty folder")
+    found = "is another file" if path.exists() else "does not exist"
+    archives = " or ".join(source.archive for source in SOURCES)
+    raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, or an empty folder for a download")
 
 
 def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
