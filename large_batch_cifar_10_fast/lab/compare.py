@@ -9,7 +9,7 @@ apple2019 on CIFAR-10. Exit status: 0 none is shown to be worse, 1 one is worse 
 devices), 2 unreadable, or no reference.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,29 +57,24 @@ def compare(logs: Mapping[str, Log], reference: str, margin: float = MARGIN, tes
     tests = max(tests, len(sides))
     for log in logs.values():
         set_label_smoothing(log)
-    accuracy = {}
-    loss = {}
-    seconds = {}
+    verdicts: dict[str, dict[str, Verdict]] = {title: {} for title in QUANTITIES}
     for name, log in sides.items():
-        failed = why_diverged(log, base)
-        other_loss = differences(log.conditions, base.conditions, ["label_smoothing"])
-        why_no_time = failed or differing_place(log, base) or few_launches(log, base) or busy_machine(log, base)
-        accuracy[name] = judge(accuracies(log), accuracies(base), True, margin, tests, failed)
-        loss[name] = judge(values(log, "validation_loss"), values(base, "validation_loss"), False, 0, tests, failed)
-        if other_loss:
-            loss[name] = Verdict("-", why_not=other_loss)
-        limit = TIME_MARGIN * seconds_of(base).mean()
-        seconds[name] = judge(seconds_of(log), seconds_of(base), False, limit, tests, why_no_time)
+        for title, (values_of, more_is_better, forbids) in QUANTITIES.items():
+            limit = {ACCURACY: margin, LOSS: 0, TIME: TIME_MARGIN * seconds_of(base).mean()}[title]
+            why_not = why_diverged(log, base) or forbids(log, base)
+            verdicts[title][name] = judge(values_of(log), values_of(base), more_is_better, limit, tests, why_not)
+    tables = []
+    for title, (values_of, _, _) in QUANTITIES.items():
+        samples = {name: values_of(log) for name, log in logs.items()}
+        tables.append(table_of(title, samples, verdicts[title], reference))
     parts = [
         differing_conditions(sides, base, reference),
         differing_lines(sides, base),
-        table_of("accuracy, %", {name: accuracies(log) for name, log in logs.items()}, accuracy, reference),
-        table_of("loss", {name: values(log, "validation_loss") for name, log in logs.items()}, loss, reference),
-        table_of("seconds, by launch", {name: seconds_of(log) for name, log in logs.items()}, seconds, reference),
+        *tables,
         other_figures(logs),
-        meaning(sides, base, accuracy, loss, seconds, margin, tests),
+        meaning(sides, base, verdicts, margin, tests),
     ]
-    return Report("\n\n".join(part for part in parts if part), accuracy, seconds)
+    return Report("\n\n".join(part for part in parts if part), verdicts[ACCURACY], verdicts[TIME])
 
 
 # ---- Values
@@ -87,6 +82,10 @@ def compare(logs: Mapping[str, Log], reference: str, margin: float = MARGIN, tes
 
 def accuracies(log: Log) -> pd.Series:
     return 100 * values(log, "accuracy")
+
+
+def losses(log: Log) -> pd.Series:
+    return values(log, "validation_loss")
 
 
 def values(log: Log, name: str) -> pd.Series:
@@ -111,6 +110,14 @@ def set_label_smoothing(log: Log) -> None:
 
 
 # ---- What may forbid a comparison
+
+
+def other_loss(mine: Log, reference: Log) -> str:
+    return differences(mine.conditions, reference.conditions, ["label_smoothing"])
+
+
+def why_no_time(mine: Log, reference: Log) -> str:
+    return differing_place(mine, reference) or few_launches(mine, reference) or busy_machine(mine, reference)
 
 
 def why_diverged(mine: Log, reference: Log) -> str:
@@ -153,6 +160,16 @@ def judge(
         return Verdict("-", why_not=why_not or "a single run has no spread")
     return Verdict(statistics.verdict(found, more_is_better, margin), found)
 
+
+# Quantities by the title of their table: their values, whether more is better, and what forbids to compare them.
+ACCURACY = "accuracy, %"
+LOSS = "loss"
+TIME = "seconds, by launch"
+QUANTITIES: dict[str, tuple[Callable[[Log], pd.Series], bool, Callable[[Log, Log], str]]] = {
+    ACCURACY: (accuracies, True, lambda mine, reference: ""),
+    LOSS: (losses, False, other_loss),
+    TIME: (seconds_of, False, why_no_time),
+}
 
 # ---- Texts
 
@@ -234,30 +251,26 @@ def runs_at_goal(log: Log) -> str:
 
 
 def meaning(
-    sides: Mapping[str, Log],
-    base: Log,
-    accuracy: Mapping[str, Verdict],
-    loss: Mapping[str, Verdict],
-    seconds: Mapping[str, Verdict],
-    margin: float,
-    tests: int,
+    sides: Mapping[str, Log], base: Log, verdicts: Mapping[str, Mapping[str, Verdict]], margin: float, tests: int
 ) -> str:
     """Return sentences on what the tables mean."""
     notes = []
-    for title, verdicts in (("Accuracy", accuracy), ("Loss", loss), ("Time", seconds)):
-        for why in dict.fromkeys(verdict.why_not for verdict in verdicts.values() if verdict.why_not):
-            names = [name for name, verdict in verdicts.items() if verdict.why_not == why]
-            notes.append(f"{title} of {', '.join(names)}: not compared: {why}.")
-    unclear = [each.found for each in accuracy.values() if each.found and each.word.startswith("no ")]
+    for title, of_sides in verdicts.items():
+        quantity = title.partition(",")[0].capitalize()
+        for why in dict.fromkeys(each.why_not for each in of_sides.values() if each.why_not):
+            names = [name for name, each in of_sides.items() if each.why_not == why]
+            notes.append(f"{quantity} of {', '.join(names)}: not compared: {why}.")
+    accuracy = verdicts[ACCURACY].values()
+    unclear = [each.found for each in accuracy if each.found and each.word.startswith("no ")]
     if unclear:
         largest = max(found.detectable for found in unclear)
         notes.append(f"No difference shown: one of {largest:.2g} points of accuracy would be found four times in five.")
-    if any(each.found and each.found.pairs for each in accuracy.values()):
+    if any(each.found and each.found.pairs for each in accuracy):
         notes.append("Differences of accuracy are means over pairs of runs with the same seed.")
     notes.append(
         f"Equivalent: the interval lies within {margin:g} points of accuracy, or {TIME_MARGIN:.0%} of the time."
     )
-    notes.append("Better or worse: it lies not within them and leaves out 0.")
+    notes.append("Better or worse: it does not, and it leaves out 0.")
     if tests > 1:
         notes.append(
             f"All {tests} intervals of a table hold together with 99% (Bonferroni); p is multiplied by {tests}."
