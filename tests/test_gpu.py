@@ -69,6 +69,11 @@ OWN_HOST = ["--no-python", "bash", "-c", 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node", 2]
 
 
+def check_fast(result) -> None:
+    assert result.returncode == 0, result.stderr
+    assert "Warning: no" not in result.stderr, "not compiled, or no CUDA graphs"
+
+
 def test_compiled_batches_are_channels_last(tmp_path):
     """As those are with which compiled training was checked: others would need graphs of their own, and a copy."""
     result = python("-c", BATCHES, cwd=tmp_path, **GPU)
@@ -84,8 +89,7 @@ def trained(tiny_npz, tmp_path_factory):
         folder = tmp_path_factory.mktemp(recipe)
         command = [*launcher, "-m", f"large_batch_cifar_10_fast.{recipe}", *SMALL[recipe], *options]
         result = python(*command, "--data", tiny_npz, "--save", "w.pt", cwd=folder, **GPU)
-        assert result.returncode == 0, result.stderr
-        assert "Warning: no" not in result.stderr, "not compiled, or no CUDA graphs"
+        check_fast(result)
         assert (BY_GRAPHS in result.stdout) == ("--no_graph" not in options)
         weights = torch.load(folder / "w.pt", weights_only=True)["weights"].values()
         return torch.cat([weight.double().flatten() for weight in weights]), result.stdout
@@ -125,14 +129,13 @@ def test_an_epoch_neither_waits_for_the_gpu_nor_copies_from_it(recipe, tiny_npz,
     options = SMALL.get(recipe, ["--recipe", recipe, "--width=16", "--batch_size=32"])
     how = ["--precision=fp16", "--compile" if recipe in ("apple2019", "muon") else "--no_compile"]
     command = ["-c", EPOCH_WITHOUT_WAITING, recipe, *options, *how, "--epochs=1", "--data", tiny_npz]
-    result = python(*command, cwd=tmp_path, **GPU)
-    assert result.returncode == 0, result.stderr
+    check_fast(python(*command, cwd=tmp_path, **GPU))
 
 
 def test_two_teams_share_a_gpu(tiny_npz, tmp_path):
     arguments = ["--demo", *TINY, "--no_compile", "--runs", 4, "--data", tiny_npz]
     result = launch(*arguments, "--teams", 2, cwd=tmp_path, **GPU)
-    assert (result.returncode, result.stderr) == (0, "")
+    check_fast(result)
     rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
     assert sorted(rows["run"]) == [0, 1, 2, 3]
     assert rows["device"].str.fullmatch("2 teams of 1 x .*").all()
@@ -156,7 +159,7 @@ def test_every_recipe_learns_compiled_in_half_precision(recipe, tmp_path):
     if recipe == "fastai":  # whose rate is low at first
         options = ["--entry", "one_gpu", "--width", 8, "--epochs", 4, "--data", "synthetic"]
     result = launch("--recipe", recipe, *options, "--nproc", 1, cwd=tmp_path, **GPU)
-    assert (result.returncode, result.stderr) == (0, ""), "not compiled?"
+    check_fast(result)
     assert re.search(" precision=(fp|bf)16 ", result.stdout)
     assert (BY_GRAPHS in result.stdout) == (recipe != "fastai"), "whose momentum changes"
     first, *_, last = pd.read_csv(tmp_path / "epochs.tsv", sep="\t")["train_loss"]
@@ -166,7 +169,7 @@ def test_every_recipe_learns_compiled_in_half_precision(recipe, tmp_path):
 @pytest.mark.numbers
 def test_the_demo_passes_94_percent_compiled_in_half_precision(tmp_path):
     result = launch("--demo", "--precision", "fp16", "--compile", "--nproc", 1, cwd=tmp_path, **GPU)
-    assert (result.returncode, result.stderr) == (0, ""), "not compiled?"
+    check_fast(result)
     assert "precision=fp16" in result.stdout
     assert " compile=True " in result.stdout
     assert result.stdout.endswith("1 runs reached 0.94 out of 1\n")

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ALONE, CPU
-from test_apple2019 import SEED, normalised
-from test_oracle import as_input, check_run, convolution, crops_of, hyp_of, trained_by
+from test_oracle import SEED, as_input, check_run, convolution, crops_of, hyp_of, trained_by
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
@@ -53,39 +52,43 @@ def update(name, w, g, state, epoch):
     return w - rate * left * (g + 0.85 * state)
 
 
-def six_views(network, images):
+def six_views_at_last(network, images, is_last):
+    if not is_last:
+        return network(images)
     padded = F.pad(images, (1, 1, 1, 1), "reflect")
     views = [images, images, padded[:, :, :32, :32], padded[:, :, 2:, 2:]]
     return sum(network(view) + network(view.flip(3)) for view in views) / 8
 
 
 @pytest.mark.slow
-def test_two_workers_train_as_stock_layers_do_to_nine_digits(tmp_path):
-    """Of 18 images of each worker first all, then the hardest 12, all, and the hardest 6."""
+def test_two_workers_train_as_stock_layers_do_to_nine_digits():
+    """Of 19 images of each worker first 18, then the hardest 12, 18, and the hardest 6. One not seen is hardest."""
     command = "muon --epochs 4 --batch_size 6 --workers 2 --width 4 --whitening_epochs 2 --pixels 24,32"
     command += " --kept 1,0.7,1,0.5"
     _, hyp = hyp_of(command)
-    arrays = draw_shapes(36, 40)
-    images = normalised(arrays[0])
+    arrays = draw_shapes(38, 40)
 
     def batches(epoch, latest_losses):
-        everything = replace(hyp, batch_size=18, kept=(1,))
+        everything = replace(hyp, batch_size=19, kept=(1,))
         [plan] = muon.plan_epoch(everything, latest_losses, 1, Team(0, 1, CPU, 2), SEED, epoch)
         kept, size = [(18, 24), (12, 24), (18, 32), (6, 32)][epoch - 1]
         parts = []
         for of_worker in plan.chunk(2, 1):
-            hardest = latest_losses[of_worker[0]].argsort(descending=True)[:kept].sort().values
-            parts.append(of_worker[:, hardest].split(6, 1))
+            places = torch.arange(19)
+            if kept < 18:
+                places = latest_losses[of_worker[0]].argsort(descending=True)
+            parts.append(of_worker[:, places[:kept].sort().values].split(6, 1))
         steps = [torch.cat(step, 1) for step in zip(*parts, strict=True)]
         for _, crops, _ in steps:
             crops += 4 * (crops // 5) + 20  # from those of a padding of 2, 5 x 5, to those of 4, 9 x 9
-        return [(batch[0], F.interpolate(crops_of(images, batch), (size, size), mode="bilinear")) for batch in steps]
+        crops = [(batch[0], crops_of(arrays[0], batch)) for batch in steps]
+        return [(rows, F.interpolate(images, (size, size), mode="bilinear")) for rows, images in crops]
 
-    weights, epochs = trained_by(command, arrays, tmp_path)
-    filters = weights["whitening.weight"]
+    epochs = trained_by(command, arrays)
+    filters = epochs[-1].network.whitening.weight
     network = stock_network(4).double()
     network[0].weight.copy_(filters)
-    check_run(muon, hyp, network, update, torch.sum, batches, arrays, weights, epochs, 0.2, six_views)
+    check_run(command, arrays, epochs, network, update, torch.sum, batches, [0.4, 0.0], 0.2, evaluate=six_views_at_last)
 
     patches = F.unfold(as_input(arrays[0][::2]), 2).transpose(1, 2).flatten(0, 1)
     covariance = patches.T @ patches / (len(patches) - 1)
@@ -103,16 +106,13 @@ def test_every_figure_of_2024s_is_what_its_authors_state():
     assert asdict(muon.Hyp2024()) == stated
 
 
-def test_stages_begin_where_the_resolution_changes_or_the_bias_is_frozen():
-    other = muon.Hyp(epochs=4, pixels=(24, 24, 24, 28, 28, 32), whitening_epochs=0)
-    known = {muon.Hyp2024(): (8 * [32], 3), muon.Hyp(epochs=2): ([24, 32], 1), other: ([24, 24, 28, 32], 0)}
-    for hyp, (resolutions, trained) in known.items():
-        found = [muon.stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]
-        assert found == [(pixels, epoch <= trained) for epoch, pixels in enumerate(resolutions, 1)]
+def test_resolutions_are_spread_evenly_over_the_epochs():
+    hyp = muon.Hyp(epochs=4, pixels=(24, 24, 24, 28, 28, 32))
+    assert [muon.stage_of(hyp, epoch) for epoch in (1, 2, 3, 4)] == [(24, True), (24, False), (28, False), (32, False)]
 
 
-def test_the_warm_up_takes_each_distinct_step_once(tmp_path, monkeypatch):
-    """A second pass begins with all parameters, too: a CUDA graph of a frozen bias would never train it."""
+def test_the_warm_up_takes_each_distinct_step_once(monkeypatch):
+    """A second pass, for graphs, begins with all parameters, too: one of a frozen bias would never train it."""
     taken = []
 
     def forward_pass(hyp, network, precision, images, labels, real=muon.forward_pass):
@@ -128,22 +128,20 @@ def test_the_warm_up_takes_each_distinct_step_once(tmp_path, monkeypatch):
     monkeypatch.setattr(muon, "forward_pass", forward_pass)
     monkeypatch.setattr(fast, "graph", graph)
     command = "muon --epochs 5 --width 2 --batch_size 10 --pixels 16,16,16,20,20 --kept 1,1,0.6,1,0.6"
-    trained_by(command, draw_shapes(20, 1), tmp_path)
+    trained_by(command, draw_shapes(20, 1))
     assert taken[:6] == 2 * [(16, True), (16, False), (20, False)]
 
 
 @pytest.mark.slow
-def test_work_is_what_torch_counts_over_a_run_but_for_evaluation(tmp_path, monkeypatch):
-    command = "muon --epochs 4 --width 4 --batch_size 100 --pixels 9,12 --kept 1,1,1,0.5 --no_warmup"
-    work = muon.flop(hyp_of(command)[1], 250)
-    monkeypatch.setattr(muon, "flop", lambda hyp, images: work)  # which takes some steps itself
+def test_work_is_what_torch_counts_over_a_run_but_for_evaluation(monkeypatch):
+    command = "muon --epochs 4 --width 4 --batch_size 100 --pixels 9,12 --kept 1,1,1,0.5"
     monkeypatch.setattr(fast, "predict", lambda network, images: torch.zeros(len(images), 10))
     with FlopCounterMode(display=False) as counter:
-        trained_by(command, draw_shapes(250, 10), tmp_path)
-    assert sum(counter.get_flop_counts()["Network"].values()) == work
+        trained_by(command, draw_shapes(250, 10), warm_up=False)
+    assert sum(counter.get_flop_counts()["Network"].values()) == muon.flop(hyp_of(command)[1], 250)
 
 
-def test_a_step_multiplies_the_matrices_of_muon_in_the_precision_of_the_run(tmp_path, monkeypatch):
+def test_a_step_multiplies_the_matrices_of_muon_in_the_precision_of_the_run(monkeypatch):
     dtypes = []
 
     def multiply(a, b, real=torch.Tensor.__matmul__):
@@ -154,8 +152,7 @@ def test_a_step_multiplies_the_matrices_of_muon_in_the_precision_of_the_run(tmp_
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", multiply)
     for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        command = f"muon --epochs 1 --width 2 --batch_size 10 --kept 1 --precision {precision}"
-        trained_by(command, draw_shapes(10, 1), tmp_path)
+        trained_by("muon --epochs 1 --width 2 --batch_size 10 --kept 1", draw_shapes(10, 1), precision)
         assert {*dtypes} == {dtype}
         dtypes.clear()
 

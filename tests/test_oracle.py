@@ -1,6 +1,6 @@
-"""page, basenet and fastai against stock layers and plain formulas, in float64; the documents' table; half precision.
+"""Programs against stock layers and plain formulas, in float64; the documents' table; initial weights; half precision.
 
-Shared with them are initial weights, each image's crop and side, and fastai's augmentation (test_batches.py).
+Shared with a program are its initial weights, each image's crop and side, and fastai's augmentation (test_batches.py).
 """
 
 import re
@@ -8,23 +8,25 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, CPU, REPO, run_here, write_npz_as_dealt
-from test_apple2019 import MEAN, SEED, STD, Reference, cropped_and_mirrored, normalised, plan, smoothed
+from conftest import ALONE, CPU, REPO
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from large_batch_cifar_10_fast import apple2019, fastai, muon, page
+from large_batch_cifar_10_fast import fastai, muon, page
 from large_batch_cifar_10_fast.core import fast
+from large_batch_cifar_10_fast.core.data import Images
 from large_batch_cifar_10_fast.core.layers import ghost_norms
+from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
-from large_batch_cifar_10_fast.lab import log
 from large_batch_cifar_10_fast.lab.program import PROGRAMS, flop_of, load_program, read_command, workers_of
+
+SEED = 11
+MEAN, STD = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)
 
 
 def hyp_of(command):
@@ -32,14 +34,27 @@ def hyp_of(command):
     return program, read_command(program, ["--recipe", *command.split()])[2]
 
 
-def trained_by(command, arrays, folder):
-    """Train on a few images, by default in fp64. Return the weights, and the rows of all epochs."""
-    data = write_npz_as_dealt(folder / "few.npz", *arrays)
-    how = ["--data", data, "--seed", SEED, "--precision", "fp64", "--save", folder / "w.pt", "--out", folder]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("large_batch_cifar_10_fast.core.images.Images.normalization", (MEAN, STD))
-        run_here(*how, "--recipe", *command.split())
-    return torch.load(folder / "w.pt", weights_only=True)["weights"], pd.read_csv(folder / "epochs.tsv", sep="\t")
+def trained_by(command, arrays, precision="fp64", **how):
+    """Train on a few images. Return what the run yields."""
+    program, hyp = hyp_of(command)
+    machine = Machine(ALONE, precision, **how)
+    return [*program.train(hyp, Images("few", *arrays, [], (MEAN, STD)), machine)(SEED)]
+
+
+def as_input(images):
+    """Return images uint8 [n, 32, 32, 3] as normalized ones [n, 3, 32, 32]."""
+    return torch.from_numpy((images - np.array(MEAN)) / STD).permute(0, 3, 1, 2)
+
+
+def crops_of(images, batch):
+    """Pad by reflection, cut, then mirror: images uint8 [n, 32, 32, 3] and a batch of rows, crops and flips."""
+    padded = np.pad(images, ((0, 0), (4, 4), (4, 4), (0, 0)), mode="reflect")
+    found = []
+    for row, crop, flip in batch.T.tolist():
+        y, x = divmod(crop, 9)
+        cut = padded[row, y : y + 32, x : x + 32]
+        found.append(cut[:, ::-1] if flip else cut)
+    return as_input(np.stack(found))
 
 
 def initial_weights(program, hyp):
@@ -47,62 +62,61 @@ def initial_weights(program, hyp):
     return {name: weight.detach() for name, weight in program.Network(hyp, 10).named_parameters()}
 
 
-def set_weights(network, values):
-    """Set a reference's trained weights, which are in the program's order. Return them by name."""
-    trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
-    for weight, value in zip(trained.values(), values, strict=True):
-        weight.data.copy_(value)
-    return trained
+def trained_weights(network):
+    return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
 
 
-def as_input(images):
-    return torch.from_numpy(normalised(images)).permute(0, 3, 1, 2)
+def losses_of(logits, labels, smoothing):
+    """Return the cross-entropy of each image; a part of its label is spread over all classes."""
+    log_p = logits - logits.logsumexp(1, keepdim=True)
+    return (smoothing - 1) * log_p[torch.arange(len(labels)), labels] - smoothing * log_p.mean(1)
 
 
-def crops_of(images, batch):
-    return torch.tensor(np.stack([cropped_and_mirrored(images[row], *how) for row, *how in batch.T.tolist()]))
-
-
-def check_run(program, hyp, network, update, reduce, batches, arrays, weights, epochs, smoothing=0.0, of_last=None):
+def check_run(command, arrays, epochs, network, update, reduce, batches, momenta, smoothing=0.0, evaluate=None):
     """Compare scores of all epochs and final weights with those of a stock `network` to nine digits.
 
-    `update` gets the mean gradient over the workers, a state, at first 0, and the epochs so far; `batches` gets each
-    image's latest loss, and returns rows and images of each step. `of_last` evaluates the last epoch.
+    A step's images are computed in parts, those of a worker or a norm's group, for each of which `momenta` has the
+    weight of its statistics. `update` gets the mean gradient over the workers, a state, at first 0, and the epochs so
+    far; `batches` gets each image's latest loss, and returns rows and images of each step. `evaluate` gets network,
+    images, and whether this is the last epoch.
     """
+    program, hyp = hyp_of(command)
     initial = initial_weights(program, hyp)
-    trained = set_weights(network.double(), initial.values())
+    trained = trained_weights(network.double())
+    for weight, value in zip(trained.values(), initial.values(), strict=True):  # in the program's order
+        weight.data.copy_(value)
     states = {name: torch.zeros_like(weight) for name, weight in trained.items()}
     norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
-    momentum = norms[0].momentum
-    losses_of = partial(F.cross_entropy, reduction="none", label_smoothing=smoothing)
-    _, labels, _, test_labels = map(torch.from_numpy, arrays)
+    _, labels, test_images, test_labels = arrays
+    labels, test_labels = torch.from_numpy(labels), torch.from_numpy(test_labels)
     latest_losses = torch.full(labels.shape, torch.inf)
-    for epoch in range(1, hyp.epochs + 1):
+    assert len(epochs) == hyp.epochs
+    for number, epoch in enumerate(epochs, 1):
         seen = []
-        steps = batches(epoch, latest_losses)
-        for number, (rows, images) in enumerate(steps, 1):
-            for worker, mine in enumerate(torch.arange(len(rows)).chunk(workers_of(hyp))):
+        steps = batches(number, latest_losses)
+        for step, (rows, images) in enumerate(steps, 1):
+            for part, momentum in zip(torch.arange(len(rows)).chunk(len(momenta)), momenta, strict=True):
                 for norm in norms:
-                    norm.momentum = momentum * (worker == 0)  # whose statistics alone count
-                logits = network(images[mine])
-                seen.append((logits.detach(), labels[rows[mine]]))
-                losses = losses_of(logits, labels[rows[mine]])
+                    norm.momentum = momentum
+                logits = network(images[part])
+                seen.append((logits.detach(), labels[rows[part]]))
+                losses = losses_of(logits, labels[rows[part]], smoothing)
                 (reduce(losses) / workers_of(hyp)).backward()
-                latest_losses[rows[mine]] = losses.detach().float()
+                latest_losses[rows[part]] = losses.detach().float()
             for name, weight in trained.items():
-                now = epoch - 1 + number / len(steps)
+                now = number - 1 + step / len(steps)
                 weight.data.copy_(update(name, weight.data, weight.grad, states[name], now))
             network.zero_grad()
         network.eval()
         with torch.no_grad():
-            evaluate = of_last if of_last and epoch == hyp.epochs else nn.Module.__call__
-            logits = evaluate(network, as_input(arrays[2]))
+            x = as_input(test_images)
+            logits = evaluate(network, x, number == hyp.epochs) if evaluate else network(x)
         network.train()
-        row = epochs.iloc[epoch - 1]
-        for name, parts in {"train": seen, "validation": [(logits, test_labels)]}.items():
+        for score, parts in ((epoch.train, seen), (epoch.validation, [(logits, test_labels)])):
             logits, targets = map(torch.cat, zip(*parts, strict=True))
-            assert row[f"{name}_accuracy"] == (logits.argmax(1) == targets).double().mean().item()
-            assert row[f"{name}_loss"] == pytest.approx(losses_of(logits, targets).mean().item(), rel=1e-9)
+            assert (score.correct, score.images) == ((logits.argmax(1) == targets).sum(), len(targets))
+            assert score.loss == pytest.approx(losses_of(logits, targets, smoothing).mean().item(), rel=1e-9)
+    weights = epochs[-1].network.state_dict()
     for name, weight in zip(initial, trained.values(), strict=True):
         assert_close(weights[name], weight.data, rtol=1e-9, atol=1e-11)
 
@@ -168,7 +182,6 @@ def one_cycle(first, peak, at, decay, name, w, g, v, epoch):
 RUNS = {
     "basenet --width 16": (1, resnet18(False, True), torch.mean, torch_nesterov),
     "page --width 16": (1, resnet18(True, False), torch.sum, page_nesterov),
-    "page --width 16 --starting_point": (1, resnet18(True, True), torch.sum, page_nesterov),
     "fastai --width 3": (8, wide_resnet(), torch.mean, partial(one_cycle, 0.04, 2.0, 17.5, 2e-4)),
     "fastai --width 3 --entry one_gpu": (1, wide_resnet(), torch.mean, partial(one_cycle, 0.075, 1.5, 12, 1e-4)),
 }
@@ -176,13 +189,14 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUNS)
-def test_a_whole_run_equals_stock_layers_and_plain_formulas_to_nine_digits(command, tmp_path):
+def test_a_whole_run_equals_stock_layers_and_plain_formulas_to_nine_digits(command):
     """Two epochs of two full batches and a short one."""
     workers, network, reduce, update = RUNS[command]
-    command += " --epochs 2 --batch_size 4"
+    size = 4 if workers == 1 else 2
+    command += f" --epochs 2 --batch_size {size}"
     program, hyp = hyp_of(command)
-    arrays = draw_shapes(10 * workers + workers // 2, 40)  # the last few are not of all workers
-    images = normalised(arrays[0])
+    arrays = draw_shapes(5 * size // 2 * workers + workers // 2, 40)  # the last few are not of all workers
+    images, labels = arrays[:2]
 
     def batches(epoch, latest_losses):
         if program is page:
@@ -190,40 +204,14 @@ def test_a_whole_run_equals_stock_layers_and_plain_formulas_to_nine_digits(comma
             made = [(batch[0], crops_of(images, batch)) for batch in steps]
         else:
             steps = fastai.plan_epoch(hyp, len(images), Team(0, 1, CPU, workers), SEED, epoch)
-            make_batch = partial(fastai.make_batch, torch.from_numpy(images), torch.from_numpy(arrays[1]))
+            normalized = as_input(images).permute(0, 2, 3, 1)
+            make_batch = partial(fastai.make_batch, normalized, torch.from_numpy(labels))
             made = [(batch[0].long(), make_batch(batch, (MEAN, STD))[0]) for batch in steps]
-        assert [len(rows) for rows, _ in made] == [4 * workers, 4 * workers, 2 * workers]
+        assert [len(rows) for rows, _ in made] == [size * workers, size * workers, size // 2 * workers]
         return made
 
-    check_run(program, hyp, network, update, reduce, batches, arrays, *trained_by(command, arrays, tmp_path))
-
-
-@pytest.mark.slow
-def test_averaged_statistics_are_the_mean_of_those_of_worker_0s_ghost_groups(tmp_path):
-    """After one step, which is the same as with the first group's."""
-    command = "apple2019 --workers 2 --batch_size 32 --ghost_batch 16 --width 3 --epochs 1 --ema_ep 0"
-    arrays = draw_shapes(64, 40)
-    with_first, _ = trained_by(command, arrays, tmp_path)
-    weights, epochs = trained_by(f"{command} --eval_stats average", arrays, tmp_path)
-    filters = weights["whitening.weight"]
-    _, hyp = hyp_of(command)
-    initial = initial_weights(apple2019, hyp)
-    assert all(torch.equal(weights[name], with_first[name]) for name in initial)
-    [batch] = plan(hyp, 64, epoch=1)
-    network = Reference().double()
-    set_weights(network, initial.values())
-    for group, momentum in zip(batch[:, :32].split(16, 1), (0.05 / 0.95, 0.05), strict=True):
-        for norm in network.norms:
-            norm.momentum = momentum  # so that in the end each group counts for a twentieth
-        network(crops_of(normalised(arrays[0]), group), filters)
-    set_weights(network.eval(), [weights[name] for name in initial])
-    x = as_input(arrays[2])
-    loss = smoothed((network(x, filters) + network(x.flip(3), filters)) / 2, torch.from_numpy(arrays[3])).mean()
-    assert epochs["validation_loss"].iloc[-1] == pytest.approx(loss.item(), rel=1e-9)
-
-
-def test_a_batch_is_sixteen_ghost_groups():
-    assert [apple2019.Hyp(batch_size=size).ghost_batch for size in (64, 256, 512)] == [4, 16, 32]
+    momenta = [0.1] + (workers - 1) * [0.0]  # only worker 0's statistics count
+    check_run(command, arrays, trained_by(command, arrays), network, update, reduce, batches, momenta)
 
 
 def cycle(hyp, epoch):
@@ -286,7 +274,7 @@ def test_weights_start_as_their_authors_state():
 
 
 IN_FP16 = {
-    "apple2019 --workers 1 --ghost_batch 5 --width 4 --ema_ep 0": torch.float16,
+    "apple2019 --workers 1 --ghost_batch 2 --width 4 --ema_ep 0": torch.float16,
     "page --width 16": torch.float16,
     "fastai --entry one_gpu --width 3": torch.float32,
     "muon --width 4 --kept 1": torch.float32,
@@ -295,18 +283,17 @@ IN_FP16 = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", IN_FP16)
-def test_in_fp16_norms_and_the_weights_of_fastai_and_muon_are_float32(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(log, "matrix_rate", lambda *_: 1.0)  # a CPU takes long
-    more = " --epochs 1 --batch_size 10 --no_warmup --precision fp16"
-    weights, _ = trained_by(command + more, draw_shapes(10, 1), tmp_path)
-    for name, weight in weights.items():
+def test_in_fp16_norms_and_the_weights_of_fastai_and_muon_are_float32(command):
+    arrays = draw_shapes(4, 1)
+    arrays[1][0] = 9  # of ten classes
+    [epoch] = trained_by(command + " --epochs 1 --batch_size 4", arrays, "fp16", warm_up=False)
+    for name, weight in epoch.network.state_dict().items():
         of_norm = "running" in name or (weight.ndim == 1 and name != "linear.bias")
         assert weight.dtype == (torch.float32 if of_norm else IN_FP16[command])
 
 
 HALVES = [  # with the least cosine
     ("apple2019 --width 8 --batch_size 16 --ghost_batch 8", "bf16", 0.8),
-    ("basenet --width 16 --batch_size 8", "bf16", 0.4),
     ("page --width 16 --batch_size 8", "bf16", 0.4),
     ("fastai --width 3 --batch_size 8", "bf16", 0.4),
     ("muon --width 8 --batch_size 20", "bf16", 0.8),

@@ -8,11 +8,13 @@ import pytest
 from conftest import REPO
 
 from large_batch_cifar_10_fast import ConfigError
-from large_batch_cifar_10_fast.lab.results import PUBLISHED, read_log
+from large_batch_cifar_10_fast.lab.compare import compare
+from large_batch_cifar_10_fast.lab.results import PUBLISHED, read_log, short_names
 
 LINE = "Train acc 0.9880 loss 0.920, validation acc {:.4f} loss 0.9 wall time 4.0s\n"
 RUN = LINE.format(0.9)
 HEAD = "# large_batch_cifar_10_fast 0.1.0, commit 0, code 0, 2026-11-21T00:00:00Z\n"
+DAWNBENCH = "epoch\thours\ttop1Accuracy\n"
 
 
 def write_runs(path, counts, campaign="b", seed=0, table=(), **fields) -> str:
@@ -51,44 +53,34 @@ def test_published_runs_are_alike_in_both_forms_and_counted_by_a_summary(log):
     assert log(text.partition("Maximum")[0]).reached is None, "0.940 stands for 0.9395, too"
 
 
-def test_exactly_94_percent_is_reached(log, tmp_path):
-    assert log("".join(map(LINE.format, [0.9399, 0.94, 0.9401]))).reached == 2
-    assert read_log(write_runs(tmp_path / "runs.tsv", [9399, 9400, 9401])).reached == 2
-
-
-def test_every_log_in_the_repository_is_read():
-    paths = [path for folder in ("logs", "notebook/logs") for path in (REPO / folder).rglob("run*")]
-    tables, logs = ([path for path in paths if path.match(name)] for name in ("runs*.tsv", "run_log*.txt"))
-    assert min(len(tables), len(logs)) > 50
-    for path in tables:
-        table = pd.read_csv(path, sep="\t")
-        if "campaign" in table:
-            table = table[table["campaign"] == table["campaign"].iloc[-1]]
-        found = read_log(str(path)).runs
-        np.testing.assert_allclose(found["accuracy"], table["validation_accuracy"], rtol=0, atol=1e-12)
-        np.testing.assert_array_equal(found["seconds"], table["seconds"])
-    for path in logs:
+@pytest.mark.slow
+def test_every_log_in_the_repository_is_read_and_compared():
+    logs = {}
+    for path in [*(REPO / "logs").rglob("run*"), *(REPO / "notebook" / "logs").rglob("run*")]:
         found = read_log(str(path))
-        printed = [float(text) for text in re.findall("validation acc (\\S+)", path.read_text())]
-        assert found.runs["accuracy"].tolist() == printed[-len(found.runs) :]
-    table, lines = (read_log(str(REPO / "logs" / "demo" / name)) for name in ("runs.tsv", "run_log.txt"))
-    assert table.conditions == {"environment": "-"} | lines.conditions, "which this log does not say"
+        logs[str(path)] = found
+        if path.suffix == ".tsv":
+            table = pd.read_csv(path, sep="\t")
+            if "campaign" in table:
+                table = table[table["campaign"] == table["campaign"].iloc[-1]]
+            np.testing.assert_allclose(found.runs["accuracy"], table["validation_accuracy"], rtol=0, atol=1e-12)
+        else:
+            printed = [float(text) for text in re.findall("validation acc (\\S+)", path.read_text())]
+            assert found.runs["accuracy"].tolist() == printed[-len(found.runs) :]
+    assert len(logs) > 100
+    assert len(compare(logs, str(path)).accuracy) == len(logs) - 1
 
 
-def test_a_last_row_cut_at_any_byte_is_no_row(tmp_path):
+def test_a_last_row_that_was_cut_is_no_row(tmp_path):
     runs, epochs = tmp_path / "runs.tsv", tmp_path / "epochs.tsv"
     write_runs(runs, [9411, 9422])
     write_epochs(tmp_path, [("b", 0, 1, 1.5, 0.25), ("b", 0, 2, 3.5, 0.75)])
-    text = epochs.read_text()
-    for size in range(text.index("\n"), len(text) + 1):
-        epochs.write_text(text[:size])
-        found = read_log(str(runs)).epochs
-        rows = [] if found is None else found["accuracy"].tolist()
-        assert rows == [0.25, 0.75][: max(0, text[:size].count("\n") - 1)]
-    text = runs.read_text()
-    for size in range(text.rindex("\n", 0, -1) + 1, len(text)):
-        runs.write_text(text[:size])
-        assert read_log(str(runs)).runs["accuracy"].tolist() == [0.9411]
+    texts = runs.read_text(), epochs.read_text()
+    for cut in (1, 2, 5):
+        for path, text in zip((runs, epochs), texts, strict=True):
+            path.write_text(text[:-cut])
+        found = read_log(str(runs))
+        assert (found.runs["accuracy"].tolist(), found.epochs["accuracy"].tolist()) == ([0.9411], [0.25])
 
 
 def test_the_last_campaign_or_the_named_one_is_read(log, tmp_path):
@@ -107,18 +99,18 @@ def test_the_last_campaign_or_the_named_one_is_read(log, tmp_path):
 def test_the_last_launch_with_runs_counts_and_no_half_line(log):
     found = log("".join([HEAD, RUN, HEAD, LINE.format(0.92), LINE.format(0.93), HEAD]))
     assert found.runs["accuracy"].tolist() == [0.92, 0.93]
-    for size in range(1, len(RUN) - 1):
-        assert log(RUN + RUN[:size]).runs["accuracy"].tolist() == [0.9]
+    for half in ("T", "Train acc ", RUN[:40], RUN[:-2]):
+        assert log(RUN + half).runs["accuracy"].tolist() == [0.9]
 
 
 def test_a_dawnbench_table_is_one_run_with_its_time_to_94_percent(log):
-    found = log("epochs\thours\ttop1Accuracy\n0\t0\t93.99\n1\t0.002\t94\n\n2\t0.003\t94.19\n\n")
+    found = log(f"{DAWNBENCH}0\t0\t93.99\n1\t0.002\t94\n\n2\t0.003\t94.19\n\n")
     np.testing.assert_allclose(found.runs[["accuracy", "seconds", "goal_seconds"]], [[0.9419, 10.8, 7.2]])
     np.testing.assert_allclose(found.epochs["accuracy"], [0.9399, 0.94, 0.9419])
 
 
 def test_several_tables_are_one_log(tmp_path):
-    """What a kill left does not count."""
+    """Epochs of runs without a row, which a kill left, do not count."""
     for folder, seeds in (("0", [0, 1]), ("1", [2])):
         write_runs(tmp_path / folder / "runs.tsv", [9400] * len(seeds), seed=seeds[0], device=folder)
         rows = [("a", 0, 1, 9, 0.9), ("b", 0, 1, 9, 0.8), ("b", 7, 1, 9, 0.8)]
@@ -133,8 +125,7 @@ def test_several_tables_are_one_log(tmp_path):
 def test_without_epochs_tsv_a_timing_log_has_the_epochs_of_one_run(tmp_path):
     source = write_runs(tmp_path / "runs.tsv", [9400, 9410])
     for seconds, found in ((6, [0.5, 0.941]), (7, None)):  # of the second run, and of another campaign
-        table = f"epoch\thours\ttop1Accuracy\n1\t0.001\t50\n2\t{seconds / 3600}\t94.1\n"
-        (tmp_path / "timing_log.tsv").write_text(table)
+        (tmp_path / "timing_log.tsv").write_text(f"{DAWNBENCH}1\t0.001\t50\n2\t{seconds / 3600}\t94.1\n")
         epochs = read_log(source).epochs
         assert epochs is found or epochs["accuracy"].tolist() == pytest.approx(found)
 
@@ -150,26 +141,26 @@ def test_tables_of_equal_seeds_or_other_conditions_are_not_taken_together(tmp_pa
             read_log(",".join(sources))
 
 
-DAMAGED = {
-    "": "",
-    "epoch\thours\ttop1Accuracy\n1\t0.1\t93\n\n2\t0.2\t93\t94\n": "line 4",
-    "epoch\thours\ttop1Accuracy\n1\tlong\t94\n": "line 2: hours is 'long'",
-    RUN + LINE.format(94.1): "line 2: accuracy is '94.1000'",
-    "campaign\tseed\tseconds\tvalidation_images\tvalidation_count\ttrain_loss\tvalidation_loss\n"
-    "a\t0\t5\t10000\t10001\t1\t1\n": "line 2: validation_count is '10001'",
-}
+def test_a_damaged_file_is_one_line_that_names_file_and_line(log, tmp_path):
+    for text, place in (
+        ("", ""),
+        (f"{DAWNBENCH}1\t0.1\t93\n\n2\t0.2\t93\t94\n", "line 4"),
+        (RUN + LINE.format(94.1), "line 2: accuracy is '94.1000'"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{tmp_path}/log[^\n]*{place}[^\n]*$"):
+            log(text)
 
 
-@pytest.mark.parametrize(("text", "place"), DAMAGED.items(), ids=range(len(DAMAGED)))
-def test_a_damaged_file_is_one_line_that_names_file_and_line(log, tmp_path, text, place):
-    with pytest.raises(ConfigError, match=f"^{tmp_path}/log[^\n]*{place}[^\n]*$"):
-        log(text)
+def test_a_diverged_run_is_counted_and_is_no_result(tmp_path, log):
+    diverged = LINE.format(0.95).replace("0.920", "nan")
+    runs = write_runs(tmp_path / "runs", [9500, 9000], table={"validation_loss": ["inf", "0.9"]})
+    for found in (log(diverged + RUN), read_log(runs)):
+        assert found.runs["accuracy"].tolist() == [0.9]
+        assert (found.reached, found.diverged, found.count) == (0, 1, 2)
+    assert read_log(write_runs(tmp_path / "runs", [9399, 9400, 9401])).reached == 2
 
 
-@pytest.mark.parametrize(("train", "validation"), [("nan", "0.9"), ("0.9", "inf")])
-def test_a_diverged_run_has_no_loss_no_time_and_did_not_reach_the_goal(tmp_path, log, train, validation):
-    line = LINE.format(0.95).replace("0.920", train).replace("loss 0.9 ", f"loss {validation} ")
-    runs = write_runs(tmp_path / "runs", [9500], train_loss=train, validation_loss=validation, goal_seconds=3)
-    for found in (log(line), read_log(runs)):
-        assert (found.reached, found.notes) == (0, [f"{found.name}: 1 runs diverged"])
-        assert found.runs[["validation_loss", "seconds", "goal_seconds"]].isna().all(axis=None)
+def test_names_are_shortened_to_the_part_in_which_they_differ(tmp_path):
+    paths = [write_runs(tmp_path / folder / "runs.tsv", [9400], "night") for folder in ("a", "b")]
+    assert short_names([read_log(path) for path in paths]) == ["a", "b"]
+    assert short_names([read_log(paths[0])]) in (["a"], ["runs.tsv"], ["a/runs.tsv"], paths[:1])

@@ -1,1 +1,1 @@
-"""What the programs share. Nothing here imports a program, but that of the name in --recipe."""
+"""What the programs are made of. Nothing here imports a program, `images` or `lab`."""

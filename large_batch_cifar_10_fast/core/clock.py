@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from math import nan
 
 PARTS = ("upload", "preprocessing", "whitening", "training")  # of the training time
 
@@ -35,6 +36,10 @@ class Clock:
             self._set_up = {part: [*laps] for part, laps in self.laps.items()}, self.cpu_seconds
         laps, self.cpu_seconds = self._set_up
         self.laps = defaultdict(list, {part: [*durations] for part, durations in laps.items()})
+
+    def last(self, part: str) -> float:
+        """Return the seconds of a part's last lap; NaN if there is none."""
+        return self.laps[part][-1] if self.laps[part] else nan
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -55,7 +55,7 @@ def pin(array: np.ndarray) -> np.ndarray:
     return torch.from_numpy(array).pin_memory().numpy()
 
 
-def random_images(train: int, test: int, classes: int = 10) -> Images:
+def random_images(train: int, test: int, classes: int) -> Images:
     """Return noise of the right shapes, for the warm-up."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (train + test, SIZE, SIZE, 3), np.uint8)

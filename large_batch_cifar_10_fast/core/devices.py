@@ -14,6 +14,7 @@ import timeit
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +61,13 @@ def output_of(*command: str) -> str:
     return ""
 
 
+def text_of_file(name: str) -> str:
+    """Return the text of a file of the system, or nothing where it is missing."""
+    with contextlib.suppress(OSError):
+        return Path(name).read_text().strip()
+    return ""
+
+
 def take_device(device: str = "") -> torch.device:
     """Return this process's GPU, or the CPU where there is none or with `--device cpu`. Raise ConfigError.
 
@@ -93,7 +101,7 @@ def allow_tf32(allowed: bool) -> None:
 NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in torch's errors on a CPU, and on a GPU from cuBLAS and cuDNN
 
 LESS_MEMORY = {
-    "training": "raise --micro_batches, use more processes or --no_graph, or a smaller --batch_size or --width",
+    "training": "use --no_graph, a smaller --batch_size or --width or, with several workers, more --micro_batches",
     "evaluation": "end other programs that use it, use a --precision of fewer bits, or a smaller --width",
 }
 
@@ -141,7 +149,7 @@ def gains_by_bf16() -> bool:
 def count_cores() -> int:
     """Return the number of cores that this process may use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, period = (output_of("cat", "/sys/fs/cgroup/cpu.max") or "max 1").split()
+    quota, period = (text_of_file("/sys/fs/cgroup/cpu.max") or "max 1").split()
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
@@ -152,7 +160,7 @@ def hardware_name(device: torch.device) -> str:
     """Return the model of this process's GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    found = re.search(r"^model name\s*: (.*\S)", output_of("cat", "/proc/cpuinfo"), re.MULTILINE)
+    found = re.search(r"^model name\s*: (.*\S)", text_of_file("/proc/cpuinfo"), re.MULTILINE)
     return found[1] if found else platform.machine()
 
 

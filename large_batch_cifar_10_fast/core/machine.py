@@ -47,7 +47,7 @@ class Machine:
 
     def assign_workers(self, workers: int) -> Team:
         """Assign a program's workers to the processes, and return these. Raise ConfigError."""
-        self.team = self.team.with_workers(workers)
+        self.team = self.team.with_workers(workers, self.micro_batches)
         return self.team
 
     def choose_precision(self, half: str, half_weights: bool) -> fast.Precision:

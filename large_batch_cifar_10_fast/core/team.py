@@ -27,12 +27,20 @@ class Team:
     total_workers: int = 1  # of all processes
     store: dist.Store | None = None  # for messages; a single process has none
 
-    def with_workers(self, workers: int) -> "Team":
-        """Return the same processes with so many workers. Raise ConfigError if they cannot be split over them."""
+    def with_workers(self, workers: int, micro_batches: int = 1) -> "Team":
+        """Return the same processes with so many workers, whose batch each process computes in `micro_batches` parts.
+
+        Raise ConfigError if workers cannot be split so.
+        """
         if workers % self.world_size:
             fitting = [str(count) for count in range(1, workers + 1) if workers % count == 0]
             choice = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
             raise ConfigError(f"{workers} workers cannot be split over {self.world_size} processes: use {choice}")
+        here = workers // self.world_size
+        if here % micro_batches:
+            advice = "leave it out" if here == 1 else "use a number that does"
+            wrong = f"--micro_batches {micro_batches} does not divide the {here} workers of a process"
+            raise ConfigError(f"{wrong}: {advice}")
         return replace(self, total_workers=workers)
 
     @property

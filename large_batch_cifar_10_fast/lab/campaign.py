@@ -153,9 +153,8 @@ class Campaign:
         """Return the conditions of launches that are alive, else of a finished run; none if there is neither."""
         with contextlib.suppress(ValueError):  # nothing, or half a text of a launch that was killed
             return json.loads(os.pread(self.file, 1 << 20, 0))
-        for row in self.rows.values():
-            return as_of_run_0(row)
-        return {}
+        first = next(iter(self.rows.values()), None)
+        return as_of_run_0(first) if first else {}
 
     def begin(self, common: Mapping[str, str], program: ModuleType) -> None:
         """Agree on the conditions. Raise ConfigError if those of the campaign are others."""
@@ -213,6 +212,7 @@ class Campaign:
     def finish(self) -> None:
         """Write the rows that a full disk did not take, or raise OSError; and read those of other launches."""
         self.table.append()
+        self.epochs.append()
         self.read_rows()
 
     def write_curve(self, epochs: Sequence[Mapping[str, float]]) -> None:

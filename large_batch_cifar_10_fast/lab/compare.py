@@ -98,7 +98,7 @@ def seconds_of(log: Log) -> pd.Series:
 
     A launch is one measurement: its runs share compiled code, the choice of kernels and the state of the device.
     """
-    launches = log.runs.fillna({"launch": ""}).dropna(subset="seconds").groupby("launch")
+    launches = log.runs.dropna(subset="seconds").groupby("launch")
     return pd.Series(launches["seconds"].mean().to_numpy(), launches["seed"].min().to_numpy(), dtype=float)
 
 
@@ -291,7 +291,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if not options.margin > 0:
         parser.error(f"--margin {options.margin} must be greater than 0")
-    sources = options.campaigns + [options.reference] * bool(options.reference)
+    sources = options.campaigns
+    if options.reference:
+        sources = [each for each in sources if each != options.reference] + [options.reference]
     if len(sources) == 1:
         sources.append("published")
         check_has_published(read_log(sources[0]))

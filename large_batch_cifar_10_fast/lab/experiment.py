@@ -138,7 +138,7 @@ def check_commands(plan: Plan) -> int:
 
 def read_options(words: Sequence[str]) -> tuple[Any, Any]:
     """Return the options and hyper-parameters of a command line. Raise ConfigError."""
-    recipe = recipe_of(words, "apple2019")
+    recipe = recipe_of(words)
     return read_command(load_program(recipe), words)[1:]
 
 
@@ -162,7 +162,7 @@ def make_runs(plan: Plan, out: Path, teams: int) -> tuple[dict[str, str], int]:
             if len(finished) >= done or name in failed:
                 continue
             options = [*precision_of(out), *words, f"--campaign={name}", f"--runs={done}", f"--out={out}"]
-            print(f"{name}: run {len(finished)} to {done - 1} of {plan.runs}", file=sys.stderr)
+            print(f"{name}: {done - len(finished)} runs, then {done} of {plan.runs} are made", file=sys.stderr)
             start = time.monotonic()
             try:
                 with (out / f"{name}.log").open("ab") as log:
@@ -174,12 +174,13 @@ def make_runs(plan: Plan, out: Path, teams: int) -> tuple[dict[str, str], int]:
                 return failed, status
             made = seconds_of_runs(out, name)[len(finished) :]
             if status or not made:
-                failed[name] = failure
+                failed[name] = failure or "another launch is making its runs"
                 if name == BASELINE:
                     return failed, 0
                 continue
-            around = time.monotonic() - start - sum(made)  # start, compilation and end
-            turn = max(teams, min((plan.runs + 1) // 2, round(around * len(made) / sum(made))))
+            training = sum(made) / teams
+            around = time.monotonic() - start - training  # start, compilation and end
+            turn = max(teams, min((plan.runs + 1) // 2, round(around * len(made) / training)))
     return failed, 0
 
 

@@ -89,7 +89,7 @@ class Log:
             "validation_accuracy": epoch.validation.accuracy,
         }
         self.epochs.append(row)
-        rate = epoch.train.images / self.machine.clock.laps["training"][-1]
+        rate = epoch.train.images / self.machine.clock.last("training")
         shown = {"images/s": f"{rate:.0f}", "loss": f"{epoch.validation.loss:.3f}"}
         self.bar.n = round(self.bar.n)  # its steps do not add up to 1 exactly
         self.bar.set_postfix(**shown, accuracy=f"{epoch.validation.accuracy:.4f}", refresh=False)
@@ -100,8 +100,8 @@ class Log:
 
     def show_epoch(self, epoch: Epoch, rate: float) -> None:
         """Without a terminal, show an epoch that took ten seconds as a line."""
-        laps = self.machine.clock.laps
-        if self.bar.disable and laps["training"][-1] + laps["validation"][-1] >= LONG_EPOCH:
+        clock = self.machine.clock
+        if self.bar.disable and clock.last("training") + clock.last("validation") >= LONG_EPOCH:
             text = f"run {self.run}, epoch {epoch.number} of {self.run_epochs}: loss {epoch.validation.loss:.3f}, "
             text += f"accuracy {epoch.validation.accuracy:.4f}, {rate:.0f} images/s, "
             show(f"{text}{epoch.seconds:.0f} s of training so far")
@@ -118,7 +118,7 @@ class Log:
         row: dict[str, Any] = {"run": self.run, "seed": self.options.seed + self.run, **self.epochs[-1]}
         row |= {"validation_count": last.validation.correct, "validation_images": last.validation.images}
         row |= {part: seconds[part] for part in PARTS} | {"cpu_seconds": clock.cpu_seconds}
-        row |= {"last_validation": clock.laps["validation"][-1], "peak_memory": peak_memory(self.team.device)}
+        row |= {"last_validation": clock.last("validation"), "peak_memory": peak_memory(self.team.device)}
         row |= {"goal_epoch": "", "goal_seconds": ""}
         at_goal = [epoch for epoch in self.epochs if epoch["validation_accuracy"] >= GOAL]
         if at_goal and not last.diverged:
@@ -145,6 +145,7 @@ class Log:
 
     def summary(self) -> None:
         """Print the closing lines of the published log. Write the rows that the table still lacks, or raise OSError."""
+        self.bar.close()
         if not self.campaign:
             return
         self.campaign.finish()

@@ -58,4 +58,4 @@ def exit_process() -> Iterator[None]:
 
 if __name__ == "__main__":
     with exit_process():
-        run_program(load_program(recipe_of(sys.argv[1:], "apple2019")), sys.argv[1:])
+        run_program(load_program(recipe_of(sys.argv[1:])), sys.argv[1:])

@@ -5,7 +5,8 @@ A program is a Python file with
 * `Hyp`, a frozen dataclass whose fields are its options: `epochs`, `batch_size`, any others; `workers` (1 without it);
 * `Network(hyp, classes)`, from images [B, 3, 32, 32] to logits [B, classes];
 * `train(hyp, images, machine)`, which sets up what all runs share and returns run(seed): a generator that trains one
-  run and yields a `score.Epoch` after each epoch; and `main()` at the file's end;
+  run and yields a `score.Epoch` after each epoch, whose parts are timed by `with machine.clock.timed("training"):` and
+  `("validation")`; and `main()` at the file's end;
 * if it likes, `SETS` (further recipes: their names and classes like Hyp), `DEMO` (what --demo changes), `Hyp.half` (its
   precision on a GPU that has it, fp16 or bf16), `Hyp.check_images(count)` (a ConfigError for too few of them),
   `Hyp.fit_to(count)` (options for a small data set), `Hyp.views` (of a test image) and `Hyp.label_smoothing` (of the
@@ -61,7 +62,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
     if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
         raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
     with join_team(options.device, options.timeout) as processes, contextlib.ExitStack() as opened:
-        team = processes.with_workers(workers_of(hyp))
+        team = processes.with_workers(workers_of(hyp), options.micro_batches)
         images = load_and_check(options, hyp, team)
         flop = flop_of(program, hyp, len(images.train_images), images.classes)
         was_asked = options.precision or options.demo
@@ -147,9 +148,6 @@ def next_run(campaign: Campaign | None, team: Team, key: str) -> int | None:
 
 def load_and_check(options: Options, hyp: Any, team: Team) -> Images:
     """Return the images. Raise ConfigError if options or images do not fit the program."""
-    here = len(team.workers)
-    if here % options.micro_batches:
-        raise ConfigError(f"--micro_batches {options.micro_batches} does not divide the {here} workers of a process")
     images = load_images(options.data, options.holdout)
     check_counts(len(images.train_images), len(images.test_images), team, hyp)
     warn_of_few_steps(len(images.train_images), team, hyp)
@@ -199,16 +197,16 @@ def check_program(program: ModuleType) -> None:
     if missing:
         raise ConfigError(f"{file} has no {' and no '.join(missing)}: copy one of our programs and edit it")
     if program.train.__module__ != program.__name__:
-        raise ConfigError(f"{file} takes `train` from another program, whose Network and loss that uses: copy it here")
+        raise ConfigError(f"{file} imports `train`, which would use the other program's Network: copy it here")
     expected = len(inspect.signature(program.train).parameters)
     if expected != 3:
-        now = "it is train(hyp, images, machine) and returns run(seed) since the fifth edition"
-        raise ConfigError(f"{file} has a train of {expected} parameters, and {now}: copy one of our programs")
+        contract = "it must be train(hyp, images, machine) and return run(seed)"
+        raise ConfigError(f"{file} has a train of {expected} parameters: {contract}")
     for recipe, hyp in sets_of(program).items():
         check_fields(recipe, hyp)
 
 
-def recipe_of(arguments: Sequence[str], default: str) -> str:
+def recipe_of(arguments: Sequence[str], default: str = "apple2019") -> str:
     """Return the value of --recipe on a command line."""
     recipe = default
     for place, word in enumerate(arguments):

@@ -155,8 +155,10 @@ def numbers(table: pd.DataFrame, limits: Mapping[str, tuple]) -> pd.DataFrame:
     for name, (low, high, *words) in limits.items():
         texts = table.get(name, pd.Series("", table.index)).str.strip()
         found[name] = values = pd.to_numeric(texts, errors="coerce").astype(float)
-        for line, text in texts[~(values.between(low, high) | texts.str.lower().isin(words))].items():
-            raise ConfigError(f"{line}: {name} is {text[:40]!r}, not a number of {low:g} to {high:g}")
+        wrong = texts[~(values.between(low, high) | texts.str.lower().isin(words))]
+        if len(wrong):
+            text = f"{name} is {wrong.iloc[0][:40]!r}, not a number of {low:g} to {high:g}"
+            raise ConfigError(f"{wrong.index[0]}: {text}")
     return found
 
 
@@ -164,6 +166,8 @@ def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], epochs: 
     """Return a log of numbers. A run whose loss is not finite has diverged."""
     finite = runs.filter([*LOSSES]).abs().lt(np.inf).all(axis=1)
     names = ["seed", "accuracy", "validation_loss", "seconds", "cpu_seconds", "goal_seconds", "launch"]
+    if "launch" not in runs:
+        runs = runs.assign(launch="")
     kept = runs[finite].reindex(columns=names)
     reached = int((kept["accuracy"] >= GOAL).sum())
     return Log(name, kept, reached, conditions, [], epochs, diverged=int((~finite).sum()))
@@ -278,24 +282,36 @@ def conditions_of(found: Mapping[Any, str]) -> dict[str, str]:
 
 # ---- Names
 
+SEPARATORS = "/:+"
 AUTOMATIC = r"\d{8}T\d{6}-[0-9a-f]+"  # a campaign's name that no one gave
 
 
 def short_names(logs: Sequence[Log]) -> list[str]:
-    """Return the part of each log's name in which they differ.
+    """Return the part of each log's name in which they differ, between characters of SEPARATORS.
 
     A campaign whose name is automatic is named by its recipe, and the options in which the logs differ.
     """
-    parts = [re.split("[/:+]", log.name) for log in logs]
-    while len(parts) > 1 and min(map(len, parts)) > 1 and len({part[0] for part in parts}) == 1:
-        parts = [part[1:] for part in parts]
-    while min(map(len, parts)) > 1 and len({part[-1] for part in parts}) == 1:
-        parts = [part[:-1] for part in parts]
-    return [name_of(log, "/".join(part), logs) for log, part in zip(logs, parts, strict=True)]
+    names = [log.name for log in logs]
+    start = end = 0
+    if len(names) > 1:
+        start = end_of_common_part(names)
+        end = end_of_common_part([name[::-1] for name in names])
+    return [name_of(log, log.name[start : len(log.name) - end] or log.name, logs) for log in logs]
+
+
+def end_of_common_part(names: Sequence[str]) -> int:
+    """Return the place behind the last separator of what all names begin with; 0 if there is none."""
+    end = 0
+    for place, letters in enumerate(zip(*names, strict=False), 1):
+        if len({*letters}) > 1:
+            break
+        if letters[0] in SEPARATORS:
+            end = place
+    return end
 
 
 def name_of(log: Log, name: str, logs: Sequence[Log]) -> str:
-    if not re.fullmatch(AUTOMATIC, log.campaign) or log.campaign not in name:
+    if not re.fullmatch(AUTOMATIC, log.campaign) or log.campaign not in name or "recipe" not in log.conditions:
         return name
     options = [option for option in log.conditions if option not in {*CONDITIONS, *MAY_DIFFER, "images", "clock"}]
     differing = [option for option in options if len({each.conditions.get(option) for each in logs}) > 1]

@@ -56,11 +56,11 @@ def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comp
     return Comparison(float(a.mean() - b.mean()), low, high, p, detectable, pairs)
 
 
-def verdict(found: Comparison | None, more_is_better: bool, margin: float) -> str:
+def verdict(found: Comparison, more_is_better: bool, margin: float) -> str:
     """Say what an interval shows: equivalent if it lies within the margin, else better or worse if it leaves out 0."""
-    if found and -margin < found.low and found.high < margin:
+    if -margin < found.low and found.high < margin:
         return "equivalent"
-    if found and not found.low <= 0 <= found.high:
+    if not found.low <= 0 <= found.high:
         return "better" if (found.difference > 0) == more_is_better else "worse"
     return "no difference shown"
 

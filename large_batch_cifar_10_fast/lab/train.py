@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -19,7 +20,7 @@ from .options import Options
 from .program import load_program, read_command, recipe_of, workers_of
 from .table import Row, campaign_named, new_name, read
 
-LIBC, LAUNCHER = ctypes.CDLL(None), os.getpid()
+LIBC = ctypes.CDLL(None)
 
 
 class Launch(NamedTuple):
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def launch(arguments: Sequence[str], log: IO | None = None) -> Launch:
     """Start the processes of a launch and wait for their end; their STDOUT goes to `log`. Raise ConfigError."""
-    recipe = recipe_of(arguments, "apple2019")
+    recipe = recipe_of(arguments)
     _, options, hyp = read_command(load_program(recipe), arguments)
     gpus = count_gpus(options.device)
     cores = count_cores()
@@ -87,9 +88,11 @@ def environment_of_processes(threads: int) -> dict[str, str]:
 def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) -> int:
     """Return --nproc, or the most processes of a team that divide the workers, each with a GPU or core of its own."""
     places = max(1, (gpus or cores) // teams)
-    if gpus and nproc > places:
-        given = f"--nproc {nproc}" + (f" with --teams {teams}" if teams > 1 else "")
-        raise ConfigError(f"{given} needs {nproc * teams} GPUs, this machine has {gpus}: use --nproc {places}")
+    needed = max(nproc, 1) * teams
+    if gpus and needed > gpus:
+        given = f"--nproc {nproc} " * bool(nproc) + f"--teams {teams}" * (teams > 1)
+        advice = f"--nproc {places}" if teams <= gpus else f"--teams {gpus}"
+        raise ConfigError(f"{given.strip()} needs {needed} GPUs, this machine has {gpus}: use {advice}")
     return nproc or max(n for n in range(1, places + 1) if workers % n == 0)
 
 
@@ -104,6 +107,7 @@ def run_processes(
     running: dict[subprocess.Popen, str] = {}
     folder = temporary_folder()
     launch = new_name()
+    follow = partial(follow_launcher, os.getpid())
     try:
         for team in range(teams):
             name = f"{launch}.{team}" if teams > 1 else launch
@@ -112,7 +116,7 @@ def run_processes(
                 variables = place | {"RANK": rank, "LOCAL_RANK": team * processes + rank}
                 variables |= {"LOCAL_WORLD_SIZE": teams * processes}
                 own = environment | {name: str(value) for name, value in variables.items()}
-                process = subprocess.Popen(command, env=own, stdout=log, preexec_fn=follow_launcher)
+                process = subprocess.Popen(command, env=own, stdout=log, preexec_fn=follow)
                 running[process] = f"process {rank} of team {team}" if teams > 1 else f"process {rank}"
         unfinished = True
         while unfinished:
@@ -145,10 +149,10 @@ def describe_failure(process: subprocess.Popen, name: str, folder: Path) -> tupl
     return f"{name} was ended by {signal.Signals(-code).name}{memory}", 1
 
 
-def follow_launcher() -> None:
+def follow_launcher(launcher: int) -> None:
     """In a new process: leave Ctrl-C to the launcher, and ask Linux to end this process when the launcher ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(AttributeError):  # not Linux
         LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != LAUNCHER:  # it ended before the request
+    if os.getppid() != launcher:  # it ended before the request
         os._exit(1)
