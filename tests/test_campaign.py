@@ -17,7 +17,7 @@ from conftest import DIFFERENT, LAUNCHER, TINY, environment, run_here, train_tog
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
-from large_batch_cifar_10_fast.lab.log import Log
+from large_batch_cifar_10_fast.lab.log import Recorder
 from large_batch_cifar_10_fast.lab.results import read_log
 
 pytestmark = pytest.mark.slow
@@ -169,8 +169,8 @@ def whole(small, tmp_path_factory) -> Path:
 
 
 def test_only_missing_runs_are_trained_and_more_runs_can_be_added(small, whole, monkeypatch, tmp_path):
-    trained, finish = [], Log.finish
-    monkeypatch.setattr(Log, "finish", lambda log, *last: trained.append(log.run) or finish(log, *last))
+    trained, finish = [], Recorder.finish
+    monkeypatch.setattr(Recorder, "finish", lambda log, *last: trained.append(log.run) or finish(log, *last))
     (table := tmp_path / "runs.tsv").write_text("".join(whole.read_text().splitlines(keepends=True)[:3]))
     run_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
     assert trained == [2], "of three, two were finished"
@@ -202,13 +202,13 @@ def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, 
 
 def test_epochs_are_written_while_a_run_is_made(tiny_npz, tmp_path, monkeypatch):
     """A run that was interrupted has epochs, but no row; when it is made again, its epochs are written again."""
-    options, epoch = ["--demo", *TINY, "--data", tiny_npz, "--out", tmp_path, "--campaign", "a"], Log.epoch
+    options, epoch = ["--demo", *TINY, "--data", tiny_npz, "--out", tmp_path, "--campaign", "a"], Recorder.epoch
     first = iter([True])
-    monkeypatch.setattr(Log, "epoch", lambda *given: epoch(*given) if next(first, None) else 1 / 0)
+    monkeypatch.setattr(Recorder, "epoch", lambda *given: epoch(*given) if next(first, None) else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_here(*options)
     assert pd.read_csv(tmp_path / "runs.tsv", sep="\t").empty
-    monkeypatch.setattr(Log, "epoch", epoch)
+    monkeypatch.setattr(Recorder, "epoch", epoch)
     run_here(*options)
     epochs = pd.read_csv(tmp_path / "epochs.tsv", sep="\t")
     assert epochs["epoch"].tolist() == [1, 1, 2]

@@ -15,7 +15,7 @@ from forked import FORKS
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.lab import program as core_program
 from large_batch_cifar_10_fast.lab.campaign import Campaign
-from large_batch_cifar_10_fast.lab.log import Log
+from large_batch_cifar_10_fast.lab.log import Recorder
 from large_batch_cifar_10_fast.lab.table import COLUMNS, read
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_run_that_was_finished_while_it_was_claimed_is_not_made_again(small, t
 
 
 def test_a_claim_ends_with_its_launch_also_in_a_notebook(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(Log, "finish", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(Recorder, "finish", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run_here(*small)
     other = Launch(tmp_path)
@@ -121,13 +121,13 @@ def test_a_row_that_someone_edited_ends_a_launch_after_its_run_is_written(small,
     run_here(*small)
     table = tmp_path / "runs.tsv"
     edited = table.read_text().replace("night\t0\t0\t", "night\tx\t0\t")
-    finish = Log.finish
+    finish = Recorder.finish
 
     def edit_and_finish(log, *last):
         table.write_text(edited.replace("CPU ", ""))  # also shorter
         finish(log, *last)
 
-    monkeypatch.setattr(Log, "finish", edit_and_finish)
+    monkeypatch.setattr(Recorder, "finish", edit_and_finish)
     with pytest.raises(ConfigError, match=r"runs.tsv, line 2: "):
         run_here(*small, "--runs", 3)
     assert table.read_text().count("\n") == 3

@@ -212,7 +212,8 @@ class Campaign:
     def finish(self) -> None:
         """Write the rows that a full disk did not take, or raise OSError; and read those of other launches."""
         self.table.append()
-        self.epochs.append()
+        with contextlib.suppress(OSError, ConfigError):  # of which a warning has told
+            self.epochs.append()
         self.read_rows()
 
     def write_curve(self, epochs: Sequence[Mapping[str, float]]) -> None:

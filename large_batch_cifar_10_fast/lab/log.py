@@ -30,8 +30,11 @@ LONG = 600  # estimated seconds of a run from which on a CPU compiles, and the l
 LONG_EPOCH = 10  # seconds from which on an epoch is a line on STDERR
 
 
-class Log:
-    """The log of a launch, on rank 0. Of several teams on a machine, all print their runs, and the first the head."""
+class Recorder:
+    """What a launch writes and shows, on rank 0.
+
+    Of several teams on a machine, all print their runs, and the first one the head of the log.
+    """
 
     def __init__(self, options: Options, team: Team, common: dict[str, str], campaign: Campaign | None) -> None:
         """`common` are the conditions of all rows. There is a campaign on rank 0, unless steps are profiled."""

@@ -42,7 +42,7 @@ from ..images.load import load_images
 from ..loading import load_file
 from . import source
 from .campaign import Campaign, check_processes_agree, conditions
-from .log import LONG, Log, warned
+from .log import LONG, Recorder, warned
 from .options import PROGRAMS, Options, as_words, check_fields, check_save, from_texts, parse_options
 from .profile import profiled
 from .table import Row, campaign_named
@@ -79,11 +79,11 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         if campaign:
             campaign.begin(common, program)
             common = campaign.common
-        log = Log(options, team, common, campaign)
+        recorder = Recorder(options, team, common, campaign)
         if team.is_first:
-            log.print_head(images)
+            recorder.print_head(images)
         expected = 0.0 if team.on_gpu else estimate_seconds(flop, team.world_size, options.precision)
-        log.warn_of_hours(expected)
+        recorder.warn_of_hours(expected)
         if campaign:
             warn_of_weights(options, campaign)
         first = 0 if options.profile else next_run(campaign, team, "first")
@@ -96,22 +96,22 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
                 not options.no_graph,
                 not options.no_warmup,
                 options.micro_batches,
-                watch if options.profile else log.watch,
+                watch if options.profile else recorder.watch,
             )
             if campaign:
                 with warned("the program's source"):
                     source.store(program, campaign.out, common["code"])
             with out_of_memory_hint("training"):
                 run = program.train(hyp, as_trained_on(images, options, team), machine)
-                log.ready(machine, hyp.epochs, flop)
+                recorder.ready(machine, hyp.epochs, flop)
                 if options.profile:
                     next(run(options.seed))
                 else:
                     for_use: dict[str, Any] = {"classes": images.class_names, "normalization": images.normalization}
                     for_use |= {"size": (32, 32, 3), "options": asdict(hyp)}
-                    make_runs(run, first, options.seed, campaign, log, team, for_use)
-        log.summary()
-        return log.requested_rows()
+                    make_runs(run, first, options.seed, campaign, recorder, team, for_use)
+        recorder.summary()
+        return recorder.requested_rows()
 
 
 def make_runs(
@@ -119,24 +119,24 @@ def make_runs(
     first: int,
     seed: int,
     campaign: Campaign | None,
-    log: Log,
+    recorder: Recorder,
     team: Team,
     for_use: Mapping[str, object],
 ) -> None:
     """Train one run after the other, from the first on, until none is left to take. All processes must call this."""
     number: int | None = first
     while number is not None:
-        log.begin(number)
+        recorder.begin(number)
         images = 0
         last: Epoch | None = None
         for last in run(seed + number):
             images += last.train.images
-            log.epoch(last)
+            recorder.epoch(last)
             if last.diverged:
                 break
         if last is None:
             raise ConfigError("the program's run(seed) has yielded no epoch: yield an Epoch after each")
-        log.finish(last, images, for_use)
+        recorder.finish(last, images, for_use)
         number = next_run(campaign, team, f"after run {number}")
 
 
