@@ -1,6 +1,7 @@
 """CIFAR-10 to 94%, eight workers at a time: a living reproduction of the 2019 result."""
 
 import os
+import signal
 from typing import Any
 
 from .loading import PACKAGE as PACKAGE
@@ -8,6 +9,7 @@ from .loading import PACKAGE as PACKAGE
 __version__ = "0.3.0"
 RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: the rendezvous of the launcher's processes
 LAUNCH = "LARGE_BATCH_LAUNCH"  # the name of their launch, with the number of the team if there are several
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 INVALID = 2  # the exit status for an invalid request
 
 

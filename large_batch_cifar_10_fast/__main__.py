@@ -9,7 +9,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from . import INVALID, PACKAGE, ConfigError, Interrupted
+from . import INVALID, PACKAGE, SIGNALS, ConfigError, Interrupted
 
 COMMANDS = {
     "train": "make the runs of a campaign",
@@ -25,7 +25,6 @@ HELP = "Example: cifar10-fast train --recipe muon --runs 5\n\nCommands, each wit
 HELP += "".join(f"  {name:12}{text}\n" for name, text in COMMANDS.items())
 HELP += "\nWhere cifar10-fast is not installed, it is python -m large_batch_cifar_10_fast."
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # of all processes to the same core
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> NoReturn:
@@ -36,7 +35,10 @@ def main() -> NoReturn:
             signal.signal(number, interrupt)  # before torch is imported, which takes seconds: PID 1 has no default
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     try:
-        sys.exit(run(name, sys.argv[2:]))
+        try:
+            sys.exit(run(name, sys.argv[2:]))
+        finally:
+            print(end="", flush=True)
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(INVALID)
@@ -57,9 +59,7 @@ def run(name: str, arguments: list[str]) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"there is no such command: use {', '.join(COMMANDS)}")
     prepare_environment()
-    status = importlib.import_module(f"{PACKAGE.name}.lab.{name}").main(arguments)
-    print(end="", flush=True)
-    return status or 0
+    return importlib.import_module(f"{PACKAGE.name}.lab.{name}").main(arguments) or 0
 
 
 def prepare_environment() -> None:

@@ -175,7 +175,10 @@ def test_several_machines_use_no_graph(monkeypatch):
     [
         ("", "has no Hyp and no Network and no train: copy one of our programs"),
         ("x = (", "cannot be used (SyntaxError: '(' was never closed (mine.py, line 1)"),
-        ("from large_batch_cifar_10_fast.muon import Hyp, Network, train", "imports `train`, which would use the other program's"),
+        (
+            "from large_batch_cifar_10_fast.muon import Hyp, Network, train",
+            "imports `train`, which would use the other",
+        ),
     ],
 )
 def test_a_file_that_is_no_program_is_one_line(text, message, tmp_path):

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from .. import INVALID, LAUNCH, PACKAGE, RENDEZVOUS, ConfigError, Interrupted
+from .. import INVALID, LAUNCH, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError, Interrupted
 from ..core.devices import count_cores, count_gpus
 from ..files import temporary_folder
 from .log import print_summary
@@ -116,8 +116,10 @@ def run_processes(
                 variables = place | {"RANK": rank, "LOCAL_RANK": team * processes + rank}
                 variables |= {"LOCAL_WORLD_SIZE": teams * processes}
                 own = environment | {name: str(value) for name, value in variables.items()}
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # Popen would ignore what a handler raises
                 process = subprocess.Popen(command, env=own, stdout=log, preexec_fn=follow)
                 running[process] = f"process {rank} of team {team}" if teams > 1 else f"process {rank}"
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         unfinished = True
         while unfinished:
             time.sleep(0.05)
@@ -152,6 +154,7 @@ def describe_failure(process: subprocess.Popen, name: str, folder: Path) -> tupl
 def follow_launcher(launcher: int) -> None:
     """In a new process: leave Ctrl-C to the launcher, and ask Linux to end this process when the launcher ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     with contextlib.suppress(AttributeError):  # not Linux
         LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != launcher:  # it ended before the request

@@ -1,0 +1,304 @@
+"""From a folder of photos to a prediction: photos become a file, which is trained on, evaluated and exported."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ALONE, python, run_here
+from PIL import Image, ImageDraw, ImageOps
+
+from large_batch_cifar_10_fast import ConfigError, api
+from large_batch_cifar_10_fast.images import photos as pictures
+from large_batch_cifar_10_fast.images.load import ARRAYS, load_images
+from large_batch_cifar_10_fast.lab import evaluate, export
+from large_batch_cifar_10_fast.lab.options import Options
+from large_batch_cifar_10_fast.lab.photos import main
+from large_batch_cifar_10_fast.lab.program import hyp_class, load_and_check
+
+pytestmark = pytest.mark.slow
+
+SHAPES = ["circles", "große Quadrate"]
+KINDS = ("CMYK.jpeg", "turned.JPG", "P.png", "RGBA.png", "16 bits.png", "RGB.webp")
+
+
+def draw_photo(shape: str, random: np.random.Generator) -> Image.Image:
+    """Draw one dark shape on a bright ground, of any size."""
+    width, height = map(int, random.integers(40, 300, 2))
+    photo = Image.new("RGB", (width, height), tuple(map(int, random.integers(150, 256, 3))))
+    middle = np.array([width, height]) / 2
+    half = min(width, height) * random.uniform(0.25, 0.45)
+    draw = ImageDraw.Draw(photo)
+    draw_shape = draw.ellipse if shape == "circles" else draw.rectangle
+    draw_shape([*(middle - half), *(middle + half)], fill=tuple(map(int, random.integers(0, 90, 3))))
+    return photo
+
+
+def save_photo(photo: Image.Image, path: Path, kind: str) -> Path:
+    path = path.with_name(f"{path.name} {kind}")
+    mode = kind.partition(".")[0]
+    if mode == "turned":
+        exif = Image.Exif()
+        exif[0x112] = 6  # to be turned clockwise
+        photo.rotate(90, expand=True).save(path, exif=exif)
+    elif mode == "16 bits":
+        Image.fromarray(np.asarray(photo.convert("L")).astype(np.uint16) * 257).save(path)
+    else:
+        photo.convert(mode).save(path)
+    return path
+
+
+def make_photos(folder: Path, count: int, kinds=("RGB.png",), shapes=SHAPES) -> Path:
+    random = np.random.default_rng(0)
+    for shape in shapes:
+        (folder / shape).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            save_photo(draw_photo(shape, random), folder / shape / f"{number:03d}", kinds[number % len(kinds)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of photos in all formats, which nothing may change."""
+    folder = make_photos(tmp_path_factory.mktemp("photos"), 90, KINDS)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    yield folder
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+@pytest.fixture(scope="module")
+def file(folder, tmp_path_factory):
+    file = tmp_path_factory.mktemp("file") / "photos.npz"
+    main([str(folder), str(file)])
+    return file
+
+
+@pytest.fixture(scope="module")
+def weights(file, tmp_path_factory):
+    """Weights of a training by the options that the line for too few images names."""
+    out = tmp_path_factory.mktemp("trained")
+    run_here("--recipe", "muon", "--data", file, "--width", 8, "--workers", 1, "--batch_size", 18, "--epochs", 29,
+             "--out", out, "--save", out / "weights.pt", "--precision", "fp32", "--no_compile")  # fmt: skip
+    return out / "weights.pt"
+
+
+# ---- Photos to a file
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_of_each_format_is_scaled_cropped_and_turned(kind, tmp_path):
+    """A wide picture with a red left, a green middle and a blue right: its middle square is left, upright."""
+    photo = Image.new("RGB", (640, 320), "green")
+    photo.paste("red", (0, 0, 160, 320))
+    photo.paste("blue", (480, 0, 640, 320))
+    photo.paste("black", (160, 0, 480, 20))  # above
+    expected = Image.new("RGB", (32, 32), "green")
+    expected.paste("black", (0, 0, 32, 2))
+    if kind == "16 bits.png":
+        expected = expected.convert("L").convert("RGB")
+    found = pictures.read_picture(save_photo(photo, tmp_path / "photo", kind))
+    rows = np.abs(found.astype(int) - np.asarray(expected)).mean((1, 2))
+    assert rows.max() < 12
+    assert np.delete(rows, [1, 2, 3], 0).mean() < 4
+
+
+def test_a_large_picture_is_scaled_as_by_pillow_alone_and_transparent_parts_are_white(tmp_path):
+    """Although a JPEG is decoded at a fraction of its size."""
+    smooth = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    photo = Image.fromarray(smooth).resize((2000, 1600), Image.Resampling.BICUBIC)
+    photo.save(tmp_path / "a.jpg", quality=95)
+    expected = ImageOps.fit(photo, (32, 32), Image.Resampling.BILINEAR)
+    assert np.abs(pictures.read_picture(tmp_path / "a.jpg").astype(int) - np.asarray(expected)).mean() < 2
+    Image.new("RGBA", (40, 40), (255, 0, 0, 0)).save(tmp_path / "a.png")
+    assert (pictures.read_picture(tmp_path / "a.png") == 255).all()
+
+
+def test_a_fifth_of_each_class_are_test_images_and_always_the_same(folder, file, tmp_path, capsys):
+    found = load_images(str(file))
+    assert found.class_names == SHAPES
+    assert np.bincount(found.train_labels).tolist() == [72, 72]
+    assert np.bincount(found.test_labels).tolist() == [18, 18]
+    main([str(folder), str(tmp_path / "again.npz")])
+    assert capsys.readouterr() == (f"{tmp_path}/again.npz: 144 training and 36 test images of 2 classes\n", "")
+    assert load_images(str(tmp_path / "again.npz")).digest == found.digest
+
+
+def test_folders_train_and_test_are_kept_apart_and_what_is_no_file_is_not_read(folder, tmp_path):
+    """Hidden folders, links to folders and pipes, which would wait for ever; classes may be links."""
+    make_photos(tmp_path / "Train", 5)
+    make_photos(tmp_path / "Train" / "circles", 3, shapes=[".thumbnails", "deeper"])
+    (tmp_path / "Train" / "circles" / "again").symlink_to(folder)
+    os.mkfifo(tmp_path / "Train" / "circles" / "pipe.jpg")
+    (tmp_path / "TEST").mkdir()
+    for shape in SHAPES:
+        (tmp_path / "TEST" / shape).symlink_to(folder / shape)
+    found = pictures.read_photos(tmp_path)
+    assert np.bincount(found["train_labels"]).tolist() == [5 + 3, 5]
+    (first, *_) = sorted((folder / "circles").iterdir())
+    np.testing.assert_array_equal(found["test_images"][0], pictures.read_picture(first))
+
+
+def test_photos_that_cannot_be_read_are_named_and_counted(tmp_path, capsys):
+    folder = make_photos(tmp_path / "photos", 10, ("RGB.jpg",))
+    circles = folder / "circles"
+    whole = next(circles.iterdir()).read_bytes()
+    (circles / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (circles / "nowhere.jpg").symlink_to(tmp_path / "absent")
+    Image.new("1", (20_000, 20_000)).save(circles / "huge.png")
+    found = pictures.read_photos(folder)
+    assert len(found["train_images"]) + len(found["test_images"]) == 20
+    warned = capsys.readouterr().err
+    assert sum(map(int, re.findall(r"Warning: (\d) of \d+ \w+ photos cannot be read: /", warned))) == 3
+    assert "circles/cut.jpg" in warned
+
+
+BROKEN = {  # what is done to a folder, and the line that it gives
+    "/empty has no photos: add some, or": lambda folder: (folder / "empty").mkdir(),
+    "no train photo of class 'circles' can be read: give others, JPEG": lambda folder: [
+        path.write_text("no") for path in (folder / "circles").iterdir()
+    ],
+    "circles has one photo: give at least two": lambda folder: [
+        path.unlink() for path in list((folder / "circles").iterdir())[1:]
+    ],
+    r"has a class 'a\\nb': rename it": lambda folder: (folder / "circles").rename(folder / "a\nb"),
+    "has a folder train and no test": lambda folder: (folder / "circles").rename(folder / "train"),
+    "test has no class 'b', which train has": lambda folder: (
+        make_photos(folder / "train", 1, shapes="abc") and make_photos(folder / "test", 1, shapes="ac")
+    ),
+}
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_folder_that_is_no_data_set_is_refused(line, tmp_path):
+    folder = make_photos(tmp_path / "photos", 3)
+    BROKEN[line](folder)
+    with pytest.raises(ConfigError, match=rf"^[^\n]*{line}[^\n]*$"):
+        main([str(folder), str(tmp_path / "x.npz")])
+    assert not (tmp_path / "x.npz").exists()
+
+
+def test_a_file_is_written_to_no_folder_of_photos_and_replaces_nothing_else(folder, file, tmp_path):
+    for source, target, line in (
+        (folder, folder / "circles" / "x.npz", "cannot be written there"),
+        (folder, tmp_path / "x.jpg", "does not end with .npz"),
+        (file, tmp_path / "x.npz", "is no folder"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            main([str(source), str(target)])
+
+
+# ---- Few photos
+
+
+def test_too_few_photos_are_refused_or_warned_of_with_options_that_fit(file, tmp_path, capsys):
+    for recipe, hint in (
+        ("apple2019", "try --workers 1 --batch_size 16 --epochs 48 --lr_scaler 0.0117 "),
+        ("muon", "try --workers 1 --batch_size 18 --epochs 29 "),
+        ("fastai", "use a smaller batch"),
+    ):
+        with pytest.raises(ConfigError, match=rf"more than the training set's 144: {hint}"):
+            run_here("--recipe", recipe, "--data", file, "--out", tmp_path)
+    for batch_size, warned in ((18, False), (19, True)):
+        load_and_check(Options(data=str(file)), hyp_class("muon")(batch_size=batch_size), ALONE)
+        assert ("144 training images make 7 steps an epoch" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(("recipe", "published"), [("apple2019", 432), ("muon", 225), ("muon2024", 200)])
+def test_the_options_for_few_images_make_as_many_steps_as_on_cifar_10(recipe, published):
+    """There are at least eight steps an epoch."""
+    kind = hyp_class(recipe)
+    for count in (128, 10_000):
+        words = kind().fit_to(count).replace("--", "").split()
+        values = [float(word) if "." in word else int(word) for word in words[1::2]]
+        hyp = kind(**dict(zip(words[::2], values, strict=True)))
+        steps = count // hyp.batch_size
+        assert steps >= 8
+        assert published <= hyp.epochs * steps < published + steps
+        if recipe == "apple2019":
+            assert hyp.lr_scaler / hyp.batch_size == pytest.approx(1.5 / 2048, rel=0.01)
+
+
+# ---- Use
+
+
+def test_photos_lead_to_predictions_with_the_names_of_their_folders(weights, folder, tmp_path):
+    """One that cannot be read hides no other, and names that a terminal lacks are escaped."""
+    (tmp_path / "text.jpg").write_text("no picture")
+    photos = [path for shape in SHAPES for path in pictures.find_photos(folder)[1][shape]]
+    command = ["-m", "large_batch_cifar_10_fast", "predict", weights, "text.jpg", *photos]
+    said = python(*command, cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert said.returncode == 2
+    assert re.fullmatch(r"Warning: 1 of 37 .*text.jpg \(.*\)\npredict: 1 of 37 pictures cannot be .*\n", said.stderr)
+    right = 0
+    for photo, line in zip(photos, said.stdout.replace(r"\xdf", "ß").splitlines(), strict=True):
+        assert line.startswith(f"{photo}: ")
+        assert {*re.findall(r"(?:: |, )(\D+?) [\d.]+(?=,|$)", line)} == {*SHAPES}
+        right += line.startswith(f"{photo}: {photo.parent.name} ")
+    assert right >= 30
+
+
+def test_evaluation_says_what_is_taken_for_what(weights, file, tmp_path, capsys):
+    parts = dict(np.load(file))
+    parts["test_labels"][:5] = 1  # so that there are errors
+    np.savez(tmp_path / "mine.npz", **parts)
+    drawn = [tmp_path / "confusion.png", tmp_path / "errors.svg"]
+    words = ["--data", tmp_path / "mine.npz", "--confusion", drawn[0], "--errors", drawn[1]]
+    evaluate.main([str(weights), *map(str, words)])
+    printed = capsys.readouterr().out
+    labels = parts["test_labels"]
+    answers = api.load(weights).predict(parts["test_images"]).argmax(1).numpy()
+    correct = int((answers == labels).sum())
+    assert f"accuracy {correct / 36:.4f} ({correct} of 36 images)" in printed
+    for label, shape in enumerate(SHAPES):
+        mine = labels == label
+        assert re.search(rf"(?m)^{shape} +{mine.sum()} +{(answers[mine] == label).mean():.4f} +\[", printed)
+    assert sum(map(int, re.findall(r"taken for [^:]+: (\d+) of", printed))) == 36 - correct > 0
+    assert Image.open(drawn[0]).width > 500
+    assert drawn[1].read_text().startswith("<?xml")
+    for name, line in (("x.nothing", "has none of the endings"), ("no/x.png", "no is no folder, make it first")):
+        with pytest.raises(ConfigError, match=line):
+            evaluate.main([str(weights), "--confusion", str(tmp_path / name)])
+
+
+def test_confusions_are_counted_and_the_largest_come_first():
+    labels = torch.tensor([0, 0, 0, 1, 1, 2])
+    answers = torch.tensor([0, 1, 1, 1, 2, 2])
+    counts = evaluate.count_confusions(labels, answers, 3)
+    assert counts.tolist() == [[1, 2, 0], [0, 1, 1], [0, 0, 1]]
+    assert evaluate.largest_confusions(counts, "abc") == ["a taken for b: 2 of 3", "b taken for c: 1 of 2"]
+
+
+def test_classes_are_matched_by_their_names_or_else_by_their_numbers(weights, file, tmp_path, capsys):
+    parts = {name: np.load(file)[name] for name in ARRAYS}
+    own = parts["test_labels"].tolist()
+
+    def labels_of(**names: list[str]) -> list[int]:
+        np.savez(tmp_path / "some.npz", **parts, **names)
+        return api.test_images(api.load(weights), str(tmp_path / "some.npz"))[1].tolist()
+
+    assert labels_of(class_names=SHAPES[::-1]) == [1 - label for label in own]
+    assert not capsys.readouterr().err
+    assert labels_of() == own
+    assert "do not name their classes: the numbers of classes are taken" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="has a class 'dots', and the weights know circles"):
+        labels_of(class_names=["circles", "dots"])
+
+
+def test_an_onnx_file_predicts_as_the_model_and_takes_the_place_of_no_other_file(weights, file, tmp_path):
+    with pytest.raises(ConfigError, match=r"does not end with \.onnx"):
+        export.main([str(weights), str(weights)])
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model = api.load(weights)
+    for name, options in (("probabilities", []), ("logits", ["--logits"])):
+        export.main([str(weights), str(tmp_path / f"{name}.onnx"), *options])
+        session = runtime.InferenceSession(tmp_path / f"{name}.onnx")
+        assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == SHAPES
+        some = np.load(file)["test_images"][:5]
+        (found,) = session.run([name], {"images": some})
+        expected = model(torch.from_numpy(some)).detach() if options else model.predict(some)
+        assert np.allclose(found, expected, atol=1e-4)
+    assert {path.name for path in tmp_path.iterdir()} == {"probabilities.onnx", "logits.onnx"}
