@@ -159,7 +159,7 @@ def test_python_trains_as_the_command_line_does(tiny_npz, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("error", [RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), torch.OutOfMemoryError()])
 def test_running_out_of_memory_gives_a_hint_that_fits_what_was_done(error):
-    training = r"^training ran out of memory: raise --micro_batches"
+    training = r"^training ran out of memory: use --no_graph"
     with pytest.raises(ConfigError, match=training), out_of_memory_hint("training"):
         raise error
     network = apple2019.Network(apple2019.Hyp(width=4), 10)

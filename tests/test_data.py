@@ -140,8 +140,8 @@ def test_other_data_is_refused_and_nothing_is_downloaded(server, tmp_path, monke
     (tmp_path / "my photos" / "cats").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert f"absent does not exist: name FILE.npz, {ARCHIVE} or {ARCHIVE_100}" in refusal("absent")
-    assert "my photos has cats: " in refusal("my photos")
-    assert refusal("my photos").endswith("photos become a file by `photos my photos FILE.npz`")
+    assert "my photos has cats, " in refusal("my photos")
+    assert refusal("my photos").endswith("`cifar10-fast photos 'my photos' photos.npz` makes a file of photos")
     assert "cannot be used (File name too long)" in refusal("x" * 300)
     assert not server.requests
 

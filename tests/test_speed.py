@@ -93,7 +93,7 @@ def test_a_run_reads_no_value_from_its_device_and_mixes_no_devices(name, monkeyp
     for kind in ("randperm", "randint", "rand"):
         monkeypatch.setattr(torch, kind, functools.partial(draw, make=getattr(torch, kind)))
     machine = Machine(Team(0, 1, meta), "fp32", micro_batches=options.micro_batches)
-    for epoch in program.train(hyp, random_images(155, 20), machine)(seed=0):
+    for epoch in program.train(hyp, random_images(155, 20, 10), machine)(seed=0):
         assert {tensor.device for tensor in epoch.network.state_dict().values()} == {meta}
 
 

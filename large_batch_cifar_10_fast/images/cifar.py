@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import shlex
 import socket
 import sys
 import tempfile
@@ -60,8 +61,8 @@ def find(path: Path) -> tuple[Path, Source]:
     if path == DATA or (path.is_dir() and not others):
         return path, SOURCES[0]
     if path.is_dir():
-        photos = f"`cifar10-fast photos {path} photos.npz` makes a file of photos"
-        raise ConfigError(f"--data {path} has {', '.join(others[:3])}: {photos}; a download needs an empty folder")
+        photos = f"`cifar10-fast photos {shlex.quote(str(path))} photos.npz` makes a file of photos"
+        raise ConfigError(f"--data {path} has {', '.join(others[:3])}, and a download needs an empty folder; {photos}")
     found = "is another file" if path.exists() else "does not exist"
     archives = " or ".join(source.archive for source in SOURCES)
     raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, or an empty folder for a download")

@@ -162,7 +162,9 @@ def make_runs(plan: Plan, out: Path, teams: int) -> tuple[dict[str, str], int]:
             if len(finished) >= done or name in failed:
                 continue
             options = [*precision_of(out), *words, f"--campaign={name}", f"--runs={done}", f"--out={out}"]
-            print(f"{name}: {done - len(finished)} runs, then {done} of {plan.runs} are made", file=sys.stderr)
+            first = len(finished) + 1
+            runs = f"run {done}" if first == done else f"runs {first} to {done}"
+            print(f"{name}: {runs} of {plan.runs}", file=sys.stderr)
             start = time.monotonic()
             try:
                 with (out / f"{name}.log").open("ab") as log:
