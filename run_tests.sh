@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check style, types and imports with the tools that are installed, then run all tests: about four minutes on two idle
-# cores with pytest-xdist, or with --quick one minute. Other arguments go to pytest.
+# Check style, types and imports with the tools that are installed, then run all tests: about three minutes on two idle
+# cores with pytest-xdist, or with --quick half a minute. Other arguments go to pytest.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0 ;; esac
 set -eu

@@ -214,7 +214,7 @@ def test_a_venv_with_the_command_is_made_finished_after_an_interruption_and_not_
         return result.stderr.split(" ")[0]
 
     assert (message(), message()) == ("Making", "")
-    started = run_program(venv / "bin" / "cifar10-fast", "compare", "a b", cwd=tmp_path)
+    started = run_program(venv / "bin" / "cifar10-fast", "compare", "a b", cwd=tmp_path, PYTHONPATH="")
     assert (started.stdout, started.stderr) == (f"{venv} compare a b\n", "")
     (venv / "complete").unlink()
     assert message() == "Finishing"
