@@ -71,6 +71,7 @@ def test_the_last_images_are_tested_and_not_trained_on(tmp_path):
     plain = load_images(str(path))
     held = load_images(str(path), holdout=100)
     np.testing.assert_array_equal(held.train_images, plain.train_images[:543])
+    np.testing.assert_array_equal(held.train_labels, plain.train_labels[:543])
     np.testing.assert_array_equal(held.test_images, plain.train_images[543:])
     np.testing.assert_array_equal(held.test_labels, plain.train_labels[543:])
     others = write_npz(tmp_path / "others.npz", *SHAPES[:2], *draw_shapes(1, 50)[2:])
