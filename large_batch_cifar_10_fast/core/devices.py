@@ -33,7 +33,8 @@ def count_gpus(device: str = "") -> int:
     try:
         with warnings.catch_warnings(action="ignore"):  # of a GPU without kernels, which is an error below
             torch.cuda.init()
-        built, count = torch.cuda.get_arch_list(), torch.cuda.device_count()
+        built = torch.cuda.get_arch_list()
+        count = torch.cuda.device_count()
         for index in range(count if torch.version.cuda else 0):  # ROCm names its architectures otherwise
             if not has_kernels(torch.cuda.get_device_capability(index), built):
                 raise RuntimeError(f"{torch.cuda.get_device_name(index)} is none of {' '.join(built)}")
@@ -42,8 +43,9 @@ def count_gpus(device: str = "") -> int:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in HIDDEN
         present = glob.glob("/dev/nvidia[0-9]*") or "GPU" in output_of("nvidia-smi", "--list-gpus")
         if device == "cuda" or (present and not hidden):
-            build, reason = f"torch {torch.__version__} (CUDA {torch.version.cuda})", first_line(error)
-            raise ConfigError(f"{build} cannot use the GPUs here ({reason}): --device cpu trains on the CPU") from error
+            build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
+            failed = f"{build} cannot use the GPUs here ({first_line(error)})"
+            raise ConfigError(f"{failed}: --device cpu trains on the CPU") from error
         return 0
 
 

@@ -168,7 +168,8 @@ def join_team(device: str = "", timeout: int = 3600) -> Iterator[Team]:
     if on_one_machine():
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
-    backend, own = ("nccl", taken) if taken.type == "cuda" else ("gloo", None)
+    backend = "nccl" if taken.type == "cuda" else "gloo"
+    own = taken if taken.type == "cuda" else None
     wait = timedelta(seconds=timeout)
     store = next(dist.rendezvous(os.environ.get(RENDEZVOUS, "env://"), rank, world_size, timeout=wait))[0]
     group = dist.PrefixStore("group", store)

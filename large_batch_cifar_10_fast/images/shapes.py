@@ -29,10 +29,14 @@ def _paint(labels: np.ndarray, random: np.random.RandomState) -> np.ndarray:
     def draw(low: float, high: float, *shape: int) -> np.ndarray:
         return (low + (high - low) * random.random_sample((count, *(shape or (1, 1))))).astype(np.float32)
 
-    size, t = draw(4, 10), draw(-0.177, 0.177)
-    cos, sin = (1 - t * t) / (1 + t * t), 2 * t / (1 + t * t)  # of a tilt by up to 20 degrees; t is its half's tangent
-    across, down = x - draw(11, 20), y - draw(11, 20)
-    u, v = (across * cos + down * sin) / size, (down * cos - across * sin) / size
+    size = draw(4, 10)
+    t = draw(-0.177, 0.177)  # the tangent of half a tilt, by up to 20 degrees
+    cos = (1 - t * t) / (1 + t * t)
+    sin = 2 * t / (1 + t * t)
+    across = x - draw(11, 20)
+    down = y - draw(11, 20)
+    u = (across * cos + down * sin) / size
+    v = (down * cos - across * sin) / size
     # Distance in pixels to the edge of the shape, negative outside: edges are smooth.
     depth = np.empty((count, 32, 32), np.float32)
     for label, name in enumerate(CLASSES):
@@ -62,8 +66,10 @@ def _length(across: np.ndarray, down: np.ndarray) -> np.ndarray:
 
 def _depth(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Return the distance to the edge, positive inside, of a shape about as large as the unit disc."""
-    radius, box = _length(u, v), np.maximum(np.abs(u), np.abs(v))
-    p, q = np.abs(u + v) * 0.71, np.abs(u - v) * 0.71
+    radius = _length(u, v)
+    box = np.maximum(np.abs(u), np.abs(v))
+    p = np.abs(u + v) * 0.71
+    q = np.abs(u - v) * 0.71
     cos = -v / np.maximum(radius, 1e-6)  # of the angle from the top
     square = cos * cos
     cos_of_five_times = ((16 * square - 20) * square + 5) * cos  # the angle, for the star: a Chebyshev polynomial

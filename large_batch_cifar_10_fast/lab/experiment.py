@@ -166,12 +166,7 @@ def make_runs(plan: Plan, out: Path, teams: int) -> tuple[dict[str, str], int]:
             runs = f"run {done}" if first == done else f"runs {first} to {done}"
             print(f"{name}: {runs} of {plan.runs}", file=sys.stderr)
             start = time.monotonic()
-            try:
-                with (out / f"{name}.log").open("ab") as log:
-                    ended = launch(options, log)
-                failure, status = ended.failure, ended.status
-            except ConfigError as error:
-                failure, status = str(error), 1
+            failure, status = launch_into(out / f"{name}.log", options)
             if status > 128:
                 return failed, status
             made = seconds_of_runs(out, name)[len(finished) :]
@@ -184,6 +179,16 @@ def make_runs(plan: Plan, out: Path, teams: int) -> tuple[dict[str, str], int]:
             around = time.monotonic() - start - training  # start, compilation and end
             turn = max(teams, min((plan.runs + 1) // 2, round(around * len(made) / training)))
     return failed, 0
+
+
+def launch_into(log: Path, options: Sequence[str]) -> tuple[str, int]:
+    """Make runs, and append their log to a file. Return how that failed, and the exit status."""
+    try:
+        with log.open("ab") as file:
+            ended = launch(options, file)
+    except ConfigError as error:
+        return str(error), 1
+    return ended.failure, ended.status
 
 
 def seconds_of_runs(out: Path, campaign: str) -> list[float]:

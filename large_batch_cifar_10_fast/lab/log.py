@@ -221,7 +221,8 @@ class Recorder:
         print_line((form + "loss {validation_loss:.3f} wall time {seconds:.3f}s").format(**number))
         if row["run"] == "0":
             print_line("# wall time of the first run: " + ", ".join(f"{part} {number[part]:.3f}s" for part in PARTS))
-            last, memory = number["last_validation"], number["peak_memory"] / 2**30
+            last = number["last_validation"]
+            memory = number["peak_memory"] / 2**30
             with_it = f"the last validation {last:.3f}s (with it {number['seconds'] + last:.3f}s)"
             print_line(f"# not in it: {with_it}; peak memory {memory:.2f} GiB")
 

@@ -65,7 +65,8 @@ def table_of(log: Log, label: str, color: str) -> pd.DataFrame:
 def draw_medians(axes: Axes, table: pd.DataFrame, x: str, y: str, **how: Any) -> None:
     """Draw the median over runs of a column against another, and its range; of the training loss its median alone."""
     values = table.groupby(x)[y]
-    low, high = values.min(), values.max()
+    low = values.min()
+    high = values.max()
     axes.plot(values.median(), ms=4, lw=1.2, **how)
     if y == "loss" and "train_loss" in table:
         axes.plot(table.groupby(x)["train_loss"].median(), "--", lw=1.2, color=how["color"])

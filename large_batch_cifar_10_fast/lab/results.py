@@ -71,7 +71,8 @@ def find_files(source: str) -> list[tuple[str, str]]:
 
     Both may contain colons: the longest FILE that exists counts.
     """
-    path, campaign = source, ""
+    path = source
+    campaign = ""
     while path:
         paths = [path] if os.path.exists(path) else sorted(glob.glob(path))
         if paths and "," not in campaign:
@@ -254,13 +255,15 @@ def from_epochs(path: str, table: pd.DataFrame) -> Log:
 def from_lines(path: str, text: str) -> Log:
     """Read a run log. If several launches were appended to it, the last one with runs counts."""
     lines = pd.Series(text.splitlines()).rename(lambda i: f"{path}, line {i + 1}")
-    launch, is_run = lines.str.startswith("# large_batch_cifar_10_fast").cumsum(), lines.str.startswith("Train acc ")
+    launch = lines.str.startswith("# large_batch_cifar_10_fast").cumsum()
+    is_run = lines.str.startswith("Train acc ")
     last = lines[launch == launch[is_run].iloc[-1]]
     runs = last[is_run].str.extract(RUN_LINE).fillna("")
     if not text.endswith("\n") and not runs["seconds"].iloc[-1] and len(runs) > 1:
         runs = runs[:-1]  # the last line is still being written
     heads = last.str.extract(HEAD_LINE)
-    head, settings = heads.ffill().iloc[-1].dropna().to_dict(), " ".join(heads["settings"].dropna())
+    head = heads.ffill().iloc[-1].dropna().to_dict()
+    settings = " ".join(heads["settings"].dropna())
     return from_rounded(path, runs, "\n".join(last), conditions_of(from_pairs(settings) | head))
 
 
