@@ -88,11 +88,9 @@ def environment_of_processes(threads: int) -> dict[str, str]:
 def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) -> int:
     """Return --nproc, or the most processes of a team that divide the workers, each with a GPU or core of its own."""
     places = max(1, (gpus or cores) // teams)
-    needed = max(nproc, 1) * teams
-    if gpus and needed > gpus:
-        given = f"--nproc {nproc} " * bool(nproc) + f"--teams {teams}" * (teams > 1)
-        advice = f"--nproc {places}" if teams <= gpus else f"--teams {gpus}"
-        raise ConfigError(f"{given.strip()} needs {needed} GPUs, this machine has {gpus}: use {advice}")
+    if gpus and nproc > places:
+        given = f"--nproc {nproc}" + f" --teams {teams}" * (teams > 1)
+        raise ConfigError(f"{given} needs {nproc * teams} GPUs, this machine has {gpus}: use --nproc {places}")
     return nproc or max(n for n in range(1, places + 1) if workers % n == 0)
 
 
