@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import CPU, GPUS, REPO, environment, write_program
+from conftest import CPU, GPUS, REPO, environment, python, write_program
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.core import devices, fast
@@ -67,6 +67,52 @@ def test_a_program_computes_in_its_half_precision_if_all_gpus_have_it(
     if others == "False":
         with pytest.raises(ConfigError, match=r"--precision tf32 needs .* 8.0 or later: use fp32"):
             fast.precision_on_gpu("tf32", half, team)
+
+
+def test_processes_of_a_team_share_a_gpu_only_where_nccl_can(monkeypatch):
+    monkeypatch.setattr(devices, "count_gpus", lambda device: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert devices.take_device().index == 0, "two teams of one process"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    with pytest.raises(ConfigError, match="2 processes on this machine need as many GPUs, it has 1: start 1"):
+        devices.take_device()
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    assert devices.take_device().type == "cuda"
+
+
+def test_predictions_are_in_ieee_float32_on_a_gpu_whatever_a_notebook_allows(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    with devices.ieee_float32():
+        assert not torch.backends.cudnn.allow_tf32
+        assert not torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+    ],
+)
+def test_cores_are_counted_by_the_quota_of_a_container(files, cores, monkeypatch):
+    monkeypatch.setattr(devices, "text_of_file", lambda name: files.get(name.removeprefix("/sys/fs/cgroup/"), ""))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    assert devices.count_cores() == cores
+
+
+@pytest.mark.slow
+def test_importing_the_package_changes_no_environment(tmp_path):
+    code = "import os; before = {**os.environ}\nfrom large_batch_cifar_10_fast import api, muon\n"
+    code += "print({name for name in before if os.environ.get(name) != before[name]})"
+    shown = python("-c", code, cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR="/dev/null/folder").stdout
+    assert shown == "set()\n"
 
 
 def test_a_cpu_computes_in_bf16_where_that_is_faster_everywhere(monkeypatch):

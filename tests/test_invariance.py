@@ -5,10 +5,11 @@ import functools
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, train_on_machines, train_together, write_npz
+from conftest import REPO, TINY, train_on_machines, train_together, write_npz
 
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab import program
+from large_batch_cifar_10_fast.lab.table import read
 
 pytestmark = pytest.mark.slow
 
@@ -90,3 +91,13 @@ def test_two_machines_that_were_asked_for_different_things_train_nothing(tiny_np
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"train: {message}\n", "one process of all reports it"
     assert not list(tmp_path.iterdir())
+
+
+def test_processes_whose_weights_drift_apart_end_the_campaign_without_a_row(few_npz, tmp_path):
+    drift = "optimizer.step()\n        network[0].weight.data += 1e-6 * team.rank"
+    (tmp_path / "drift.py").write_text((REPO / "tests" / "tiny.py").read_text().replace("optimizer.step()", drift))
+    result = train_together(2, "--recipe", "drift.py", "--data", few_npz, "--out", "out", cwd=tmp_path)
+    line = "train: after run 0 the weights of process 1 are not those of process 0, so it does not count: "
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[1:] == [f"{line}test this machine's memory and links"]  # after that of few steps
+    assert read(tmp_path / "out" / "runs.tsv") == []

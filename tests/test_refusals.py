@@ -1,11 +1,13 @@
 """Before training: what cannot be done is refused in one line, what was not given is chosen, and help is given."""
 
+import errno
 import itertools
 import re
 import subprocess
 from dataclasses import fields
 from functools import cache
 from typing import get_origin, get_type_hints
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -109,6 +111,13 @@ def test_there_are_as_many_processes_as_divide_the_workers_and_fit():
         plan_processes(2, 2, 8, gpus=2, cores=64)
     with pytest.raises(ConfigError, match=r"--teams 3 is more than the runs to make \(2\): use fewer"):
         launch(["--demo", "--teams", "3", "--runs", "2"])
+
+
+def test_a_temporary_folder_without_locks_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    message = r"^files in .* cannot be locked \(No locks available\): name another folder in TMPDIR$"
+    with pytest.raises(ConfigError, match=message):
+        launch(["--demo", "--nproc", "2", "--data", "synthetic", "--out", str(tmp_path)])
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Images in memory and on the device: each worker's own, crops and flips, views of a test image (method, section 2)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -40,21 +40,6 @@ class Images:
         return int(self.train_labels.max()) + 1
 
 
-def pinned(images: Images) -> Images:
-    """Return a copy in page-locked memory, from which uploads are faster; making it takes longer than it saves."""
-    return replace(
-        images,
-        train_images=pin(images.train_images),
-        train_labels=pin(images.train_labels),
-        test_images=pin(images.test_images),
-        test_labels=pin(images.test_labels),
-    )
-
-
-def pin(array: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(array).pin_memory().numpy()
-
-
 def random_images(train: int, test: int, classes: int) -> Images:
     """Return noise of the right shapes, for the warm-up."""
     random = np.random.default_rng(0)
@@ -81,24 +66,32 @@ class Shards(NamedTuple):
 
 
 def upload(images: Images, clock: Clock, team: Team, precision: Precision) -> Shards:
-    """Copy this process's images to its device, and normalize them. Both are parts of the training time."""
+    """Copy this process's images to its device, and normalize them. Both are parts of the training time.
+
+    The images are selected before, and put into page-locked memory, from which a GPU copies them faster.
+    """
     share = slice(team.rank, None, team.world_size)
+    mine: slice | np.ndarray = slice(None)  # without a copy in host memory
+    if team.world_size > 1:
+        mine = np.isin(np.arange(len(images.train_images)) % team.total_workers, team.workers)
+    own = [images.train_images[mine], images.train_labels[mine], images.test_images[share], images.test_labels[share]]
+    tensors = [in_host_memory(array, team) for array in own]
     with clock.timed("upload"):
-        mine: slice | np.ndarray = slice(None)  # without a copy in host memory
-        if team.world_size > 1:
-            mine = np.isin(np.arange(len(images.train_images)) % team.total_workers, team.workers)
-        train_images = copy_to_device(images.train_images[mine], team.device)
-        train_labels = copy_to_device(images.train_labels[mine], team.device)
-        test_images = copy_to_device(images.test_images[share], team.device)
-        test_labels = copy_to_device(images.test_labels[share], team.device)
+        train_images, train_labels, test_images, test_labels = copy_to_device(tensors, team.device)
     with clock.timed("preprocessing"):
         train_images = normalize(train_images, images.normalization, precision)
         test_images = normalize(test_images, images.normalization, precision)
     return Shards(train_images, train_labels, test_images, test_labels)
 
 
-def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+def copy_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    return [tensor.to(device) for tensor in tensors]
+
+
+def in_host_memory(array: np.ndarray, team: Team) -> Tensor:
+    """Return an array as a tensor; for a GPU in page-locked memory."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory() if team.on_gpu else tensor
 
 
 def normalize(images: Tensor, normalization: Normalization, precision: Precision) -> Tensor:

@@ -73,16 +73,28 @@ def text_of_file(name: str) -> str:
 def take_device(device: str = "") -> torch.device:
     """Return this process's GPU, or the CPU where there is none or with `--device cpu`. Raise ConfigError.
 
-    Processes share GPUs where there are too few.
+    Several processes need a GPU each, unless `may_share_gpus`.
     """
     gpus = count_gpus(device)
     if not gpus:
-        keep_freed_memory()
         return torch.device("cpu")
+    # Of one team; several may share a GPU, since NCCL does not know of another.
+    processes = min(int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if processes > gpus and not may_share_gpus():
+        raise ConfigError(f"{processes} processes on this machine need as many GPUs, it has {gpus}: start {gpus}")
     gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
     torch.cuda.set_device(gpu)
     torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
     return gpu
+
+
+def may_share_gpus() -> bool:
+    """Return whether processes of a team may share a GPU, which tries their path; times mean nothing.
+
+    NCCL 2.30 can, if its variable is set. An earlier one can, if it takes each process for a machine of its own.
+    """
+    asked = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return (asked and torch.cuda.nccl.version()[:2] >= (2, 30)) or "NCCL_HOSTID" in os.environ
 
 
 def keep_freed_memory() -> None:
@@ -98,6 +110,17 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
     torch.backends.cuda.matmul.allow_tf32 = allowed
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # with which torch.compile recommends them
+
+
+@contextlib.contextmanager
+def ieee_float32() -> Iterator[None]:
+    """Run the body without TF32, by which torch computes float32 convolutions on a GPU unless it is told not to."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    allow_tf32(False)
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 NO_MEMORY = ("allocate memory", "ALLOC_FAILED")  # in torch's errors on a CPU, and on a GPU from cuBLAS and cuDNN
@@ -151,8 +174,12 @@ def gains_by_bf16() -> bool:
 def count_cores() -> int:
     """Return the number of cores that this process may use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, period = (text_of_file("/sys/fs/cgroup/cpu.max") or "max 1").split()
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    share = text_of_file("/sys/fs/cgroup/cpu.max").split()
+    if not share:  # an older kernel, whose quota is -1 without a limit
+        folder = "/sys/fs/cgroup/cpu/cpu.cfs"
+        share = [text_of_file(f"{folder}_quota_us") or "-1", text_of_file(f"{folder}_period_us") or "1"]
+    quota, period = share
+    return cores if quota in ("max", "-1") else max(1, min(cores, int(quota) // int(period)))
 
 
 # Names

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import ConfigError, first_line
 from .devices import DTYPES, allow_tf32, gains_by_bf16, has_bf16, out_of_memory_hint
 from .layers import GhostBatchNorm
+from .optim import set_rate
 from .team import Team, on_one_machine
 
 Function = TypeVar("Function", bound=Callable)
@@ -151,6 +152,20 @@ def tensors_of(network: nn.Module) -> dict[str, Tensor]:
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as a number of so many bytes
+
+
+@torch.no_grad()
+def checksum(network: nn.Module) -> str:
+    """Return a number of all parameters, which differs if one bit does. Waits for the device."""
+    total = 0
+    for weight in network.parameters():
+        bits = weight.detach().flatten().view(INTEGERS[weight.element_size()]).to(torch.int64)
+        places = torch.arange(1, len(bits) + 1, device=bits.device)
+        total = (31 * total + int((bits * places).sum())) % 2**63
+    return str(total)
+
+
 def restore(entries: dict, first: dict) -> None:
     """Set the entries to their first values; tensors keep their memory."""
     for name, value in first.items():
@@ -212,9 +227,6 @@ def replace_cache_folder() -> str:
         other = os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
         return f"TORCHINDUCTOR_CACHE_DIR cannot be made ({error}): compiled code is kept in {other}"
     return ""
-
-
-CACHE_WARNING = replace_cache_folder()  # on import: without its folder torch ends uncompiled runs, too
 
 
 def compile_training(
@@ -328,18 +340,88 @@ def compile_all(
         return plain
     if not team.on_gpu:
         return plain._replace(forward=forward)
-    for optimizer in model.optimizers:
-        if hasattr(optimizer, "compile"):  # ours; this makes an update few launches
-            optimizer.compile()
+
+    def backward() -> None:
+        batch, *stage = examples[0]
+        part = batch.chunk(micro_batches, dim=1)[0]
+        set_stage(*stage)
+        model.network.zero_grad()
+        plain.forward(*plain.make_batch(noise.images, noise.labels, part, *stage)).loss.backward()
+
+    compile_updates(model.optimizers, backward, precision, team)
+    model.network.zero_grad()
+    make_batch = compile_batches(plain.make_batch, examples, noise, micro_batches, precision, team)
     test_images = list(chunks(noise.test_images))
     predict = compile_evaluation(model.network, test_images, examples, set_stage, precision, team)
-    return Functions(torch.compile(plain.make_batch, dynamic=False), forward, predict)
+    return Functions(make_batch, forward, predict)
+
+
+def compile_batches(
+    make_batch: Function, examples: Sequence[tuple], noise: Any, micro_batches: int, precision: Precision, team: Team
+) -> Function:
+    """Return `make_batch` compiled; with a warning as it is, if it makes other batches for one of the examples."""
+
+    def check(compiled: Callable) -> None:
+        for batch, *stage in examples:
+            part = batch.chunk(micro_batches, dim=1)[0]
+            found = compiled(noise.images, noise.labels, part, *stage)
+            expected = make_batch(noise.images, noise.labels, part, *stage)
+            for name, made, right in zip(("images", "labels"), found, expected, strict=True):
+                check_all_close({name: made}, {name: right}, precision.name)
+
+    return try_to_compile("batches", make_batch, check, team)
+
+
+def compile_updates(
+    optimizers: Sequence[Optimizer], backward: Callable[[], None], precision: Precision, team: Team
+) -> None:
+    """Let our optimizers compile their updates, which makes them few launches.
+
+    With a warning an optimizer stays as it is, if its first compiled update differs. `backward()` sets gradients.
+    """
+    for number, optimizer in enumerate(optimizers):
+        if not hasattr(optimizer, "compile"):  # torch's
+            continue
+        plain = dict(vars(optimizer))
+        failure = ""
+        try:
+            backward()
+            expected = change_by_update(optimizer, precision)
+            optimizer.compile()
+            check_all_close(change_by_update(optimizer, precision), expected, precision.name)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler raises nearly anything
+            failure = first_line(error)
+        failure = team.first_failure(f"compiled updates {number}", failure)
+        if failure:
+            vars(optimizer).update(plain)
+            team.warn(f"not compiled ({failure}): updates continue uncompiled; --no_compile skips the attempt")
+
+
+@torch.no_grad()
+def change_by_update(optimizer: Optimizer, precision: Precision) -> dict[str, Tensor]:
+    """Return by how much an update changes weights and momenta, which it leaves as they were."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    momenta = [value for weight in weights for value in optimizer.state[weight].values()]
+    for group in optimizer.param_groups:
+        set_rate(group, 0.1)
+    before = [tensor.clone() for tensor in [*weights, *momenta]]
+    with precision.autocast():
+        optimizer.step()
+    changes = [(now - then).double().flatten() for now, then in zip([*weights, *momenta], before, strict=True)]
+    # Named as gradients are: rounding moves an update as far as a gradient.
+    found = {
+        "gradient of weights by an update": torch.cat(changes[: len(weights)]),
+        "gradient of momenta by an update": torch.cat(changes[len(weights) :]),
+    }
+    for now, then in zip([*weights, *momenta], before, strict=True):
+        now.copy_(then)
+    return found
 
 
 def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], team: Team) -> Any:
     """Return `eager` compiled, after `check` has called it. If that fails on any process, warn and return `eager`."""
-    if CACHE_WARNING:
-        team.warn(CACHE_WARNING)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on a missing GPU
     if "TORCH_LOGS" not in os.environ:  # with which a user asks for more than our one line
         logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
@@ -356,7 +438,8 @@ def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], tea
     failure = ""
     try:
         marked = torch.compile(lambda *inputs: (eager(*inputs), torch.compiler.is_compiling()), dynamic=False)
-        with torch._dynamo.config.patch(suppress_errors=False):  # or torch would continue uncompiled, and not say so
+        # The first process of a machine fills the cache for the others. Torch would go on uncompiled, and not say so.
+        with team.after_first_here(f"compiling {what}"), torch._dynamo.config.patch(suppress_errors=False):
             check(compiled)
         if marks != {True}:
             failure = "torch compiled nothing: is TORCH_COMPILE_DISABLE set?"
@@ -416,6 +499,12 @@ class CudaGraphs:
             step(static, *stage)
         self.graphs[batch.shape, *stage] = graph, static
 
+    def reset(self) -> None:
+        """Free the graphs. One that holds a collective would let the end of the process group wait for ever."""
+        for graph, _ in self.graphs.values():
+            graph.reset()
+        self.graphs.clear()
+
     def __call__(self, batch: Tensor, *stage: Any) -> None:
         graph, static = self.graphs[batch.shape, *stage]
         static.copy_(batch)
@@ -427,7 +516,8 @@ def graph(
 ) -> Function | CudaGraphs:
     """Return CUDA graphs of `step(batch, *stage)` for each kind of step; on a CPU or if not `enabled`, `step`.
 
-    Warn and return `step` if any process cannot capture one. The memory that a run needs is counted from here on.
+    If a process alone cannot capture one, warn and return `step`. Of several, the others have captured collectives that
+    this one has not: then raise ConfigError. The memory that a run needs is counted from here on.
     """
     if not team.on_gpu:
         return step
@@ -447,6 +537,9 @@ def graph(
             error = first_line(reason)
         error = team.first_failure(f"graph {number}", error)
         if error:
+            graphs.reset()
+            if team.world_size > 1:
+                raise ConfigError(f"no CUDA graphs ({error}): start again with --no_graph")
             team.warn(f"no CUDA graphs ({error}): training continues without; --no_graph skips the attempt")
             return step
     return graphs

@@ -42,8 +42,12 @@ class Machine:
         self.micro_batches = micro_batches
         self.watch = watch
         self.clock = Clock(self.team.synchronize)
+        unusable = fast.replace_cache_folder()  # without its folder torch ends uncompiled runs, too
+        if unusable:
+            self.team.warn(unusable)
         self.is_compiled = False  # what became of `compile` and `graphs`
         self.has_graphs = False
+        self.close: Callable[[], None] = lambda: None  # frees the graphs, before the process group ends
 
     def assign_workers(self, workers: int) -> Team:
         """Assign a program's workers to the processes, and return these. Raise ConfigError."""
@@ -102,6 +106,8 @@ class Machine:
         # The capture takes trial steps. Each run begins with fresh weights.
         step = fast.graph(partial(train_step, functions, shards), examples, set_stage, team, graphs and self.graphs)
         self.has_graphs = isinstance(step, fast.CudaGraphs)
+        if isinstance(step, fast.CudaGraphs):
+            self.close = step.reset
         return step, partial(evaluate, functions, shards)
 
     def restart(self, model: fast.Model, seed: int) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 from tqdm import tqdm
 
 from .. import RENDEZVOUS, ConfigError
-from .devices import take_device
+from .devices import keep_freed_memory, take_device
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,19 @@ class Team:
         self.store.set(f"{key}/{self.rank}", text)
         return [self.store.get(f"{key}/{other}").decode() for other in range(self.world_size)]
 
+    @contextlib.contextmanager
+    def after_first_here(self, key: str) -> Iterator[None]:
+        """Run the body when the first process of this machine has run it, or failed. Use each key once."""
+        key = f"{key} on machine {os.environ.get('GROUP_RANK', 0)}"
+        is_first_here = self.is_main or os.environ.get("LOCAL_RANK") == "0"
+        if self.store and not is_first_here:
+            self.store.wait([key])
+        try:
+            yield
+        finally:
+            if self.store:
+                self.store.set(key, "")
+
     def first_failure(self, key: str, failure: str) -> str:
         """Return the first failure that any process passes for a key, or ""."""
         return next(filter(None, self.gather(key, failure)), "")
@@ -162,6 +175,8 @@ def join_team(device: str = "", timeout: int = 3600) -> Iterator[Team]:
     rank = int(os.environ.get("RANK", 0))
     world_size = launched_world_size()
     taken = take_device(device)
+    if taken.type == "cpu":
+        keep_freed_memory()
     if world_size == 1:
         yield Team(rank, world_size, taken)
         return

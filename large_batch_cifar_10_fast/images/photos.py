@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from .. import ConfigError
+from ..core.devices import count_cores
 from ..core.team import warn
 
 FORMATS = ("JPEG", "PNG", "WEBP")  # of files that are read, whatever their ending
@@ -150,9 +151,8 @@ def decode(files: Sequence[tuple[Path, int]], what: str) -> tuple[list[np.ndarra
         except Exception as error:  # Pillow raises nearly anything for a damaged file
             return f"{path} ({str(error) or type(error).__name__})"
 
-    cores = len(os.sched_getaffinity(0))
     # Pillow decodes without Python's lock. It also warns of much that does not matter at this size.
-    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(cores) as pool:
+    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(count_cores()) as pool:
         found = pool.map(read_or_say, [path for path, _ in files])
         results = list(tqdm(found, what, len(files), disable=None, leave=False))
     broken = [result for result in results if isinstance(result, str)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from tqdm import tqdm
 
 from .. import ConfigError, __version__, first_line
@@ -175,6 +177,8 @@ class Recorder:
         print_line(f"# {software()}")
         print_line(f"# {common['workers']} workers on {processes}, {common['device']}")
         counts = f"{len(images.train_images)} training and {len(images.test_images)} test images"
+        if self.team.on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
+            print_line("# processes share GPUs: times mean nothing")
         print_line(f"# data {images.name}: {counts}, SHA-256 {images.digest}")
         if images.normalization != CIFAR_10_NORMALIZATION:
             own = "normalized by the training images' own mean {} and std {}".format(*images.normalization)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import ConfigError, first_line
 from ..core import data as batches
 from ..core import fast
+from ..core.devices import ieee_float32
 from ..core.score import Score
 from ..core.team import warn
 from ..images.load import load_images
@@ -56,7 +57,8 @@ class Classifier(nn.Module):
             raise ConfigError("there are no images to predict")
         predict = partial(fast.predict, self.network)
         views = getattr(self.hyp, "views", "one")
-        return batches.predict_all(predict, self.normalized(images), views)
+        with ieee_float32():
+            return batches.predict_all(predict, self.normalized(images), views)
 
     def predict(self, images: Tensor | np.ndarray) -> Tensor:
         """Return probabilities [n, C] of images [n, 32, 32, 3], from the same logits."""

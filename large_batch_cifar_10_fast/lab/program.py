@@ -29,11 +29,12 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 import torch
+from torch import nn
 
 from .. import PACKAGE, RENDEZVOUS, ConfigError, first_line
-from ..core.data import Images, pinned
+from ..core.data import Images
 from ..core.devices import out_of_memory_hint
-from ..core.fast import count_flop, precision_on_cpu, precision_on_gpu
+from ..core.fast import checksum, count_flop, precision_on_cpu, precision_on_gpu
 from ..core.machine import Machine
 from ..core.score import Epoch
 from ..core.team import Team, join_team, warn
@@ -101,6 +102,8 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             if campaign:
                 with warned("the program's source"):
                     source.store(program, campaign.out, common["code"])
+            # In the end, also by an error: before the process group ends.
+            opened.callback(lambda: machine.close())
             with out_of_memory_hint("training"):
                 run = program.train(hyp, as_trained_on(images, options, team), machine)
                 recorder.ready(machine, hyp.epochs, flop)
@@ -136,8 +139,20 @@ def make_runs(
                 break
         if last is None:
             raise ConfigError("the program's run(seed) has yielded no epoch: yield an Epoch after each")
+        check_weights_agree(last.network, number, team)
         recorder.finish(last, images, for_use)
         number = next_run(campaign, team, f"after run {number}")
+
+
+def check_weights_agree(network: nn.Module, run: int, team: Team) -> None:
+    """Raise ConfigError if the processes of a team have trained different weights. All must call this."""
+    if team.world_size == 1:
+        return
+    sums = team.gather(f"weights of run {run}", checksum(network))
+    others = [rank for rank, each in enumerate(sums) if each != sums[0]]
+    if others:
+        wrong = f"after run {run} the weights of process {others[0]} are not those of process 0, so it does not count"
+        raise ConfigError(f"{wrong}: test this machine's memory and links")
 
 
 def next_run(campaign: Campaign | None, team: Team, key: str) -> int | None:
@@ -155,12 +170,10 @@ def load_and_check(options: Options, hyp: Any, team: Team) -> Images:
 
 
 def as_trained_on(images: Images, options: Options, team: Team) -> Images:
-    """Return images in the memory for training; to profile steps with few test images."""
+    """Return the images; to profile steps, with few test images."""
     if options.profile:
         few = team.world_size
         images = replace(images, test_images=images.test_images[:few], test_labels=images.test_labels[:few])
-    if team.on_gpu and team.world_size == 1:  # each of several processes copies its share of the images anyway
-        images = pinned(images)
     return images
 
 

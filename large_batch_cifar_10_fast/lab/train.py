@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from .. import INVALID, LAUNCH, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError, Interrupted
-from ..core.devices import count_cores, count_gpus
+from ..core.devices import count_cores, count_gpus, may_share_gpus
 from ..files import temporary_folder
 from .log import print_summary
 from .options import Options
@@ -88,7 +89,7 @@ def environment_of_processes(threads: int) -> dict[str, str]:
 def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) -> int:
     """Return --nproc, or the most processes of a team that divide the workers, each with a GPU or core of its own."""
     places = max(1, (gpus or cores) // teams)
-    if gpus and nproc > places:
+    if gpus and nproc > places and not may_share_gpus():
         given = f"--nproc {nproc}" + f" --teams {teams}" * (teams > 1)
         raise ConfigError(f"{given} needs {nproc * teams} GPUs, this machine has {gpus}: use --nproc {places}")
     return nproc or max(n for n in range(1, places + 1) if workers % n == 0)
@@ -104,6 +105,8 @@ def run_processes(
     """
     running: dict[subprocess.Popen, str] = {}
     folder = temporary_folder()
+    if processes > 1:
+        check_locks(Path(folder.name))
     launch = new_name()
     follow = partial(follow_launcher, os.getpid())
     try:
@@ -136,6 +139,16 @@ def run_processes(
         for process in running:
             process.wait()
         folder.cleanup()
+
+
+def check_locks(folder: Path) -> None:
+    """Raise ConfigError for a folder without locks, which the rendezvous of several processes takes there."""
+    try:
+        with open(folder / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        reason = f"files in {folder.parent} cannot be locked ({error.strerror})"
+        raise ConfigError(f"{reason}: name another folder in TMPDIR") from error
 
 
 def describe_failure(process: subprocess.Popen, name: str, folder: Path) -> tuple[str, int]:
