@@ -405,7 +405,7 @@ def change_by_update(optimizer: Optimizer, precision: Precision) -> dict[str, Te
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     momenta = [value for weight in weights for value in optimizer.state[weight].values()]
     for group in optimizer.param_groups:
-        set_rate(group, 0.1)
+        set_rate(group, 0.01)  # about as high as a run's, so that half precision does not overflow
     before = [tensor.clone() for tensor in [*weights, *momenta]]
     with precision.autocast():
         optimizer.step()
