@@ -228,6 +228,7 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
     monkeypatch.setattr("time.process_time", lambda: 2 * now[0])
     monkeypatch.setattr(Team, "synchronize", synchronize)
     monkeypatch.setattr(fast, "place", taking(500, fast.place))
+    monkeypatch.setattr(data, "in_host_memory", taking(500, data.in_host_memory))
     monkeypatch.setattr(data, "copy_to_device", taking(0.5, data.copy_to_device))
     monkeypatch.setattr(data, "normalize", taking(0.25, data.normalize))
     monkeypatch.setattr(layers, "whitening_filters", taking(0.125, layers.whitening_filters))
