@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Measure this code on the GPUs of this machine: GPU tests, 20 runs of apple2019 and of muon on one GPU, with several
-# GPUs the published 50 runs of apple2019 on all of them, where the time goes, and a page on it.
+# Measure this code on the GPUs of this machine: GPU tests, 20 runs of apple2019 on one GPU, muon and muon2024 in turn by
+# four starts each, with several GPUs the published 50 runs of apple2019 on all of them, where the time goes with CUDA
+# graphs and without, eight processes on one GPU where NCCL can (2.30 or later), and a page on it.
 #     bash measure_gpu.sh [--out DIR] [options of training, for instance --data DATA]
 # It takes about ten minutes (the sum of its parts; not timed whole). DIR (gpu_measured) gets report.md, ready to be
 # sent in, a log of each part, the tables of the runs, clocks and power meanwhile, and traces of 20 steps. A part that
@@ -22,6 +23,7 @@ choose_python pytest
 export PYTHON="$python" PYTHONUNBUFFERED=1 PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 package=large_batch_cifar_10_fast child='' monitor='' failed=0 load=$(cut -d' ' -f1-3 /proc/loadavg)
 count="import sys; from $package.core.devices import count_gpus; n = count_gpus(); print(n); sys.exit(not n)"
+share="import sys; from $package.core.devices import may_share_gpus; sys.exit(not may_share_gpus())"
 gpus=$("$python" -c "$count" 2>/dev/null) || fail "measure_gpu.sh: no GPU that torch can use: nothing to measure"
 mkdir -p "$out" && out=$(cd "$out" && pwd) && : >"$out/parts.md" || exit 2
 trap 'kill $child $monitor 2>/dev/null; wait; exit 130' INT TERM # timeout ends all processes of a part
@@ -37,13 +39,25 @@ part() { # NAME SECONDS COMMAND...: run within the limit; keep a log, and a row 
         | tee -a "$out/parts.md"
 }
 
-campaign() { # NAME GPUS SECONDS OPTION...: make runs, and meanwhile note clocks (MHz), power (W) and load (%) of the GPUs
-    local name=$1 on=$2 limit=$3
+train() { # NAME SECONDS OPTION...: make runs
+    part "$1" "$2" bash "$top/train_cifar_parallel.sh" "${options[@]}" "${@:3}"
+}
+
+watched() { # NAME COMMAND...: run it, and meanwhile note clocks (MHz), power (W) and load (%) of the GPUs
     nvidia-smi --query-gpu=clocks.sm,power.draw,utilization.gpu --format=csv,noheader,nounits -lms 500 \
-        >"$out/$name.clocks" 2>/dev/null &
+        >"$out/$1.clocks" 2>/dev/null &
     monitor=$!
-    part "$name" "$limit" bash "$top/train_cifar_parallel.sh" --nproc "$on" --out "$out/$name" "${@:4}" "${options[@]}"
+    "${@:2}"
     kill $monitor 2>/dev/null
+}
+
+in_turn() { # RECIPE...: four starts of each with five runs. A start chooses kernels: it is one measurement
+    local turn recipe
+    for turn in 1 2 3 4; do
+        for recipe; do
+            train "${recipe}_$turn" 60 --nproc 1 --out "$out/in_turn" --recipe "$recipe" --campaign "$recipe" --runs $((5 * turn))
+        done
+    done
 }
 
 query=name,driver_version,clocks.max.sm,power.limit,memory.total
@@ -52,18 +66,26 @@ part machine 20 bash -c "nvidia-smi --query-gpu=$query --format=csv,noheader; ex
 at_once=() # a test for each core, with pytest-xdist: one by one they take too long
 "$python" -c "import xdist" 2>/dev/null && at_once=(-n logical --maxprocesses 16)
 part tests 180 "$python" -m pytest -v "$top/tests/test_gpu.py" "${at_once[@]}"
-campaign apple2019 1 240 --recipe apple2019 --runs 20
-campaign muon 1 120 --recipe muon --runs 20
-[ "$gpus" = 1 ] || campaign apple2019_on_all 0 240 --recipe apple2019 --runs 50
-for recipe in apple2019 muon; do # in a folder of its own: --campaign among the options may name finished runs
-    part "profile_$recipe" 60 bash "$top/train_cifar_parallel.sh" --recipe $recipe --profile 20 --nproc 1 \
-        --out "$out/profile_$recipe" "${options[@]}"
+watched apple2019 train apple2019 240 --nproc 1 --out "$out/apple2019" --recipe apple2019 --runs 20
+watched in_turn in_turn muon muon2024
+[ "$gpus" = 1 ] || watched apple2019_on_all train apple2019_on_all 240 --out "$out/apple2019_on_all" --recipe apple2019 --runs 50
+for recipe in apple2019 muon; do # in folders of their own: --campaign among the options may name finished runs
+    for graph in "" --no_graph; do
+        name=profile_$recipe${graph#-}
+        train "$name" 60 --recipe $recipe --profile 20 --nproc 1 --out "$out/$name" $graph
+    done
 done
-# Status 1 is an answer, too: worse than the published runs. Each has n, mean and deviation of both sides.
-for pair in apple2019,published muon,"$out/apple2019/runs.tsv" apple2019_on_all,published; do
-    [ ! -d "$out/${pair%%,*}" ] || part "compare_${pair%%,*}" 20 bash -c '"$@"; [ $? -le 1 ]' - \
-        "$python" -m $package compare "$out/${pair%%,*}/runs.tsv" "${pair#*,}"
-done
+if NCCL_MULTI_RANK_GPU_ENABLE=1 "$python" -c "$share" 2>/dev/null; then
+    export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=1
+    train eight_processes 90 --recipe apple2019 --nproc 8 --epochs 2 --ema_ep 0.5 --no_graph --out "$out/eight_processes"
+    unset NCCL_MULTI_RANK_GPU_ENABLE NCCL_MAX_CTAS
+fi
+compare() { # NAME CAMPAIGN REFERENCE: status 1 is an answer, too: one is worse
+    part "compare_$1" 20 bash -c '"$@"; [ $? -le 1 ]' - "$python" -m $package compare "$2" "$3"
+}
+compare apple2019 "$out/apple2019/runs.tsv" published
+compare in_turn "$out/in_turn/runs.tsv:muon" "$out/in_turn/runs.tsv:muon2024"
+[ "$gpus" = 1 ] || compare apple2019_on_all "$out/apple2019_on_all/runs.tsv" published
 describe='import glob, pandas as pd
 for name in sorted(glob.glob("*.clocks")):
     table = pd.read_csv(name, names=["SM clock, MHz", "power, W", "load, %"])

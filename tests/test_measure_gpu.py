@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 STAND_IN = f"""case $* in
     *count_gpus*) echo $GPUS_HERE; exit $((GPUS_HERE == 0)) ;;
-    -m\\ large*) (IFS=$'\\t'; echo "$*" >>calls); case $* in *$FAILING*) exit 1 ;; esac; mkdir -p m/muon m/apple2019
-        echo started; $RUNS ;;
+    *may_share*) exit 0 ;;
+    -m\\ large*) (IFS=$'\\t'; echo "$*" >>calls); case $* in *$FAILING*) exit 1 ;; esac; echo started; $RUNS ;;
     *test_gpu.py*) echo "tests/test_gpu.py::test_a PASSED" ;;
     -m*) exit 0 ;;
     *) exec {sys.executable} "$@" ;;
@@ -47,15 +47,17 @@ def test_it_calls_programs_with_options_that_they_have_and_a_failing_one_does_no
     failing = {"GPUS_HERE": 8, "FAILING": "apple2019 --profile"}
     result = run_program(*command, cwd=tmp_path, **variables | failing)
     report = (tmp_path / "m" / "report.md").read_text()
-    parts = dict(re.findall(r"^\| (\w+) \| (\d+) \| \d+ \|", report, re.M))
-    campaigns = ["apple2019", "muon", "apple2019_on_all"]
-    named = ["machine", "tests", *campaigns, "profile_apple2019", "profile_muon", "compare_apple2019", "compare_muon"]
+    parts = dict(re.findall(r"^\| ([\w-]+) \| (\d+) \| \d+ \|", report, re.M))
+    in_turn = [f"{recipe}_{turn}" for turn in range(1, 5) for recipe in ("muon", "muon2024")]
+    profiles = ["profile_apple2019", "profile_apple2019-no_graph", "profile_muon", "profile_muon-no_graph"]
+    compared = ["compare_apple2019", "compare_in_turn", "compare_apple2019_on_all"]
+    named = ["machine", "tests", "apple2019", *in_turn, "apple2019_on_all", *profiles, "eight_processes", *compared]
     assert [*parts] == [*named, "clocks"]
-    assert [name for name, status in parts.items() if status != "0"] == ["profile_apple2019"]
+    assert [name for name, status in parts.items() if status != "0"] == profiles[:2]
     assert result.returncode == 1
     assert re.search(r"## machine\n\n```\n.*torch \d", report, re.S), "versions"
     assert "test_a PASSED" in report
-    assert re.search(r"muon.clocks.*\nmin +1200.0 +650.5 +98.0\n", report, re.S), "an idle GPU does not count"
+    assert re.search(r"in_turn.clocks.*\nmin +1200.0 +650.5 +98.0\n", report, re.S), "an idle GPU does not count"
     asked = []
     for line in (tmp_path / "calls").read_text().splitlines():
         _, _, name, *arguments = line.split("\t")
@@ -63,8 +65,9 @@ def test_it_calls_programs_with_options_that_they_have_and_a_failing_one_does_no
             recipe, options, _ = read_command(load_program(recipe_of(arguments, "")), arguments)
             assert options.data == "x.npz"
             asked.append((recipe, options.runs, options.profile, options.nproc))
-    on_one = [("apple2019", 20, 0, 1), ("muon", 20, 0, 1)]
-    assert asked == [*on_one, ("apple2019", 50, 0, 0), ("apple2019", 1, 20, 1), ("muon", 1, 20, 1)]
+    turns = [(recipe, 5 * turn, 0, 1) for turn in range(1, 5) for recipe in ("muon", "muon2024")]
+    steps = [(recipe, 1, 20, 1) for recipe in ("apple2019", "apple2019", "muon", "muon")]
+    assert asked == [("apple2019", 20, 0, 1), *turns, ("apple2019", 50, 0, 0), *steps, ("apple2019", 1, 0, 8)]
 
 
 def test_without_a_gpu_it_is_one_line_at_once(measure, tmp_path):
