@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import ConfigError
 from . import data, fast
 from .clock import Clock
-from .devices import DTYPES, take_device
+from .devices import DTYPES, keep_freed_memory, take_device
 from .team import Team
 
 
@@ -35,6 +35,8 @@ class Machine:
         backward passes per step. `watch` iterates over the steps of an epoch, for a progress bar.
         """
         self.team = team or Team(0, 1, take_device())
+        if not self.team.on_gpu:
+            keep_freed_memory()
         self.precision = precision
         self.compile = self.team.on_gpu if compile is None else compile
         self.graphs = graphs

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 from tqdm import tqdm
 
 from .. import RENDEZVOUS, ConfigError
-from .devices import keep_freed_memory, take_device
+from .devices import take_device
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,6 @@ def join_team(device: str = "", timeout: int = 3600) -> Iterator[Team]:
     rank = int(os.environ.get("RANK", 0))
     world_size = launched_world_size()
     taken = take_device(device)
-    if taken.type == "cpu":
-        keep_freed_memory()
     if world_size == 1:
         yield Team(rank, world_size, taken)
         return
