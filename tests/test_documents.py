@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -78,3 +79,10 @@ def test_the_pictures_of_the_page_are_cells_of_the_notebook_which_run(tmp_path, 
     effects = re.findall(r": (\S+ \[.*\])", "".join(tricks["outputs"][0]["text"]))
     assert len(effects) == 10
     assert [effect for effect in effects if effect not in WHY.read_text()] == []  # the page has what its logs say
+
+
+def test_the_patches_of_the_notebook_can_be_applied():
+    patches = [*REPO.glob("notebook/patches/*.patch")]
+    assert patches
+    for patch in patches:
+        subprocess.run(["git", "apply", "--check", patch], cwd=REPO, check=True)
