@@ -152,7 +152,7 @@ def check_weights_agree(network: nn.Module, run: int, team: Team) -> None:
     others = [rank for rank, each in enumerate(sums) if each != sums[0]]
     if others:
         wrong = f"after run {run} the weights of process {others[0]} are not those of process 0, so it does not count"
-        raise ConfigError(f"{wrong}: test this machine's memory and links")
+        raise ConfigError(f"{wrong}: test memory and links of the machines, or try --no_compile")
 
 
 def next_run(campaign: Campaign | None, team: Team, key: str) -> int | None:
