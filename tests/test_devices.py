@@ -108,11 +108,15 @@ def test_cores_are_counted_by_the_quota_of_a_container(files, cores, monkeypatch
 
 
 @pytest.mark.slow
-def test_importing_the_package_changes_no_environment(tmp_path):
+def test_importing_the_package_changes_no_environment_and_training_replaces_an_unusable_folder(tmp_path, tiny_npz):
     code = "import os; before = {**os.environ}\nfrom large_batch_cifar_10_fast import api, muon\n"
     code += "print({name for name in before if os.environ.get(name) != before[name]})"
-    shown = python("-c", code, cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR="/dev/null/folder").stdout
-    assert shown == "set()\n"
+    code += f"\nrows = api.train('muon', width=4, batch_size=100, epochs=1, no_compile=True, data={str(tiny_npz)!r})\n"
+    code += "print(len(rows), 'run')"
+    result = python("-c", code, cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR="/dev/null/folder")
+    assert result.stdout.startswith("set()\n")
+    assert result.stdout.endswith("1 run\n"), result.stderr
+    assert "Warning: TORCHINDUCTOR_CACHE_DIR cannot be made" in result.stderr
 
 
 def test_a_cpu_computes_in_bf16_where_that_is_faster_everywhere(monkeypatch):

@@ -229,6 +229,13 @@ def replace_cache_folder() -> str:
     return ""
 
 
+def prepare_cache_folder(team: Team) -> None:
+    """Replace an unusable folder, with a warning, before torch imports what needs it, also for uncompiled runs."""
+    unusable = replace_cache_folder()
+    if unusable:
+        team.warn(unusable)
+
+
 def compile_training(
     forward: Function,
     network: nn.Module,

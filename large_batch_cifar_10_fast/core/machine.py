@@ -44,9 +44,7 @@ class Machine:
         self.micro_batches = micro_batches
         self.watch = watch
         self.clock = Clock(self.team.synchronize)
-        unusable = fast.replace_cache_folder()  # without its folder torch ends uncompiled runs, too
-        if unusable:
-            self.team.warn(unusable)
+        fast.prepare_cache_folder(self.team)
         self.is_compiled = False  # what became of `compile` and `graphs`
         self.has_graphs = False
         self.close: Callable[[], None] = lambda: None  # frees the graphs, before the process group ends

@@ -34,7 +34,7 @@ from torch import nn
 from .. import PACKAGE, RENDEZVOUS, ConfigError, first_line
 from ..core.data import Images
 from ..core.devices import out_of_memory_hint
-from ..core.fast import checksum, count_flop, precision_on_cpu, precision_on_gpu
+from ..core.fast import checksum, count_flop, precision_on_cpu, precision_on_gpu, prepare_cache_folder
 from ..core.machine import Machine
 from ..core.score import Epoch
 from ..core.team import Team, join_team, warn
@@ -63,6 +63,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
     if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
         raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
     with join_team(options.device, options.timeout) as processes, contextlib.ExitStack() as opened:
+        prepare_cache_folder(processes)
         team = processes.with_workers(workers_of(hyp), options.micro_batches)
         images = load_and_check(options, hyp, team)
         flop = flop_of(program, hyp, len(images.train_images), images.classes)
