@@ -4,7 +4,8 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from math import nan
+
+from .. import ConfigError
 
 PARTS = ("upload", "preprocessing", "whitening", "training")  # of the training time
 
@@ -38,8 +39,10 @@ class Clock:
         self.laps = defaultdict(list, {part: [*durations] for part, durations in laps.items()})
 
     def last(self, part: str) -> float:
-        """Return the seconds of a part's last lap; NaN if there is none."""
-        return self.laps[part][-1] if self.laps[part] else nan
+        """Return the seconds of a part's last lap. Raise ConfigError if a program has timed none."""
+        if not self.laps[part]:
+            raise ConfigError(f'the program has timed no {part}: use `with machine.clock.timed("{part}"):`')
+        return self.laps[part][-1]
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -337,23 +337,18 @@ def compile_all(
     Compiled code is compared with uncompiled on them. If it fails, `plain` is returned.
     """
     team.say("compiling, which takes about a minute; a cache makes the next launch faster")
-    parts = []
-    for batch, *stage in examples:
-        part = batch.chunk(micro_batches, dim=1)[0]
-        images = plain.make_batch(noise.images, noise.labels, part, *stage)[0]
-        parts.append((images, *stage))
-    forward = compile_training(plain.forward, model.network, parts, set_stage, precision, team)
+    parts = [(batch.chunk(micro_batches, dim=1)[0], *stage) for batch, *stage in examples]  # of a forward pass each
+    images = [(plain.make_batch(noise.images, noise.labels, *part)[0], *part[1:]) for part in parts]
+    forward = compile_training(plain.forward, model.network, images, set_stage, precision, team)
     if forward is plain.forward:
         return plain
     if not team.on_gpu:
         return plain._replace(forward=forward)
 
     def backward() -> None:
-        batch, *stage = examples[0]
-        part = batch.chunk(micro_batches, dim=1)[0]
-        set_stage(*stage)
+        set_stage(*parts[0][1:])
         model.network.zero_grad()
-        plain.forward(*plain.make_batch(noise.images, noise.labels, part, *stage)).loss.backward()
+        plain.forward(*plain.make_batch(noise.images, noise.labels, *parts[0])).loss.backward()
 
     compile_updates(model.optimizers, backward, precision, team)
     model.network.zero_grad()
@@ -413,16 +408,17 @@ def change_by_update(optimizer: Optimizer, precision: Precision) -> dict[str, Te
     momenta = [value for weight in weights for value in optimizer.state[weight].values()]
     for group in optimizer.param_groups:
         set_rate(group, 0.01)  # about as high as a run's, so that half precision does not overflow
-    before = [tensor.clone() for tensor in [*weights, *momenta]]
+    tensors = [*weights, *momenta]
+    before = [tensor.clone() for tensor in tensors]
     with precision.autocast():
         optimizer.step()
-    changes = [(now - then).double().flatten() for now, then in zip([*weights, *momenta], before, strict=True)]
+    changes = [(now - then).double().flatten() for now, then in zip(tensors, before, strict=True)]
     # Named as gradients are: rounding moves an update as far as a gradient.
     found = {
         "gradient of weights by an update": torch.cat(changes[: len(weights)]),
         "gradient of momenta by an update": torch.cat(changes[len(weights) :]),
     }
-    for now, then in zip([*weights, *momenta], before, strict=True):
+    for now, then in zip(tensors, before, strict=True):
         now.copy_(then)
     return found
 

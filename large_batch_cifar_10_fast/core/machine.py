@@ -46,8 +46,7 @@ class Machine:
         self.clock = Clock(self.team.synchronize)
         fast.prepare_cache_folder(self.team)
         self.is_compiled = False  # what became of `compile` and `graphs`
-        self.has_graphs = False
-        self.close: Callable[[], None] = lambda: None  # frees the graphs, before the process group ends
+        self.captured: fast.CudaGraphs | None = None
 
     def assign_workers(self, workers: int) -> Team:
         """Assign a program's workers to the processes, and return these. Raise ConfigError."""
@@ -105,10 +104,17 @@ class Machine:
         model.restart(0, team)
         # The capture takes trial steps. Each run begins with fresh weights.
         step = fast.graph(partial(train_step, functions, shards), examples, set_stage, team, graphs and self.graphs)
-        self.has_graphs = isinstance(step, fast.CudaGraphs)
-        if isinstance(step, fast.CudaGraphs):
-            self.close = step.reset
+        self.captured = step if isinstance(step, fast.CudaGraphs) else None
         return step, partial(evaluate, functions, shards)
+
+    @property
+    def has_graphs(self) -> bool:
+        return self.captured is not None
+
+    def close(self) -> None:
+        """Free the graphs, before the process group ends."""
+        if self.captured:
+            self.captured.reset()
 
     def restart(self, model: fast.Model, seed: int) -> None:
         """Begin a run: fresh weights, and the clock at the end of the set-up."""

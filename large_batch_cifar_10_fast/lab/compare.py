@@ -18,12 +18,11 @@ import pandas as pd
 from .. import ConfigError
 from ..images.cifar import CIFAR_10
 from ..loading import decode
-from . import statistics
 from .options import command_parser
 from .program import hyp_class
 from .results import Log, find_files, read_log, short_names
 from .source import changed_lines
-from .statistics import Comparison, compare_means, in_columns, wilson
+from .statistics import Comparison, compare_means, in_columns, verdict, wilson
 from .table import PLACE, differences
 
 MARGIN = 0.1  # points of accuracy that are equivalent
@@ -57,12 +56,14 @@ def compare(logs: Mapping[str, Log], reference: str, margin: float = MARGIN, tes
     tests = max(tests, len(sides))
     for log in logs.values():
         set_label_smoothing(log)
+    limits = {ACCURACY: margin, LOSS: 0, TIME: TIME_MARGIN * seconds_of(base).mean()}
     verdicts: dict[str, dict[str, Verdict]] = {title: {} for title in QUANTITIES}
     for name, log in sides.items():
         for title, (values_of, more_is_better, forbids) in QUANTITIES.items():
-            limit = {ACCURACY: margin, LOSS: 0, TIME: TIME_MARGIN * seconds_of(base).mean()}[title]
             why_not = why_diverged(log, base) or forbids(log, base)
-            verdicts[title][name] = judge(values_of(log), values_of(base), more_is_better, limit, tests, why_not)
+            verdicts[title][name] = judge(
+                values_of(log), values_of(base), more_is_better, limits[title], tests, why_not
+            )
     tables = []
     for title, (values_of, _, _) in QUANTITIES.items():
         samples = {name: values_of(log) for name, log in logs.items()}
@@ -158,7 +159,7 @@ def judge(
         return Verdict("-", why_not="all differences are equal, which few runs on few images may have by chance")
     if not found:
         return Verdict("-", why_not=why_not or "a single run has no spread")
-    return Verdict(statistics.verdict(found, more_is_better, margin), found)
+    return Verdict(verdict(found, more_is_better, margin), found)
 
 
 # Quantities by the title of their table: their values, whether more is better, and what forbids to compare them.
@@ -226,11 +227,11 @@ def table_of(title: str, samples: Mapping[str, pd.Series], verdicts: Mapping[str
     return in_columns(cells) if any(map(len, samples.values())) else ""
 
 
-def cells_of(verdict: Verdict | None) -> tuple[str, str, str, str]:
-    if not verdict or not verdict.found:
-        return "-", "-", "-", verdict.word if verdict else "-"
-    found = verdict.found
-    return f"{found.difference:+.3f}", f"[{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}", verdict.word
+def cells_of(given: Verdict | None) -> tuple[str, str, str, str]:
+    if not given or not given.found:
+        return "-", "-", "-", given.word if given else "-"
+    found = given.found
+    return f"{found.difference:+.3f}", f"[{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}", given.word
 
 
 def other_figures(logs: Mapping[str, Log]) -> str:

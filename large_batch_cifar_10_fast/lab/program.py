@@ -104,7 +104,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
                 with warned("the program's source"):
                     source.store(program, campaign.out, common["code"])
             # In the end, also by an error: before the process group ends.
-            opened.callback(lambda: machine.close())
+            opened.callback(machine.close)
             with out_of_memory_hint("training"):
                 run = program.train(hyp, as_trained_on(images, options, team), machine)
                 recorder.ready(machine, hyp.epochs, flop)

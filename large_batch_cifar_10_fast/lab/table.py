@@ -144,26 +144,26 @@ class Reader:
         if lines and not self.lines:
             check_columns(self.path, lines[0], COLUMNS)
         first_row = 0 if self.lines else 1
-        known = {*self.known} if lines else set()
+        new: set[tuple[str, str]] = set()
         numbered = [(line, self.lines + place) for place, line in enumerate(lines, 1)]
-        rows = [self.read_row(line, number, known) for line, number in numbered[first_row:]]
-        self.known |= known  # all rows are right
+        rows = [self.read_row(line, number, new) for line, number in numbered[first_row:]]
+        self.known |= new  # all rows are right
         self.end += content.rfind(b"\n") + 1
         self.lines += len(lines)
         return rows
 
-    def read_row(self, line: str, number: int, known: set[tuple[str, str]]) -> Row:
+    def read_row(self, line: str, number: int, new: set[tuple[str, str]]) -> Row:
         try:
             row = dict(zip(COLUMNS, line.split("\t"), strict=True))
             for name in NUMBERS:
                 float(row[name])
             row |= {name: whole_number(row[name]) for name in ("run", "seed")}
             key = row["campaign"], row["run"]
-            if key in known:
+            if key in self.known or key in new:
                 raise ValueError(f"run {row['run']} of campaign {row['campaign']} occurs a second time")
         except ValueError as error:
             raise ConfigError(f"{self.path}, line {number}: {error}; correct it or choose another --out") from None
-        known.add(key)
+        new.add(key)
         return row
 
 
