@@ -3,14 +3,17 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from conftest import write_npz
+from scipy import stats
 
-from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast import ConfigError, loading
+from large_batch_cifar_10_fast.core import optim as core_optim
 from large_batch_cifar_10_fast.images.load import load_images
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab import compare, experiment
@@ -25,7 +28,11 @@ WORDS = ["--recipe", "muon", "--runs", 3]
 
 def write_results(out: Path, counts: dict[str, list[int]]) -> None:
     """Write runs of campaigns, with so many of 10,000 images right, each run of a launch of its own."""
-    fixed = dict.fromkeys(COLUMNS, "0") | {"validation_images": "10000", "train_loss": "1", "goal_seconds": ""}
+    fixed = (
+        dict.fromkeys(COLUMNS, "0")
+        | {"options": "filter_rate=0.24"}
+        | {"validation_images": "10000", "train_loss": "1", "goal_seconds": ""}
+    )
     rows = [
         fixed | {"campaign": campaign, "run": run, "seed": run, "launch": run, "seconds": 2, "validation_count": count}
         for campaign, found in counts.items()
@@ -55,6 +62,7 @@ def launches(monkeypatch, tmp_path):
         return Launch("", 0, None, values["campaign"], [])
 
     monkeypatch.setattr(experiment, "launch", launch)
+    monkeypatch.setattr(experiment, "check_finished", lambda plan, out: None)  # these rows have no code
     return started
 
 
@@ -102,7 +110,7 @@ def test_all_campaigns_meet_the_same_machine_in_turn(launches, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--try", "epochs=8 silu.py"], "silu.py is no option like name=value; FILE.py comes first"),
+        (["--try", "epochs=8 silu.py"], "silu.py is no file; FILE.py comes first"),
         (["--try", "holdout=0"], "--holdout is not for variants"),
         (["--try", "epochs=8", "--runs", "2"], "so few say nothing of their spread"),
         (["--try", "filtre_rate=1"], "no option --filtre_rate=1; did you mean --filter_rate"),
@@ -123,7 +131,55 @@ def test_another_baseline_or_fewer_runs_are_refused_once_there_is_a_run(launches
     capsys.readouterr()
     other = ["--recipe", "muon", "--width", "16", "--out", str(out)]
     assert "with the baseline --recipe muon --holdout=10000" in error_line(main, other)
-    assert "--runs 3 is less than the 4" in error_line(main, [*map(str, WORDS), "--out", str(out)])
+    assert "--runs 3 is less than the 4 that are finished" in error_line(main, [*map(str, WORDS), "--out", str(out)])
+
+
+def test_a_variant_is_left_out_and_counts_once_it_has_runs(launches, tmp_path, error_line, capsys):
+    """One without a run, as of a mistake, is forgotten; a plan of too many runs can become a shorter one."""
+    out = tmp_path / "out"
+    run_main(*WORDS, "--try", "epochs=7", "--try", "filter_rate=0.12", "--try", "filter_rate=0.48", out=out)
+    assert "All 3 intervals" in capsys.readouterr().out
+    experiment.write_plan(replace(experiment.read_plan(out), looks=[{"runs": 600, "variants": 3}]), out)
+    launches.clear()
+    assert run_main(*WORDS, "--drop", "filter_rate=0.48", out=out) == 0
+    assert not launches, "what is there is enough"
+    shown = capsys.readouterr().out
+    assert "Not finished" not in shown
+    assert "planned 600 runs of 3 variant(s), now 3 runs of 1 variant(s)." in shown
+    assert "All 2 intervals of a table hold together" in shown
+    assert [*experiment.read_plan(out).variants] == ["filter_rate=0.12"]
+    words = [*map(str, WORDS), "--out", str(out), "--drop", "epochs=7"]
+    assert "--drop epochs=7 is no variant of" in error_line(main, words)
+
+
+def test_a_variants_file_may_have_spaces_and_its_values_too(tmp_path, monkeypatch, error_line):
+    (tmp_path / "my folder").mkdir()
+    path = tmp_path / "my folder" / "silu.py"
+    path.write_text("")
+    monkeypatch.chdir(tmp_path)
+    words = experiment.words_of_variant("my folder/silu.py epochs=8 'note=a b'")
+    assert words == ("silu+epochs=8+note=a-b", [f"--recipe={path}", "--epochs=8", "--note=a b"])
+    with pytest.raises(ConfigError, match="No closing quotation"):
+        experiment.words_of_variant("note='a")
+
+
+def test_at_the_start_it_says_what_the_runs_will_find(launches, tmp_path, capsys):
+    """By the spread of the baseline's first three runs."""
+    run_main("--recipe", "muon", "--runs", 4, "--try", "epochs=8", out=tmp_path / "out")
+    rows = pd.read_csv(tmp_path / "out" / "runs.tsv", sep="\t").query("campaign == 'baseline'")
+    spread = (rows["validation_count"] / 100)[:3].std()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "standard deviation" in line]
+    found = re.search("deviation of (.*) points: by it, 4 runs of each find a difference of (.*) points four", line)
+    assert float(found[1]) == pytest.approx(spread, rel=0.05)
+    quantiles = stats.t.ppf(0.995, 3) + stats.t.ppf(0.8, 3)
+    assert float(found[2]) == pytest.approx(quantiles * spread * np.sqrt(2 / 4), rel=0.05)
+
+
+def test_runs_that_differ_by_chance_too_much_are_said_to_find_nothing(tmp_path):
+    write_results(tmp_path, {"baseline": [1000, 9000, 5000], "a": [9000, 1500, 5000]})
+    logs = {name: read_log(f"{tmp_path}/runs.tsv:{name}") for name in ("baseline", "a")}
+    text = compare.compare(logs, "baseline").text
+    assert re.search(r"one of \S+ points .* which nothing makes: runs differ too much by chance, so lower the ", text)
 
 
 def test_a_variant_that_fails_does_not_stop_the_others(launches, tmp_path, capsys):
@@ -153,6 +209,52 @@ def test_an_experiment_trains_and_its_report_alone_says_the_same(tmp_path, monke
     assert capsys.readouterr().out == shown
 
 
+@pytest.fixture
+def finished(tmp_path, monkeypatch):
+    """Return the words of an experiment of a small program, which is finished: mine.py against its copy."""
+    monkeypatch.chdir(tmp_path)
+    write_npz(tmp_path / "mine.npz", *SHAPES)
+    for name in ("small", "copy"):
+        shutil.copy(Path(__file__).with_name("tiny.py"), tmp_path / f"{name}.py")
+    words = ["--recipe", "small.py", "--data", "mine.npz", "--holdout", 143, "--no_warmup", "--nproc", 1, "--runs", 3]
+    assert run_main(*words, "--try", "copy.py", out=tmp_path / "out") == 0
+    return words
+
+
+@pytest.mark.slow
+def test_what_a_finished_experiment_was_made_of_is_checked(finished, tmp_path, monkeypatch, capsys):
+    """Its programs, its images, and core/; a report of what is there is made all the same, from any folder."""
+    out = tmp_path / "out"
+    text = (tmp_path / "copy.py").read_text()
+    (tmp_path / "copy.py").write_text(text + "# edited\n")
+    with pytest.raises(ConfigError, match=r"^copy.py was changed since campaign copy began, as above: undo that"):
+        run_main(*finished, "--try", "copy.py", out=out)
+    assert capsys.readouterr().err.endswith("  + # edited\n")
+    (tmp_path / "copy.py").write_text(text)
+    optim = Path(core_optim.__file__)
+    with monkeypatch.context() as patch:
+        patch.setitem(loading.TEXTS, optim, b"# another\n" + optim.read_bytes())
+        for variant in ("copy.py", "small.py"):
+            with pytest.raises(ConfigError, match=r"(optim.py|core/ or images/) was changed since campaign baseline"):
+                run_main(*finished, "--try", variant, out=out)
+    images, *others = SHAPES
+    write_npz(tmp_path / "mine.npz", 255 - images, *others)
+    with pytest.raises(ConfigError, match=r"mine\.npz has other images than campaign baseline"):
+        run_main(*finished, "--try", "copy.py", out=out)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "small.py").unlink()
+    (out / "experiment.png").unlink()
+    capsys.readouterr()
+    assert run_main("--report", out=out) == 0
+    assert (out / "experiment.png").exists()
+    rows = pd.read_csv(out / "runs.tsv", sep="\t")
+    rows.loc[rows["campaign"] == "copy", "core"] = "0" * 12
+    rows.to_csv(out / "runs.tsv", sep="\t", index=False)
+    run_main("--report", out=out)
+    assert "copy: core (000000000000, not " in capsys.readouterr().out
+
+
 # ---- Verdicts and picture
 
 
@@ -174,6 +276,26 @@ def test_the_tables_are_those_of_compare_best_first_and_the_test_images_come_las
         "  cifar10-fast train --recipe muon --campaign=baseline --runs=5",
         "  cifar10-fast train --recipe muon --epochs=8 --campaign=a --runs=5",
     ]
+
+
+def test_the_values_of_a_text_are_no_sweep(tmp_path):
+    plan = Plan(["--recipe", "muon"], {f"note={n}": [f"--note={n}"] for n in ("1.2.3", "1.2.4")}, [{"runs": 3}])
+    write_results(tmp_path, {name: [9400, 9410, 9420] for name in plan.campaigns})
+    logs = {name: read_log(f"{tmp_path}/runs.tsv:{name}") for name in plan.campaigns}
+    assert len(experiment.draw(plan, logs, compare.compare(logs, "baseline").accuracy, margin=0.1).axes) == 1
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"baseline": [], "variants": {"a": []}, "looks": []}', "{"])
+def test_a_plan_that_is_none_is_one_line(text, tmp_path):
+    (tmp_path / "experiment.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"^[^\n]*experiment.json cannot be read \([^\n]*$"):
+        run_main("--report", out=tmp_path)
+
+
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "baseline.log").mkdir()
+    with pytest.raises(ConfigError, match=r"baseline.log cannot be written \(Is a directory\): choose another --out"):
+        run_main("--recipe", "muon", "--try", "epochs=8", out=tmp_path)
 
 
 def test_the_picture_has_a_line_for_each_variant_and_the_sweep_of_an_option(tmp_path):

@@ -84,15 +84,16 @@ def test_a_program_edited_while_python_starts_it_is_recorded_as_it_ran(tiny_npz,
 
 def test_the_text_of_core_that_was_loaded_is_recorded(tmp_path, monkeypatch, capsys):
     program = load_program("muon")
-    today = source.digest(program)
+    today = source.digests(program)
     file = Path(optim.__file__)
     monkeypatch.setitem(loading.TEXTS, file, b"# before an edit\n" + file.read_bytes())
-    code = source.digest(program)
-    assert code != today
+    now = source.digests(program)
+    assert now["code"] == today["code"]
+    assert now["core"] != today["core"]
     monkeypatch.setattr(source, "commit", lambda: "unknown")
-    source.store(program, tmp_path, code)
+    source.store(program, tmp_path)
     assert capsys.readouterr().err.startswith("Warning: large_batch_cifar_10_fast/core/optim.py was changed after")
-    stored = zipfile.ZipFile(tmp_path / f"source-{code}.zip").read("large_batch_cifar_10_fast/core/optim.py")
+    stored = zipfile.ZipFile(tmp_path / f"core-{now['core']}.zip").read("large_batch_cifar_10_fast/core/optim.py")
     assert stored == loading.TEXTS[file]
 
 
@@ -112,7 +113,7 @@ def test_helpers_of_one_name_are_each_programs_own_also_beside_an_installed_pack
         (tmp_path / folder / "common.py").write_text(f"WHOSE = '{folder}'\n")
         program = load_program(str(mine))
         assert program.whose() == folder
-        digests.add(source.digest(program))
+        digests.add(source.digests(program)["code"])
     assert len(digests) == 2
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import LAUNCH, ConfigError, __version__
 from ..core.data import Images
 from ..core.devices import hardware_name
-from ..core.team import Team, show, warn
+from ..core.team import Team, warn
 from ..files import claim, locked_byte, share, write_atomically
 from ..images.load import SYNTHETIC
 from . import source
@@ -79,7 +79,7 @@ def conditions(
         "processes": team.world_size,
         "version": __version__,
         "commit": source.commit(),
-        "code": source.digest(program),
+        **source.digests(program),
         "torch": version("torch"),
         "seed": options.seed,  # of run 0
         "launch": os.environ.get(LAUNCH) or new_name(),  # tells whose epochs are whose
@@ -171,15 +171,11 @@ class Campaign:
         check_conditions([agreed, *self.rows.values()], self.common, COMPUTED)
 
     def check_code(self, known: Iterable[Row], program: ModuleType) -> None:
-        """Raise ConfigError, after the lines that were changed, if conditions differ in the program's text alone."""
+        """Raise ConfigError, after the changed lines, if conditions differ in nothing but the texts of what runs."""
         for row in map(as_of_run_0, known):
             text = differences(self.common, row, AGREED)
-            if text and text == differences(self.common, row, ["code"]):
-                file, lines = source.changed_since(program, self.out, row["code"])
-                for line in lines:
-                    show(line)
-                was = f"{file} was changed since campaign {self.name} began" + (", as above" if lines else "")
-                raise ConfigError(f"{was}: undo that, or give another --campaign")
+            if text and text == differences(self.common, row, ["code", "core"]):
+                source.refuse_change(program, self.out, row, "give another --campaign")
 
     # ---- Runs
 

@@ -26,9 +26,14 @@ from .statistics import Comparison, compare_means, in_columns, verdict, wilson
 from .table import PLACE, differences
 
 MARGIN = 0.1  # points of accuracy that are equivalent
+LARGE = 5  # points of accuracy: runs that find no less are of little use
 TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
 BUSY = 0.95  # of the other side's CPU seconds a second: less is no equal share of the machine
-MEANINGS = {"code": "the program, core/ or images/ was changed", "digest": "the images differ"}
+MEANINGS = {
+    "code": "the program was changed, or is another",
+    "core": "core/ or images/, which all programs use, were changed",
+    "digest": "the images differ",
+}
 HEAD = ("n", "mean ± std", "difference", "99% interval", "p", "verdict")
 LOOKING = "p holds for a number of runs chosen before looking. Adding runs until p is small finds chance differences."
 
@@ -265,7 +270,8 @@ def meaning(
     unclear = [each.found for each in accuracy if each.found and each.word.startswith("no ")]
     if unclear:
         largest = max(found.detectable for found in unclear)
-        notes.append(f"No difference shown: one of {largest:.2g} points of accuracy would be found four times in five.")
+        found = f"one of {largest:.2g} points of accuracy would be found four times in five"
+        notes.append(f"No difference shown: {found}{hint_if_large(largest)}.")
     if any(each.found and each.found.pairs for each in accuracy):
         notes.append("Differences of accuracy are means over pairs of runs with the same seed.")
     notes.append(
@@ -279,6 +285,14 @@ def meaning(
     if any(differences(log.conditions, base.conditions, ["images", "digest"]) for log in sides.values()):
         notes.append("Images may differ: the intervals are of chance over runs, not of how hard the images are.")
     return "\n".join([*notes, LOOKING])
+
+
+def hint_if_large(detectable: float) -> str:
+    """Return what to do if so many points of accuracy are the least that runs can find."""
+    if detectable < LARGE:
+        return ""
+    cause = "which few changes make" if detectable < 100 else "which nothing makes"
+    return f", {cause}: runs differ too much by chance, so lower the learning rate, or train on more images or epochs"
 
 
 # ---- The command

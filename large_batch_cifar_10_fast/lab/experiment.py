@@ -5,10 +5,11 @@
 The baseline is a recipe with options, as for `train`. A variant is options that change it, or a program FILE.py, with
 options if need be. All are tested on training images that are kept out (--holdout), so that the test images are still
 new at the end. The same command continues an experiment that was interrupted; more --runs or --try add to it, which is
-a second look. --out gets the tables and logs of the runs, and a picture.
+a second look; --drop leaves a variant out. --out gets the tables and logs of the runs, and a picture.
 """
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -24,17 +25,21 @@ from matplotlib.figure import Figure
 
 from .. import ConfigError
 from ..files import write_atomically, write_picture
-from .compare import MARGIN, Verdict, accuracies, compare
+from ..images.load import load_images
+from .compare import MARGIN, Verdict, accuracies, compare, hint_if_large
 from .options import command_parser
 from .program import load_program, read_command, recipe_of
 from .results import Log, read_log
-from .table import read
+from .source import digests, refuse_change
+from .statistics import detectable
+from .table import Row, differences, read
 from .train import launch
 
 HOLDOUT = 10_000  # images of CIFAR-10's 50,000: a mean over them is exact to a third of what 1,000 allow
 OWN = ("campaign", "resume", "save", "profile")  # options of a run that an experiment sets or cannot use
 ALIKE = ("data", "holdout", "seed", "runs", "out", "teams", "nproc", "device")  # of all its campaigns
 BASELINE = "baseline"
+ENOUGH = 3  # runs, to tell their spread
 ORDINALS = {2: "Second", 3: "Third", 4: "Fourth", 5: "Fifth"}
 COLORS = {"better": "#009E73", "worse": "#D55E00", "equivalent": "#0072B2"}
 
@@ -62,56 +67,81 @@ class Plan:
 
 def words_of_variant(text: str) -> tuple[str, list[str]]:
     """Return the name of a variant's campaign, and the words that it adds to a command line. Raise ConfigError."""
-    words = []
-    for number, part in enumerate(text.split()):
-        if number == 0 and part.endswith(".py"):
-            words.append(f"--recipe={part}")
-        elif re.fullmatch(r"\w+(=.*)?", part):
-            words.append(f"--{part}")
-        else:
-            raise ConfigError(f'--try "{text}": {part} is no option like name=value; FILE.py comes first')
+    file = re.match(r".*?\.py(?=\s|$)", text.strip())
+    program = file.group() if file else ""
+    try:
+        options = shlex.split(text.strip()[len(program) :])
+    except ValueError as error:  # an opened quotation
+        raise ConfigError(f'--try "{text}": {error}') from error
+    if program and not Path(program).expanduser().is_file():
+        raise ConfigError(f'--try "{text}": {program} is no file; FILE.py comes first, then name=value')
+    for option in options:
+        if not re.match(r"\w+(=|$)", option):
+            raise ConfigError(f'--try "{text}": {option} is no option like name=value')
+    words = [f"--{option}" for option in options]
+    names = options
+    if program:
+        words = [f"--recipe={Path(program).expanduser().absolute()}", *words]
+        names = [Path(program).stem, *options]
     if not words:
         raise ConfigError('--try "": give name=value, or FILE.py')
-    stems = [Path(part).stem if part.endswith(".py") else part for part in text.split()]
-    return re.sub(r"[^\w.:+=-]", "-", "+".join(stems))[:100], words
+    return re.sub(r"[^\w.:+=-]", "-", "+".join(names))[:100], words
 
 
-def make_plan(baseline: Sequence[str], texts: Sequence[str], runs: int, out: Path) -> Plan:
-    """Return the plan of an experiment, new or continued. Raise ConfigError if it cannot be one."""
+def make_plan(baseline: Sequence[str], texts: Sequence[str], dropped: Sequence[str], runs: int, out: Path) -> Plan:
+    """Return the plan of an experiment, new or continued. Raise ConfigError if it cannot be one.
+
+    Of an earlier plan's variants, those are kept that have a run and are not dropped.
+    """
     variants: dict[str, list[str]] = {}
     for text in texts:
         name, words = words_of_variant(text)
         if name in variants or name == BASELINE:
             raise ConfigError(f'--try "{text}" has the name {name}, as another has: leave it out, or rename the file')
         variants[name] = words
-    begun = read_plan(out) if read(out / "runs.tsv") else None  # without a run there is nothing to continue
-    plan = begun or Plan(list(baseline), {}, [])
-    if plan.baseline != list(baseline):
-        before = " ".join(plan.baseline)
-        raise ConfigError(f"{out} has an experiment with the baseline {before}: give the same, or another --out")
-    changed = [name for name in variants if plan.variants.get(name, variants[name]) != variants[name]]
-    if changed:
-        raise ConfigError(f"{out} has another variant {changed[0]}: choose another --out")
-    plan.variants |= variants
-    if not plan.variants:
+    made = {name: len(rows) for name, rows in rows_of(out).items()}
+    begun = read_plan(out) if made else None  # without a run there is nothing to continue
+    before = begun or Plan(list(baseline), {}, [])
+    if before.baseline != list(baseline):
+        was = " ".join(before.baseline)
+        raise ConfigError(f"{out} has an experiment with the baseline {was}: give the same, or another --out")
+    for name, words in variants.items():
+        if name in made and before.variants.get(name, words) != words:
+            raise ConfigError(f"{out} has another variant {name}: choose another --out")
+    unknown = [name for name in dropped if name not in before.variants]
+    if unknown:
+        raise ConfigError(f"--drop {unknown[0]} is no variant of {out}, which has {', '.join(before.variants)}")
+    kept = {name: words for name, words in before.variants.items() if name in made}
+    variants = {name: words for name, words in {**kept, **variants}.items() if name not in dropped}
+    if not variants:
         raise ConfigError('there is nothing to compare: give a variant, like --try "filter_rate=0.12"')
-    if plan.looks and runs < plan.runs:
-        raise ConfigError(f"--runs {runs} is less than the {plan.runs} that were planned: give as many or more")
-    look = {"runs": runs, "variants": len(plan.variants)}
-    if look not in plan.looks:
-        plan.looks.append(look)
-    return plan
+    most = max((made.get(name, 0) for name in (BASELINE, *variants)), default=0)
+    if runs < most:
+        raise ConfigError(f"--runs {runs} is less than the {most} that are finished: give as many or more")
+    look = {"runs": runs, "variants": len(variants)}
+    looks = before.looks if before.looks[-1:] == [look] else [*before.looks, look]
+    return Plan(list(baseline), variants, looks)
 
 
 def read_plan(out: Path) -> Plan | None:
     """Return the plan of an experiment; None if there is none. Raise ConfigError if it cannot be read."""
     path = out / "experiment.json"
     try:
-        return Plan(**json.loads(path.read_text()))
+        plan = Plan(**json.loads(path.read_text()))
+        check_plan(plan)
+        return plan
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): choose another --out") from error
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise an error for what is no plan of ours."""
+    words = [*plan.baseline, *(word for added in plan.variants.values() for word in added)]
+    counts = [look[name] for look in plan.looks for name in ("runs", "variants")]
+    if not counts or {*map(type, words)} != {str} or {*map(type, counts)} != {int}:
+        raise ValueError("it is no plan of an experiment")
 
 
 def write_plan(plan: Plan, out: Path) -> None:
@@ -145,6 +175,31 @@ def read_options(words: Sequence[str]) -> tuple[Any, Any]:
 # ---- The runs
 
 
+def rows_of(out: Path) -> dict[str, list[Row]]:
+    """Return the rows of the finished runs, by campaign."""
+    found: dict[str, list[Row]] = {}
+    for row in read(out / "runs.tsv"):
+        found.setdefault(row["campaign"], []).append(row)
+    return found
+
+
+def check_finished(plan: Plan, out: Path) -> None:
+    """Raise ConfigError if finished runs were made by other programs, or on other images, than runs would be now."""
+    made = rows_of(out)
+    if not made:
+        return
+    options = read_options(plan.baseline)[0]
+    digest = load_images(options.data, options.holdout).digest
+    for name, words in plan.campaigns.items():
+        for row in made.get(name, [])[:1]:
+            program = load_program(recipe_of(words))
+            now = digests(program)
+            if differences(row, now, now):
+                refuse_change(program, out, row, "choose another --out, or another file for a variant")
+            if row["digest"] != digest:
+                raise ConfigError(f"--data {options.data} has other images than campaign {name}: choose another --out")
+
+
 def make_runs(plan: Plan, out: Path, teams: int) -> tuple[dict[str, str], int]:
     """Make the missing runs, the campaigns in turn, so that all meet the same machine.
 
@@ -155,10 +210,11 @@ def make_runs(plan: Plan, out: Path, teams: int) -> tuple[dict[str, str], int]:
     failed: dict[str, str] = {}
     turn = teams
     done = 0
+    said = False
     while done < plan.runs:
         done = min(done + turn, plan.runs)
         for name, words in plan.campaigns.items():
-            finished = seconds_of_runs(out, name)
+            finished = rows_of(out).get(name, [])
             if len(finished) >= done or name in failed:
                 continue
             options = [*precision_of(out), *words, f"--campaign={name}", f"--runs={done}", f"--out={out}"]
@@ -169,30 +225,44 @@ def make_runs(plan: Plan, out: Path, teams: int) -> tuple[dict[str, str], int]:
             failure, status = launch_into(out / f"{name}.log", options)
             if status > 128:
                 return failed, status
-            made = seconds_of_runs(out, name)[len(finished) :]
+            made = rows_of(out).get(name, [])[len(finished) :]
             if status or not made:
                 failed[name] = failure or "another launch is making its runs"
                 if name == BASELINE:
                     return failed, 0
                 continue
-            training = sum(made) / teams
+            seconds = [float(row["seconds"]) for row in made]
+            training = sum(seconds) / teams
             around = time.monotonic() - start - training  # start, compilation and end
             turn = max(teams, min((plan.runs + 1) // 2, round(around * len(made) / training)))
+        said = said or say_what_is_found(plan, out)
     return failed, 0
 
 
+def say_what_is_found(plan: Plan, out: Path) -> bool:
+    """Say on STDERR which difference the planned runs would find, by the spread of the baseline's; return if known."""
+    log = read_log(f"{out}/runs.tsv:{BASELINE}")
+    if log.diverged or log.count < ENOUGH:
+        return False
+    spread = accuracies(log).std()
+    least = detectable(math.sqrt(2 / plan.runs) * spread, plan.runs - 1, len(plan.variants))
+    text = f"the baseline's runs have a standard deviation of {spread:.2g} points: by it, {plan.runs} runs of each find"
+    print(f"{text} a difference of {least:.2g} points four times in five{hint_if_large(least)}", file=sys.stderr)
+    return True
+
+
 def launch_into(log: Path, options: Sequence[str]) -> tuple[str, int]:
-    """Make runs, and append their log to a file. Return how that failed, and the exit status."""
+    """Make runs, and append their log to a file. Return how that failed, and the exit status. Raise ConfigError."""
     try:
-        with log.open("ab") as file:
+        file = log.open("ab")
+    except OSError as error:
+        raise ConfigError(f"{log} cannot be written ({error.strerror}): choose another --out") from error
+    with file:
+        try:
             ended = launch(options, file)
-    except ConfigError as error:
-        return str(error), 1
+        except ConfigError as error:
+            return str(error), 1
     return ended.failure, ended.status
-
-
-def seconds_of_runs(out: Path, campaign: str) -> list[float]:
-    return [float(row["seconds"]) for row in read(out / "runs.tsv") if row["campaign"] == campaign]
 
 
 def precision_of(out: Path) -> list[str]:
@@ -205,7 +275,7 @@ def precision_of(out: Path) -> list[str]:
 
 def read_logs(plan: Plan, out: Path) -> dict[str, Log]:
     """Return the results of all campaigns that have runs, best first. Raise ConfigError without any of the baseline."""
-    made = {row["campaign"] for row in read(out / "runs.tsv")}
+    made = rows_of(out)
     if BASELINE not in made:
         raise ConfigError(f"{out} has no finished run of the baseline: start without --report")
     logs = {name: read_log(f"{out}/runs.tsv:{name}") for name in plan.campaigns if name in made}
@@ -216,7 +286,7 @@ def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict
     """Return what is known of the looks, and what is to be done last."""
     notes = []
     if len(logs) < len(plan.campaigns) or any(log.count < plan.runs for log in logs.values()):
-        notes.append(f"Not finished: {plan.runs} runs of each are planned.")
+        notes.append(f"Not finished: {plan.runs} runs of each are planned. --drop NAME leaves a variant out.")
     if len(plan.looks) > 1:
         look = ORDINALS.get(len(plan.looks), f"{len(plan.looks)}th")
         texts = ["{runs} runs of {variants} variant(s)".format(**look) for look in plan.looks]
@@ -234,20 +304,24 @@ def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict
 # ---- The picture
 
 
-def swept_option(plan: Plan) -> tuple[str, dict[str, float]]:
+def swept_option(plan: Plan, logs: Mapping[str, Log]) -> tuple[str, dict[str, float]]:
     """Return the option of which two or more variants are values, and its value by campaign; or "" and nothing."""
     pairs = {}
     for name, words in plan.variants.items():
         option, _, value = words[0].removeprefix("--").partition("=")
-        if len(words) == 1 and re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", value):
+        if len(words) == 1 and is_number(value):
             pairs[name] = option, float(value)
     options = [option for option, _ in pairs.values()]
     option = max(options, key=options.count, default="")
-    own = getattr(read_options(plan.baseline)[1], option, None)
-    if options.count(option) < 2 or not isinstance(own, int | float):
+    own = logs[BASELINE].conditions.get(option, "")
+    if options.count(option) < 2 or not is_number(own):
         return "", {}
     values = {name: value for name, (owner, value) in pairs.items() if owner == option}
     return option, values | {BASELINE: float(own)}
+
+
+def is_number(text: str) -> bool:
+    return bool(re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text))
 
 
 def draw(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict], margin: float) -> Figure:
@@ -255,7 +329,7 @@ def draw(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict], m
 
     The picture is as wide as README shows it.
     """
-    option, values = swept_option(plan)
+    option, values = swept_option(plan, logs)
     compared = {name: verdict for name, verdict in verdicts.items() if verdict.found}
     figure = Figure(figsize=(8.5, 1.6 + 0.45 * len(compared) + (2.2 if option else 0)), dpi=200, layout="constrained")
     panels: Any = figure.subplots(2 if option else 1, 1, squeeze=False)[:, 0]
@@ -307,7 +381,8 @@ def draw_sweep(axes: Axes, option: str, values: Mapping[str, float], logs: Mappi
 def main(arguments: Sequence[str]) -> int:
     parser = command_parser(__doc__)
     parser.add_argument("--try", dest="variants", action="append", default=[], metavar="CHANGE", help="a variant")
-    parser.add_argument("--runs", type=int, default=6, help="runs of each, chosen before looking (6)")
+    parser.add_argument("--drop", action="append", default=[], metavar="NAME", help="leave out a variant that has runs")
+    parser.add_argument("--runs", type=int, default=12, help="runs of each, chosen before looking (12)")
     parser.add_argument("--out", type=Path, default=Path("experiment"), help="folder of the experiment (experiment)")
     parser.add_argument("--holdout", type=int, default=HOLDOUT, help="training images to test on (10000)")
     parser.add_argument("--margin", type=float, default=MARGIN, help="points of accuracy that are equivalent (0.1)")
@@ -318,7 +393,7 @@ def main(arguments: Sequence[str]) -> int:
     out = options.out.expanduser()
     failed: dict[str, str] = {}
     if options.report:
-        if baseline or options.variants:
+        if baseline or options.variants or options.drop:
             raise ConfigError("--report shows what is there: give it no more than --out and --margin")
         plan = read_plan(out)
         if not plan:
@@ -330,8 +405,10 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(
                 f"--holdout {options.holdout}: keep out at least one training image, or test images decide"
             )
-        plan = make_plan([*baseline, f"--holdout={options.holdout}"], options.variants, options.runs, out)
+        words = [*baseline, f"--holdout={options.holdout}"]
+        plan = make_plan(words, options.variants, options.drop, options.runs, out)
         teams = check_commands(plan)
+        check_finished(plan, out)
         write_plan(plan, out)
         failed, status = make_runs(plan, out, teams)
         if status:
@@ -342,7 +419,8 @@ def main(arguments: Sequence[str]) -> int:
         if BASELINE in failed:
             return 1
     logs = read_logs(plan, out)
-    report = compare(logs, BASELINE, options.margin, len(plan.variants))
+    tried = {*rows_of(out), *plan.variants} - {BASELINE}  # also those that were dropped
+    report = compare(logs, BASELINE, options.margin, len(tried))
     print(f"Baseline: {' '.join(plan.baseline)}\n\n{report.text}\n\n{notes_on(plan, logs, report.accuracy)}")
     if any(verdict.found for verdict in report.accuracy.values()):
         picture = out / "experiment.png"

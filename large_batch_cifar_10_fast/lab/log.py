@@ -172,8 +172,8 @@ class Recorder:
     def print_head(self, images: Images) -> None:
         common = self.common
         processes = "1 process" if self.team.world_size == 1 else f"{self.team.world_size} processes"
-        code = f"commit {common['commit']}, code {common['code']}, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-        print_line(f"# large_batch_cifar_10_fast {__version__}, {code}")
+        code = f"commit {common['commit']}, code {common['code']}, core {common['core']}"
+        print_line(f"# large_batch_cifar_10_fast {__version__}, {code}, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")
         print_line(f"# {software()}")
         print_line(f"# {common['workers']} workers on {processes}, {common['device']}")
         counts = f"{len(images.train_images)} training and {len(images.test_images)} test images"

@@ -19,7 +19,7 @@ from ..core.score import Score
 from ..core.team import warn
 from ..images.load import load_images
 from .program import PROGRAMS, file_of, load_program, stored_hyp
-from .source import digest
+from .source import digests
 
 
 class Classifier(nn.Module):
@@ -99,9 +99,13 @@ def load(weights: Path | str, program: Path | str = "") -> Classifier:
         raise
     except Exception as error:  # torch raises nearly anything for a damaged or foreign file
         raise ConfigError(f"{weights} cannot be loaded ({first_line(error)}): give a file that --save wrote") from error
-    if digest(code) != model.about["code"]:
-        file = file_of(code)
-        warn(f"{weights} is of another version of {file.name} or core/: if the network changed, so do predictions")
+    now = digests(code)
+    changed = [
+        file for name, file in (("code", file_of(code).name), ("core", "core/")) if model.about.get(name) != now[name]
+    ]
+    if changed:
+        other = " and ".join(changed)
+        warn(f"{weights} is of another version of {other}: if the network changed, so do predictions")
     if not all(weight.isfinite().all() for weight in saved["weights"].values()):
         warn(f"{weights} has numbers that are not finite, since its run diverged: it predicts nothing")
     return model.eval()

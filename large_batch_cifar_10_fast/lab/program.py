@@ -102,7 +102,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             )
             if campaign:
                 with warned("the program's source"):
-                    source.store(program, campaign.out, common["code"])
+                    source.store(program, campaign.out)
             # In the end, also by an error: before the process group ends.
             opened.callback(machine.close)
             with out_of_memory_hint("training"):

@@ -29,7 +29,9 @@ OF_PUBLISHED |= {"device": "8 x Tesla V100-SXM2-32GB", "processes": "8", "clock"
 OF_PUBLISHED |= {"label_smoothing": "0.2"}
 RUN_LINE = r"^Train acc \S+ loss (?P<train_loss>\S+), validation acc (?P<accuracy>\S+) "
 RUN_LINE += r"loss (?P<validation_loss>\S+) wall time (?P<seconds>\S+)s\s*$"
-HEAD_LINE = r"^# (?:large_batch_cifar_10_fast .*, commit (?P<commit>\S+), code (?P<code>\w+),.*"
+HEAD_LINE = (
+    r"^# (?:large_batch_cifar_10_fast .*, commit (?P<commit>\S+), code (?P<code>\w+)(?:, core (?P<core>\w+))?,.*"
+)
 HEAD_LINE += r"|Python .*, torch (?P<torch>[^,+]+).*"
 HEAD_LINE += r"|(?P<workers>\d+) workers on (?P<processes>\d+) process(?:es)?, (?P<device>.*)"
 HEAD_LINE += r"|data (?P<images>.*): .* images, SHA-256 (?P<digest>\w+)"

@@ -1,38 +1,51 @@
-"""The text of what runs: a digest over it, and a copy beside each campaign's tables."""
+"""The text of what runs: digests over it, and a copy beside each campaign's tables."""
 
 import difflib
 import hashlib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
-from .. import PACKAGE
+from .. import PACKAGE, ConfigError
 from ..core.devices import output_of
-from ..core.team import warn
+from ..core.team import show, warn
 from ..files import write_atomically
 from ..loading import TEXTS, decode, files_of, name_of_ours
 
 
 def texts_of(program: ModuleType) -> dict[str, bytes]:
-    """Return the texts that decide a program's results, by file name, as they were loaded. The program's own is first.
+    """Return the text of a program, of the modules of its folder and of our programs that it imports, by file name.
 
-    Then come the modules of its folder and our programs, if it imports them, and the modules of core/ and images/.
+    All are as they were loaded. The program's own is first.
     """
-    files = dict(files_of(program))
-    for folder in ("core", "images"):
-        files |= {name_of_ours(file): file for file in sorted((PACKAGE / folder).glob("*.py"))}
-    return {name: TEXTS[file] if file in TEXTS else file.read_bytes() for name, file in files.items()}
+    return {name: loaded_text(file) for name, file in files_of(program).items()}
 
 
-def digest(program: ModuleType) -> str:
-    """Return 12 hexadecimal digits of the SHA-256 over the texts that decide a program's results."""
+def core_texts() -> dict[str, bytes]:
+    """Return the texts of core/ and images/, which all programs use, as they were loaded."""
+    files = [file for folder in ("core", "images") for file in sorted((PACKAGE / folder).glob("*.py"))]
+    return {name_of_ours(file): loaded_text(file) for file in files}
+
+
+def loaded_text(file: Path) -> bytes:
+    return TEXTS[file] if file in TEXTS else file.read_bytes()
+
+
+def digest(texts: Mapping[str, bytes]) -> str:
+    """Return 12 hexadecimal digits of the SHA-256 over texts and their names."""
     total = hashlib.sha256()
-    for name, text in sorted(texts_of(program).items()):
+    for name, text in sorted(texts.items()):
         total.update(name.encode())
         total.update(hashlib.sha256(text).digest())
     return total.hexdigest()[:12]
+
+
+def digests(program: ModuleType) -> dict[str, str]:
+    """Return the conditions `code`, of a program and what it imports, and `core`, of core/ and images/."""
+    return {"code": digest(texts_of(program)), "core": digest(core_texts())}
 
 
 MOST_LINES = 40  # of texts that differ
@@ -48,23 +61,46 @@ def changed_lines(old: Sequence[str], new: Sequence[str]) -> list[str]:
     return lines
 
 
-def changed_since(program: ModuleType, folder: Path, code: str) -> tuple[str, list[str]]:
-    """Return which file of a program was changed since `store` wrote this digest, and its changed lines.
+def changed_since(program: ModuleType, folder: Path, was: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return which file was changed since `store` wrote the texts of these `digests`, and its changed lines.
 
-    What a commit holds was not stored: then the file is "core/", without lines.
+    What a commit holds was not stored: then the file is "core/ or images/", or a program of ours, without lines.
     """
     texts = texts_of(program)
     own = next(iter(texts))
-    text = folder / f"source-{code}.py"
-    archive = text.with_suffix(".zip")
-    stored = {own: text.read_bytes()} if text.exists() else {}
-    if archive.exists():
-        with zipfile.ZipFile(archive) as zipped:
-            stored |= {name: zipped.read(name) for name in zipped.namelist() if name in texts}
+    stored: dict[str, bytes] = {}
+    code = was.get("code", "")
+    if code != digest(texts):
+        path = folder / f"source-{code}.py"
+        stored = {own: path.read_bytes()} if path.exists() else {}
+        stored |= read_archive(path.with_suffix(".zip"))
+        unknown = "what it imports" if stored.get(own) == texts[own] else own
+    else:
+        texts = core_texts()
+        stored = read_archive(folder / f"core-{was.get('core', '')}.zip")
+        unknown = "core/ or images/"
     for name, old in stored.items():
-        if texts[name] != old:
-            return Path(name).name, changed_lines(decode(old).splitlines(), decode(texts[name]).splitlines())
-    return "core/", []
+        new = texts.get(name, b"")
+        if new != old:
+            return Path(name).name, changed_lines(decode(old).splitlines(), decode(new).splitlines())
+    return unknown, []
+
+
+def read_archive(path: Path) -> dict[str, bytes]:
+    """Return the files of an archive that `store` wrote, by name; none if it is not there."""
+    if not path.exists():
+        return {}
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def refuse_change(program: ModuleType, folder: Path, row: Mapping[str, str], advice: str) -> NoReturn:
+    """Show which lines of a program, core/ or images/ were changed since a campaign made a row. Raise ConfigError."""
+    file, lines = changed_since(program, folder, row)
+    for line in lines:
+        show(line)
+    above = ", as above" if lines else ""
+    raise ConfigError(f"{file} was changed since campaign {row['campaign']} began{above}: undo that, or {advice}")
 
 
 def git(*words: str) -> str:
@@ -78,25 +114,35 @@ def commit() -> str:
     return git("describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
-def store(program: ModuleType, folder: Path, code: str) -> None:
-    """Write the program's text to source-CODE.py; and the others to source-CODE.zip, if no commit holds them.
+def store(program: ModuleType, folder: Path) -> None:
+    """Write the program's text to source-CODE.py, and what no commit holds of the others to archives. Raise OSError.
 
-    All are as they were loaded: warn of files that were changed since. `code` is the digest. Raise OSError.
+    source-CODE.zip has what the program imports, core-CORE.zip has core/ and images/, named by their `digests`. All are
+    as they were loaded: warn of files that were changed since.
     """
     texts = texts_of(program)
-    own = next(iter(texts))
+    core = core_texts()
+    names = digests(program)
     for name, file in (files_of(program) | {name_of_ours(file): file for file in TEXTS}).items():
-        if name in texts and not (file.exists() and file.read_bytes() == texts[name]):
+        if name in texts | core and not (file.exists() and file.read_bytes() == loaded_text(file)):
             warn(f"{name} was changed after it was loaded: the text that was loaded runs, and is stored")
-    path = folder / f"source-{code}.py"
+    own = next(iter(texts))
+    path = folder / f"source-{names['code']}.py"
     if not path.exists():
         with write_atomically(path) as unfinished:
             unfinished.write_bytes(texts[own])
-    others = [name for name in texts if name != own]
-    if commit() != "unknown" and not git("status", "--porcelain", "--", str(PACKAGE)):
-        others = [name for name in others if not name.startswith(f"{PACKAGE.name}/")]
-    archive = path.with_suffix(".zip")
-    if others and not archive.exists():
-        with write_atomically(archive) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as zipped:
-            for name in others:
-                zipped.writestr(name, texts[name])
+    committed = commit() != "unknown" and not git("status", "--porcelain", "--", str(PACKAGE))
+    others = {name: text for name, text in texts.items() if name != own}
+    if committed:
+        others = {name: text for name, text in others.items() if not name.startswith(f"{PACKAGE.name}/")}
+        core = {}
+    write_archive(path.with_suffix(".zip"), others)
+    write_archive(folder / f"core-{names['core']}.zip", core)
+
+
+def write_archive(path: Path, texts: Mapping[str, bytes]) -> None:
+    """Write texts to an archive, unless there are none, or it is there."""
+    if texts and not path.exists():
+        with write_atomically(path) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, text in texts.items():
+                archive.writestr(name, text)

@@ -49,11 +49,15 @@ def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comp
         test = stats.ttest_rel(a, b) if pairs else stats.ttest_ind(a, b, equal_var=False)
     significance = SIGNIFICANCE / tests
     low, high = map(float, test.confidence_interval(1 - significance))
-    quantile = partial(stats.t.ppf, df=test.df)
-    error = (high - low) / 2 / quantile(1 - significance / 2)
-    detectable = float(error * (quantile(1 - significance / 2) + quantile(POWER)))
+    error = (high - low) / 2 / stats.t.ppf(1 - significance / 2, test.df)
     p = min(1.0, tests * float(test.pvalue))
-    return Comparison(float(a.mean() - b.mean()), low, high, p, detectable, pairs)
+    return Comparison(float(a.mean() - b.mean()), low, high, p, detectable(error, test.df, tests), pairs)
+
+
+def detectable(error: float, df: float, tests: int) -> float:
+    """Return the difference that is found with POWER, by its standard error and the degrees of freedom."""
+    quantile = partial(stats.t.ppf, df=df)
+    return float(error * (quantile(1 - SIGNIFICANCE / tests / 2) + quantile(POWER)))
 
 
 def verdict(found: Comparison, more_is_better: bool, margin: float) -> str:

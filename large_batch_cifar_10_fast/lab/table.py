@@ -23,7 +23,7 @@ Row = dict[str, str]
 GOAL = 0.94  # accuracy
 # What may decide a result. Runs that differ in one of these are not of one campaign.
 CONDITIONS = (
-    *("recipe", "options", "workers", "digest", "code", "torch"),
+    *("recipe", "options", "workers", "digest", "code", "core", "torch"),
     *("precision", "compile", "no_graph", "micro_batches", "environment"),
 )
 PLACE = ("device", "processes")  # alike within a table; between tables they only rule out a comparison of times
