@@ -22,6 +22,10 @@ class ConfigError(Exception):
         self.reported = os.environ.get("LOCAL_RANK", "0") != "0"
 
 
+class LostError(Exception):
+    """What a run has made cannot be written. Its text is one line: what is lost, and why."""
+
+
 class Interrupted(BaseException):
     """A signal that ends a command: a sentence about it, and the exit status."""
 

@@ -6,12 +6,13 @@ import fcntl
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from . import ConfigError
+from . import ConfigError, LostError, first_line
 from .core.team import warn
 
 warn_once = cache(warn)
@@ -92,6 +93,24 @@ def write_atomically(path: Path) -> Iterator[Path]:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+TRIES = 10  # a minute apart, of writing what a run has made
+PAUSE = 60  # seconds
+
+
+def write_patiently(write: Callable[[], None], what: str, lost: str) -> None:
+    """Write what a run has made. On a full disk wait and try again, with a line a minute. Raise LostError."""
+    for left in reversed(range(TRIES)):
+        try:
+            write()
+            return
+        except (OSError, ConfigError) as error:  # ConfigError: of a table that someone has edited meanwhile
+            reason = first_line(getattr(error, "strerror", None) or error)
+        if left:
+            warn(f"{reason}: {what} is not written; make room, the next of {left} more tries is in {PAUSE} seconds")
+            time.sleep(PAUSE)
+    raise LostError(f"{reason}: {what} is not written, and {lost}")
 
 
 def write_picture(figure: Any, path: Path, option: str) -> None:

@@ -1,13 +1,16 @@
 """A campaign loses nothing: killed and resumed, or made in shares, it equals an uninterrupted one."""
 
 import contextlib
+import errno
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -15,9 +18,11 @@ import torch
 from attack import processes_of
 from conftest import DIFFERENT, LAUNCHER, TINY, environment, run_here, train_together, without_progress, write_npz
 
-from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast import ConfigError, LostError, files
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
+from large_batch_cifar_10_fast.lab import table
 from large_batch_cifar_10_fast.lab.log import Recorder
+from large_batch_cifar_10_fast.lab.process import exit_process
 from large_batch_cifar_10_fast.lab.results import read_log
 
 pytestmark = pytest.mark.slow
@@ -42,9 +47,9 @@ def uninterrupted(arguments, tmp_path_factory) -> tuple[Path, str]:
 
 def test_log_and_tables_hold_every_run_and_epoch(uninterrupted):
     """Without the lines that begin with #, the log has the published form."""
-    table, text = uninterrupted
-    (path := table.with_name("log")).write_text(text)
-    log, found, curve = (read_log(str(each)) for each in (path, table, table.with_name("timing_log.tsv")))
+    runs, text = uninterrupted
+    (path := runs.with_name("log")).write_text(text)
+    log, found, curve = (read_log(str(each)) for each in (path, runs, runs.with_name("timing_log.tsv")))
     lines = re.sub("(?m)^#.*\n", "", text).splitlines()
     words = ["Uploaded data", "Compute patch", *RUNS * ["Train acc"], "Maximum training", "Lowest accuracy", "0 runs"]
     assert [" ".join(line.split()[:2]) for line in lines] == words
@@ -225,3 +230,70 @@ def test_a_run_is_not_lost_if_other_files_cannot_be_written(small, tmp_path, cap
         assert re.search(f"Warning: .*{name} is not written", errors), errors
     assert (tmp_path / "epochs.tsv").read_text() == "epoch\tmine\n1\t2\n"
     assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [0]
+
+
+@pytest.fixture
+def full_disk(monkeypatch) -> dict[str, int]:
+    """Let the disk have no room for a row until `pauses` pauses are over; return what was counted."""
+    counted = {"pauses": 0, "runs": 0, "room_after": 2}
+
+    def flush(descriptor, path):
+        is_full = path.name == "runs.tsv" and rows_of(path) > 1
+        if is_full and counted["pauses"] < counted["room_after"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def begin(recorder, run):
+        counted["runs"] += 1
+        original(recorder, run)
+
+    def sleep(seconds):
+        counted["pauses"] += 1
+
+    original = Recorder.begin
+    monkeypatch.setattr(Recorder, "begin", begin)
+    monkeypatch.setattr(table, "flush_to_disk", flush)
+    monkeypatch.setattr(files, "TRIES", 3)
+    monkeypatch.setattr(files, "time", SimpleNamespace(sleep=sleep))
+    return counted
+
+
+def test_a_run_waits_for_a_full_disk(small, tmp_path, full_disk, capsys):
+    run_here(*small, "--runs", 4, "--out", tmp_path)
+    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [0, 1, 2, 3]
+    lines = re.findall(r"Warning: No space left on device: run 1 of .*, accuracy 0\.\d+\) is", capsys.readouterr().err)
+    assert len(lines) == 2
+
+
+def test_no_run_is_made_that_a_full_disk_cannot_keep(small, tmp_path, full_disk):
+    full_disk["room_after"] = 99
+    with pytest.raises(LostError, match=r"^No space left on device: run 1 of .* is lost: make room, and start again"):
+        run_here(*small, "--runs", 9, "--out", tmp_path)
+    assert full_disk["runs"] == 2
+    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [0]
+
+
+def test_weights_that_a_full_disk_did_not_take_are_an_error(small, tmp_path, monkeypatch):
+    """The row of their run is there."""
+    monkeypatch.setattr(files, "TRIES", 1)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, unlimited[1]))
+    try:
+        with pytest.raises(LostError, match=r"^File too large: .*w.pt is not written, and the weights of run 0 are"):
+            run_here(*small, "--out", tmp_path, "--save", tmp_path / "w.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [0]
+    assert not (tmp_path / "w.pt").exists()
+
+
+def test_what_cannot_be_kept_ends_a_process_with_one_line(capsys, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match="1"), exit_process():
+        raise LostError("No space left on device: w.pt is not written")
+    assert capsys.readouterr().err == "process 0: No space left on device: w.pt is not written\n"
+
+
+def test_the_log_says_whose_the_curve_is(small, tmp_path, capsys):
+    for campaign in ("mine", "yours"):
+        run_here(*small, "--out", tmp_path, "--campaign", campaign)
+        assert ("\n# timing_log.tsv in" in capsys.readouterr().out) == (campaign == "yours")

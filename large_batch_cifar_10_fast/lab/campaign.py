@@ -6,6 +6,7 @@ that are alive; finished runs have theirs in their rows.
 """
 
 import contextlib
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from .. import LAUNCH, ConfigError, __version__
 from ..core.data import Images
 from ..core.devices import hardware_name
 from ..core.team import Team, warn
-from ..files import claim, locked_byte, share, write_atomically
+from ..files import claim, locked_byte, share, write_atomically, write_patiently
 from ..images.load import SYNTHETIC
 from . import source
 from .options import Options, as_pairs
@@ -109,6 +110,7 @@ class Campaign:
         self.epochs = Table(out / "epochs.tsv", EPOCHS, durable=False)
         self.reader = Reader(self.table.path)
         self.rows: dict[int, Row] = {}  # the finished ones, by run
+        self.has_others = False  # other campaigns in the same table
         self.path = out / ".campaigns" / f"{name}.json"
         self.common: dict[str, str] = {"campaign": name}
         try:
@@ -134,6 +136,8 @@ class Campaign:
         for row in self.reader.new_rows():
             if row["campaign"] == self.name:
                 self.rows[int(row["run"])] = row
+            else:
+                self.has_others = True
 
     # ---- Conditions
 
@@ -196,20 +200,25 @@ class Campaign:
         self.epochs.append({**self.common, "run": run, **epoch})
 
     def add_run(self, run: int, row: Mapping[str, object]) -> None:
-        """Append a finished run. Where locks have no effect, another launch may have made it, too: then warn."""
+        """Append a finished run; wait for a full disk, and raise LostError if it stays full.
+
+        Where locks have no effect, another launch may have made the run, too: then warn.
+        """
         with contextlib.suppress(ConfigError):  # of a table that someone edited: first this row must be written
             self.read_rows()
         if run in self.rows:
             warn(f"another launch has made run {run}, too: use an --out of its own, since locks have no effect here")
             return
         self.rows[run] = {name: str(value) for name, value in {**self.common, **row}.items()}
-        self.table.append(self.rows[run])
+        accuracy = float(self.rows[run]["validation_accuracy"])
+        self.table.waiting.append(self.table.line(self.rows[run]))
+        what = f"run {run} of {self.table.path} (seed {row['seed']}, accuracy {accuracy:.4f})"
+        write_patiently(self.table.write, what, "is lost: make room, and start again")
 
     def finish(self) -> None:
-        """Write the rows that a full disk did not take, or raise OSError; and read those of other launches."""
-        self.table.append()
+        """Write the epochs that a full disk did not take, and read the rows of other launches."""
         with contextlib.suppress(OSError, ConfigError):  # of which a warning has told
-            self.epochs.append()
+            self.epochs.write()
         self.read_rows()
 
     def write_curve(self, epochs: Sequence[Mapping[str, float]]) -> None:
@@ -218,8 +227,14 @@ class Campaign:
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], about: Row, for_use: Mapping[str, object]) -> None:
-    """Write weights, the row of their run, and what it takes to use them."""
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    """Write weights, the row of their run, and what it takes to use them. Wait for a full disk, or raise LostError."""
     on_cpu = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
-    with write_atomically(path) as unfinished:
-        torch.save({"weights": on_cpu, "about": about, **for_use}, unfinished)
+    content = io.BytesIO()  # to a file torch.save raises errors that do not say why
+    torch.save({"weights": on_cpu, "about": about, **for_use}, content)
+
+    def write() -> None:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(path) as unfinished:
+            unfinished.write_bytes(content.getbuffer())
+
+    write_patiently(write, str(path), f"the weights of run {about['run']} are lost: a new --campaign makes them again")

@@ -128,8 +128,7 @@ class Recorder:
         at_goal = [epoch for epoch in self.epochs if epoch["validation_accuracy"] >= GOAL]
         if at_goal and not last.diverged:
             row |= {"goal_epoch": at_goal[0]["epoch"], "goal_seconds": at_goal[0]["seconds"]}
-        with warned("runs.tsv"):  # the next append tries again
-            self.campaign.add_run(self.run, row)
+        self.campaign.add_run(self.run, row)
         finished = self.campaign.rows[self.run]
         if teams_on_this_machine(self.team) > 1:
             print_line(f"# run {self.run}, seed {finished['seed']}")
@@ -140,16 +139,17 @@ class Recorder:
         if self.run == 0:
             with warned("timing_log.tsv"):
                 self.campaign.write_curve(self.epochs)
+            if self.campaign.has_others:
+                print_line(f"# timing_log.tsv in {self.campaign.out} has this run now, not another campaign's")
         if self.run == self.options.runs - 1 and self.options.save:
-            with warned(self.options.save):
-                save_weights(Path(self.options.save), last.network.state_dict(), finished, for_use)
+            save_weights(Path(self.options.save), last.network.state_dict(), finished, for_use)
         if last.diverged:
             when = f"stopped after epoch {len(self.epochs)} of {self.run_epochs}: its loss is not finite"
             more_exact = "" if self.options.precision in ("fp32", "fp64") else ", or try --precision fp32"
             warn(f"run {self.run} (seed {finished['seed']}) {when}; lower the learning rate{more_exact}")
 
     def summary(self) -> None:
-        """Print the closing lines of the published log. Write the rows that the table still lacks, or raise OSError."""
+        """Print the closing lines of the published log."""
         self.bar.close()
         if not self.campaign:
             return
@@ -245,7 +245,7 @@ def warned(name: str) -> Iterator[None]:
     """Warn once if the body cannot write a file. The runs go on."""
     try:
         yield
-    except (OSError, RuntimeError, ConfigError) as error:  # torch.save raises RuntimeError
+    except (OSError, ConfigError) as error:
         warn_once(f"{name} is not written ({first_line(error)})")
 
 

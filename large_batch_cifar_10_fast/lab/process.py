@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import INVALID, PACKAGE, RENDEZVOUS, ConfigError, first_line
+from .. import INVALID, PACKAGE, RENDEZVOUS, ConfigError, LostError, first_line
 from ..loading import FINDER, forget_folder
 from .options import PROGRAMS
 from .program import load_program, recipe_of, run_program
@@ -43,6 +43,9 @@ def exit_process() -> Iterator[None]:
             time.sleep(3)  # until the process that prints it has done so: torchrun ends all with the first
         else:
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    except LostError as error:
+        print(f"process {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
+        status = 1
     except Exception as error:
         if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
             time.sleep(3)  # the process that is lost caused this error, and the launcher ends this one, too

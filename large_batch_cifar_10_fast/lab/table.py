@@ -234,9 +234,16 @@ class Table:
     def append(self, *rows: Mapping[str, object]) -> None:
         """Append rows, after those that could not be written before. A half-written last line moves to PATH.broken.
 
-        Raise ConfigError for a table with other columns, and OSError as the disk does; the next call tries again.
+        Raise ConfigError for a table with other columns, and OSError as the disk does; `write` tries again.
         """
-        self.waiting += ["\t".join(str(row[name]) for name in self.columns) + "\n" for row in rows]
+        self.waiting += map(self.line, rows)
+        self.write()
+
+    def line(self, row: Mapping[str, object]) -> str:
+        return "\t".join(str(row[name]) for name in self.columns) + "\n"
+
+    def write(self) -> None:
+        """Append the rows that wait. Raise as `append` does."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a+b") as file:
             lock(file.fileno(), self.path)
