@@ -63,7 +63,11 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def prepare_environment() -> None:
-    """Leave out what other programs' launchers set, before torch is imported."""
+    """Leave out what other programs' launchers set, before torch is imported. Raise ConfigError without a folder."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # MKL would end the process
+        raise ConfigError("the folder that you are in was deleted: go to another") from None
     for name in (*BINDING, "LOCAL_RANK"):
         os.environ.pop(name, None)
     if not re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", "")):  # OpenMP would take all cores, with a warning

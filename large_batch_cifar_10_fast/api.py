@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from . import ConfigError
 from .core.devices import take_device
 from .core.machine import Machine
 from .core.score import Score
@@ -24,12 +25,14 @@ from .lab.table import COLUMNS, NUMBERS
 __all__ = ["Classifier", "Machine", "evaluate", "load", "load_images", "read_picture", "train"]
 
 
-def train(recipe: str = "apple2019", **options: Any) -> pd.DataFrame:
+def train(recipe: Path | str = "apple2019", **options: Any) -> pd.DataFrame:
     """Train in this process with options of the command line; return the rows of its runs, as in runs.tsv.
 
     `recipe` is a name, or FILE.py. Raise ConfigError for invalid options.
     """
-    rows = run_program(load_program(recipe), ["--recipe", recipe, *as_words(options)])
+    if "help" in options or "version" in options:
+        raise ConfigError("help and version are options of the command line alone: try cifar10-fast train --help")
+    rows = run_program(load_program(str(recipe)), ["--recipe", str(recipe), *as_words(options)])
     table = pd.DataFrame(rows, columns=[*COLUMNS])
     numbers = ["run", "seed", *NUMBERS, "goal_epoch", "goal_seconds"]
     table[numbers] = table[numbers].apply(pd.to_numeric)

@@ -4,6 +4,7 @@ import errno
 import itertools
 import re
 import subprocess
+import sys
 from dataclasses import fields
 from functools import cache
 from typing import get_origin, get_type_hints
@@ -11,13 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import TINY, run_here
+from conftest import REPO, TINY, run_here, run_program
 
-from large_batch_cifar_10_fast import ConfigError, __main__
+from large_batch_cifar_10_fast import ConfigError, __main__, muon
 from large_batch_cifar_10_fast.images import load
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab import program, source
-from large_batch_cifar_10_fast.lab.options import Options
+from large_batch_cifar_10_fast.lab.options import Options, parse_options
 from large_batch_cifar_10_fast.lab.train import launch, plan_processes
 
 few = cache(lambda: draw_shapes(2100, 20))
@@ -142,3 +143,25 @@ def test_a_tilde_that_the_shell_left_alone_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     options = Options(data="~/d.npz", out="~/out", save="~/w.pt")
     assert (options.data, options.out, options.save) == ("/home/me/d.npz", "/home/me/out", "/home/me/w.pt")
+
+
+def test_a_folder_that_was_deleted_is_one_line(tmp_path):
+    script = f"cd {tmp_path}; rmdir {tmp_path}; {sys.executable} -m large_batch_cifar_10_fast compare published"
+    result = run_program("bash", "-c", script, cwd=tmp_path, PYTHONPATH=REPO)
+    assert result.returncode == 2
+    assert result.stderr == "compare: the folder that you are in was deleted: go to another\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("--lr=0.1", "its rates are --filter_rate, --bias_rate, --head_rate"),
+        ("--learning_rate", "its rates are --filter_rate, --bias_rate, --head_rate"),
+        ("--filtre_rate", r"did you mean --filter_rate\?"),
+        ("--rnus", r"did you mean --runs\?"),
+        ("--x", "--help lists the options"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_what_may_be_meant(word, hint):
+    with pytest.raises(ConfigError, match=f"recipe muon has no option {word}; {hint}$"):
+        parse_options([word], "muon", muon.Hyp, {})

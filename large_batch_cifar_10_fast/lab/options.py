@@ -111,16 +111,24 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
         raise ConfigError("-- is no value of an option")
     found, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known = [f"--{field.name}" for owner in (hyp, Options) for field in fields(owner)]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
-        hint = f"did you mean {near[0]}?" if near else "--help lists the options"
-        raise ConfigError(f"recipe {name} has no option {unknown[0]}; {hint}")
+        raise ConfigError(f"recipe {name} has no option {unknown[0]}; {hint_for_option(unknown[0], hyp)}")
     given = vars(found)
     if "demo" in given:
         if not demo:
             raise ConfigError(f"--demo is apple2019, small, not {name}: leave out one of them")
         given = demo | given
     return make(Options, given), make(hyp, given)
+
+
+def hint_for_option(word: str, hyp: Any) -> str:
+    """Return which options may be meant by one that there is not: the nearest, or the recipe's learning rates."""
+    option = word.partition("=")[0]
+    rates = [f"--{field.name}" for field in fields(hyp) if re.search("(^|_)(lr|rate)(_|$)", field.name)]
+    if rates and re.fullmatch("--((.*_)?lr(_.*)?|(learning_)?rate)", option):
+        return f"its rates are {', '.join(rates)}"
+    known = [f"--{field.name}" for owner in (hyp, Options) for field in fields(owner)]
+    near = difflib.get_close_matches(option, known, 1, 0.7)
+    return f"did you mean {near[0]}?" if near else "--help lists the options"
 
 
 def check_fields(name: str, hyp: Any) -> None:
