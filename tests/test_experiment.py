@@ -173,6 +173,8 @@ def test_at_the_start_it_says_what_the_runs_will_find(launches, tmp_path, capsys
     assert float(found[1]) == pytest.approx(spread, rel=0.05)
     quantiles = stats.t.ppf(0.995, 3) + stats.t.ppf(0.8, 3)
     assert float(found[2]) == pytest.approx(quantiles * spread * np.sqrt(2 / 4), rel=0.05)
+    run_main("--recipe", "muon", "--runs", 4, "--try", "epochs=8", out=tmp_path / "out")
+    assert not capsys.readouterr().err, "nothing was left to start"
 
 
 def test_runs_that_differ_by_chance_too_much_are_said_to_find_nothing(tmp_path):

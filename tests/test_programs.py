@@ -174,6 +174,7 @@ def test_several_machines_use_no_graph(monkeypatch):
     ("text", "message"),
     [
         ("", "has no Hyp and no Network and no train: copy one of our programs"),
+        ("raise SystemExit", "cannot be used (SystemExit: "),
         ("x = (", "cannot be used (SyntaxError: '(' was never closed (mine.py, line 1)"),
         (
             "from large_batch_cifar_10_fast.muon import Hyp, Network, train",

@@ -235,7 +235,7 @@ def make_runs(plan: Plan, out: Path, teams: int) -> tuple[dict[str, str], int]:
             training = sum(seconds) / teams
             around = time.monotonic() - start - training  # start, compilation and end
             turn = max(teams, min((plan.runs + 1) // 2, round(around * len(made) / training)))
-        said = said or say_what_is_found(plan, out)
+            said = said or say_what_is_found(plan, out)
     return failed, 0
 
 

@@ -198,7 +198,7 @@ def load_program(recipe: str) -> ModuleType:
         program = load_file(Path(recipe))
     except ConfigError:
         raise
-    except Exception as error:  # of whatever the file does
+    except (Exception, SystemExit) as error:  # of whatever the file does
         raise ConfigError(f"--recipe {recipe} cannot be used ({type(error).__name__}: {first_line(error)})") from error
     check_program(program)
     return program
