@@ -148,11 +148,12 @@ def test_another_activation_is_a_copied_program_and_compare_shows_its_lines(few_
     assert source.changed_lines([], [*map(str, range(43))])[39:] == ["  + 39", "  ... and 3 more lines"]
 
 
-def test_the_digest_covers_every_module_of_ours_that_a_program_imports_but_the_lab(tmp_path):
+def test_the_digests_cover_every_module_of_ours_that_a_program_imports_but_the_lab(tmp_path):
     code = "import sys, large_batch_cifar_10_fast.muon\n"
     code += "print(*[m.__file__ for n, m in sys.modules.items() if n.startswith('large_batch_cifar_10_fast')])"
     imported = {Path(file) for file in python("-c", code, cwd=tmp_path).stdout.split()}
-    covered = {PACKAGE.parent / file for file in source.texts_of(load_program("muon"))}
+    texts = source.texts_of(load_program("muon")) | source.core_texts()
+    covered = {PACKAGE.parent / file for file in texts}
     left = {file.relative_to(PACKAGE).parts[0] for file in imported - covered}
     assert left == {"__init__.py", "loading.py", "files.py", "lab"}
 
