@@ -116,6 +116,15 @@ def test_a_large_picture_is_scaled_as_by_pillow_alone_and_transparent_parts_are_
     assert (pictures.read_picture(tmp_path / "a.png") == 255).all()
 
 
+@pytest.mark.parametrize(("bits", "shift"), [(8, 0), (12, 4), (16, 8)])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_gray_pictures_of_16_bits_are_scaled_by_their_range(bits, shift, dtype):
+    """Pillow opens such a file in mode I or I;16, by its version."""
+    values = np.arange(32 * 32).reshape(32, 32) * (2**bits - 1) // (32 * 32 - 1)
+    found = np.asarray(pictures.as_rgb(Image.fromarray(values.astype(dtype))))
+    np.testing.assert_array_equal(found, np.repeat(values[..., None] >> shift, 3, 2))
+
+
 def test_a_fifth_of_each_class_are_test_images_and_always_the_same(folder, file, tmp_path, capsys):
     found = load_images(str(file))
     assert found.class_names == SHAPES

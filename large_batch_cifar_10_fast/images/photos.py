@@ -117,8 +117,19 @@ def read_picture(path: Path | str) -> np.ndarray:
 
 
 def as_rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode.startswith("I"):  # 16 bits, of which `convert` would clip all but the darkest
-        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    """Return a picture in RGB, on white where it is transparent.
+
+    Gray pictures of 16 bits, which `convert` would clip, are scaled by their range: microscopes and scanners write 8 or
+    12 bits to such files, which would be almost black.
+    """
+    if picture.mode.startswith("I"):
+        values = np.asarray(picture)
+        shift = 8
+        if values.max() < 2**12:
+            shift = 4
+        if values.max() < 2**8:
+            shift = 0
+        picture = Image.fromarray((values >> shift).clip(0, 255).astype(np.uint8))
     if picture.has_transparency_data:
         white = Image.new("RGBA", picture.size, "white")
         picture = Image.alpha_composite(white, picture.convert("RGBA"))
