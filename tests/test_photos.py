@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -274,6 +275,29 @@ def test_a_folder_that_is_no_data_set_is_refused(line, tmp_path):
     with pytest.raises(ConfigError, match=rf"^[^\n]*{line}[^\n]*$"):
         main([str(folder), str(tmp_path / "x.npz")])
     assert not (tmp_path / "x.npz").exists()
+
+
+def test_a_disk_without_room_for_the_images_is_refused_before_they_are_decoded(tmp_path, monkeypatch, error_line):
+    for shape in "ab":
+        save_noise(tmp_path / "photos" / shape, "xyz")
+    need = 6 * 32 * 32 * 3
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=need - 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(pictures, "decode", None)
+        line = error_line(main, [str(tmp_path / "photos"), str(tmp_path / "x.npz")])
+    assert "x.npz cannot be written (its disk has 0 MB free" in line
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=need))
+    main([str(tmp_path / "photos"), str(tmp_path / "x.npz")])
+
+
+def test_a_file_is_written_to_no_folder_of_photos_and_replaces_nothing_else(folder, file, tmp_path):
+    for source, target, line in (
+        (folder, folder / "circles" / "x.npz", "cannot be written there"),
+        (folder, tmp_path / "x.jpg", "does not end with .npz"),
+        (file, tmp_path / "x.npz", "is no folder"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            main([str(source), str(target)])
 
 
 # ---- Few photos

@@ -7,6 +7,7 @@ FOLDER/test/CLASS/PHOTO (or training, testing, val). Photos are JPEG, PNG and We
 FOLDER.
 """
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from .. import ConfigError, list_some
 from ..files import write_atomically
-from ..images.photos import find_photos, read_photos
+from ..images.photos import SIZE, find_photos, read_photos
 from .options import command_parser
 
 
@@ -31,6 +32,11 @@ def main(arguments: Sequence[str]) -> None:
     if not file.parent.is_dir() or file.is_relative_to(options.folder.resolve()):
         raise ConfigError(f"{options.file} cannot be written there: choose another folder that exists")
     train, test = find_photos(options.folder)
+    needed = sum(map(len, (*train.values(), *test.values()))) * SIZE**2 * 3  # bytes, at most
+    free = shutil.disk_usage(file.parent).free
+    if needed > free:
+        room = f"its disk has {free / 1e6:.0f} MB free, the images take up to {needed / 1e6:.0f} MB"
+        raise ConfigError(f"{options.file} cannot be written ({room}): make room, or choose another disk")
     arrays = read_photos(train, test)
     try:
         with write_atomically(file) as unfinished, unfinished.open("wb") as stream:
