@@ -1,5 +1,6 @@
 """From a folder of photos to a prediction: photos become a file, which is trained on, evaluated and exported."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from large_batch_cifar_10_fast.lab import evaluate, export
 from large_batch_cifar_10_fast.lab.options import Options
 from large_batch_cifar_10_fast.lab.photos import main
 from large_batch_cifar_10_fast.lab.program import hyp_class, load_and_check
+from large_batch_cifar_10_fast.lab.results import read_log
 
 pytestmark = pytest.mark.slow
 
@@ -96,8 +98,9 @@ def file(folder, tmp_path_factory):
 def weights(file, tmp_path_factory):
     """Weights of a training by the options that the line for too few images names."""
     out = tmp_path_factory.mktemp("trained")
-    run_here("--recipe", "muon", "--data", file, "--width", 8, "--workers", 1, "--batch_size", 18, "--epochs", 29,
-             "--out", out, "--save", out / "weights.pt", "--precision", "fp32", "--no_compile")  # fmt: skip
+    with (out / "log.txt").open("w") as log, contextlib.redirect_stdout(log):
+        run_here("--recipe", "muon", "--data", file, "--width", 8, "--workers", 1, "--batch_size", 18, "--epochs", 29,
+                 "--out", out, "--save", out / "weights.pt", "--precision", "fp32", "--no_compile")  # fmt: skip
     return out / "weights.pt"
 
 
@@ -167,6 +170,13 @@ def test_the_split_and_the_arrays_are_those_of_the_first_release(tmp_path):
     assert total.hexdigest()[:12] == "fe06875ae3c0"
     tests = [tmp_path / name for name in ("a/deeper/0.png", "a/deeper/6.png", "b/deeper/0.png")]
     np.testing.assert_array_equal(found["test_images"], [pictures.read_picture(path) for path in tests])
+
+
+def test_at_most_ten_classes_are_named(tmp_path, capsys):
+    for shape in "abcdefghijkl":
+        save_noise(tmp_path / "photos" / shape, "xy")
+    main([str(tmp_path / "photos"), str(tmp_path / "x.npz")])
+    assert capsys.readouterr().out.endswith("12 classes: a, b, c, d, e, f, g, h, i, j and 2 more\n")
 
 
 def test_files_that_are_no_photos_leave_the_split_as_it_is(tmp_path, capsys):
@@ -332,6 +342,15 @@ def test_the_options_for_few_images_make_as_many_steps_as_on_cifar_10(recipe, pu
 
 
 # ---- Use
+
+
+def test_the_log_names_the_classes_and_can_be_read(weights, file):
+    log = weights.with_name("log.txt")
+    assert "\n# classes circles, große Quadrate\n# 2 classes, normalized by" in log.read_text()
+    found = read_log(str(log))
+    assert len(found.runs) == 1
+    assert found.conditions["images"] == "photos.npz"
+    assert found.conditions["digest"] == load_images(str(file)).digest
 
 
 def test_photos_lead_to_predictions_with_the_names_of_their_folders(weights, folder, tmp_path):
