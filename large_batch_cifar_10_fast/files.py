@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from . import ConfigError
 from .core.team import warn
@@ -92,17 +91,6 @@ def write_atomically(path: Path) -> Iterator[Path]:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def write_picture(figure: Any, path: Path, option: str) -> None:
-    """Write a Matplotlib figure, in the format that the path ends with. Raise ConfigError that names the option."""
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError("it exists and is not a file")
-        with write_atomically(path.resolve()) as unfinished:  # the target of a link, not the link
-            figure.savefig(unfinished, format=path.suffix[1:].lower())
-    except (OSError, ValueError, RuntimeError) as error:  # of the disk, or a format that Matplotlib or LaTeX lacks
-        raise ConfigError(f"{option} {path} cannot be written ({error}): choose another") from error
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory:
