@@ -195,6 +195,15 @@ def test_files_that_are_no_photos_leave_the_split_as_it_is(tmp_path, capsys):
     assert re.fullmatch(said, capsys.readouterr().err)
 
 
+def test_a_part_may_be_in_a_folder_of_its_own_name(tmp_path):
+    for part in ("seg_train", "seg_test"):
+        for shape in "ab":
+            save_noise(tmp_path / part / part / shape, "x")
+    train, test = pictures.find_photos(tmp_path)
+    assert train["a"] == [tmp_path / "seg_train" / "seg_train" / "a" / "x.png"]
+    assert test["b"] == [tmp_path / "seg_test" / "seg_test" / "b" / "x.png"]
+
+
 @pytest.mark.parametrize("train", ["TRAIN", "Training", "seg_train"])
 @pytest.mark.parametrize("test", ["testing", "Seg_Test", "val", "Valid", "validation"])
 def test_parts_have_their_usual_names(train, test, tmp_path, capsys):

@@ -66,7 +66,8 @@ def find_parts(folder: Path) -> tuple[Path, Path] | None:
         if part in found:
             two = f"{found[part].name} and {path.name}"
             raise ConfigError(f"{folder} has two folders of {part} photos, {two}: give one")
-        found[part] = path
+        is_doubled = visible(path) == [path / path.name]  # seg_train/seg_train, as Intel's scenes are unpacked
+        found[part] = path / path.name if is_doubled else path
     if not found:
         return None
     test = found.get("test") or found.get("validation")
