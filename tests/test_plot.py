@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import logging
 import re
 import warnings
 from pathlib import Path
@@ -197,7 +198,7 @@ def make_font(path: Path, family: str, characters: str) -> str:
     builder.setupHorizontalMetrics(dict.fromkeys([".notdef", *names], (1000, 100)))
     builder.setupHorizontalHeader(ascent=800, descent=-200)
     builder.setupNameTable({"familyName": family, "styleName": "Regular"})
-    builder.setupOS2()
+    builder.setupOS2(usWeightClass=500)  # Matplotlib warns that it is not 400
     builder.setupPost()
     builder.save(path)
     return str(path)
@@ -220,6 +221,7 @@ def test_characters_that_no_font_has_are_named_in_one_line(tmp_path, monkeypatch
 
 
 def test_characters_that_the_default_font_lacks_are_drawn_in_another(tmp_path, monkeypatch, capsys, caplog):
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.NOTSET)
     (tmp_path / "damaged.ttf").write_text("no font")
     fonts = [str(tmp_path / "damaged.ttf")]
     monkeypatch.setattr(font_manager, "findSystemFonts", lambda: fonts)
