@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 from .loading import PACKAGE as PACKAGE
@@ -33,6 +34,12 @@ class Interrupted(BaseException):
 def first_line(text: object) -> str:
     """Return the first line of a text or an exception; of an empty one its type."""
     return (str(text).strip().splitlines() or [type(text).__name__])[0]
+
+
+def list_some(texts: Sequence[str], most: int) -> str:
+    """Return the first texts, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def check_range(options: Any, least: float, most: float, *names: str) -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from . import ConfigError, LostError, first_line
 from .core.team import warn
@@ -111,17 +110,6 @@ def write_patiently(write: Callable[[], None], what: str, lost: str) -> None:
             warn(f"{reason}: {what} is not written; make room, the next of {left} more tries is in {PAUSE} seconds")
             time.sleep(PAUSE)
     raise LostError(f"{reason}: {what} is not written, and {lost}")
-
-
-def write_picture(figure: Any, path: Path, option: str) -> None:
-    """Write a Matplotlib figure, in the format that the path ends with. Raise ConfigError that names the option."""
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError("it exists and is not a file")
-        with write_atomically(path.resolve()) as unfinished:  # the target of a link, not the link
-            figure.savefig(unfinished, format=path.suffix[1:].lower())
-    except (OSError, ValueError, RuntimeError) as error:  # of the disk, or a format that Matplotlib or LaTeX lacks
-        raise ConfigError(f"{option} {path} cannot be written ({error}): choose another") from error
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory:

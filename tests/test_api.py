@@ -134,6 +134,7 @@ def test_images_of_twelve_classes_train_a_network_of_twelve_and_name_their_norma
     run_here(*MUON, "--batch_size", 50, "--data", data, "--out", tmp_path, "--save", weights)
     output = capsys.readouterr()
     assert re.search(r"# 12 classes, normalized by .* mean \(12\d\.", output.out)
+    assert "# classes" not in output.out
     assert output.err.count("Warning: ") == output.err.count("3 of 20 test images are also training images") == 1
     assert api.load(weights)(torch.zeros(2, 32, 32, 3, dtype=torch.uint8)).shape == (2, 12)
     assert api.evaluate(weights, data).loss == pytest.approx(row_of(tmp_path)["validation_loss"], rel=1e-6)

@@ -1,9 +1,14 @@
 """From a folder of photos to a prediction: photos become a file, which is trained on, evaluated and exported."""
 
+import contextlib
+import hashlib
 import json
 import os
 import re
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +23,7 @@ from large_batch_cifar_10_fast.lab import evaluate, export
 from large_batch_cifar_10_fast.lab.options import Options
 from large_batch_cifar_10_fast.lab.photos import main
 from large_batch_cifar_10_fast.lab.program import hyp_class, load_and_check
+from large_batch_cifar_10_fast.lab.results import read_log
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +57,18 @@ def save_photo(photo: Image.Image, path: Path, kind: str) -> Path:
     return path
 
 
+def save_noise(folder: Path, names: Sequence[str]) -> None:
+    """Save pictures of 32x32 pixels, no two alike, as PNG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    for name in names:
+        Image.fromarray(random.integers(0, 256, (32, 32, 3), np.uint8)).save(folder / f"{name}.png")
+
+
+def read_folder(folder: Path) -> dict[str, np.ndarray]:
+    return pictures.read_photos(*pictures.find_photos(folder))
+
+
 def make_photos(folder: Path, count: int, kinds=("RGB.png",), shapes=SHAPES) -> Path:
     random = np.random.default_rng(0)
     for shape in shapes:
@@ -80,8 +98,9 @@ def file(folder, tmp_path_factory):
 def weights(file, tmp_path_factory):
     """Weights of a training by the options that the line for too few images names."""
     out = tmp_path_factory.mktemp("trained")
-    run_here("--recipe", "muon", "--data", file, "--width", 8, "--workers", 1, "--batch_size", 18, "--epochs", 29,
-             "--out", out, "--save", out / "weights.pt", "--precision", "fp32", "--no_compile")  # fmt: skip
+    with (out / "log.txt").open("w") as log, contextlib.redirect_stdout(log):
+        run_here("--recipe", "muon", "--data", file, "--width", 8, "--workers", 1, "--batch_size", 18, "--epochs", 29,
+                 "--out", out, "--save", out / "weights.pt", "--precision", "fp32", "--no_compile")  # fmt: skip
     return out / "weights.pt"
 
 
@@ -116,14 +135,103 @@ def test_a_large_picture_is_scaled_as_by_pillow_alone_and_transparent_parts_are_
     assert (pictures.read_picture(tmp_path / "a.png") == 255).all()
 
 
+@pytest.mark.parametrize(("bits", "shift"), [(8, 0), (12, 4), (16, 8)])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_gray_pictures_of_16_bits_are_scaled_by_their_range(bits, shift, dtype):
+    """Pillow opens such a file in mode I or I;16, by its version."""
+    values = np.arange(32 * 32).reshape(32, 32) * (2**bits - 1) // (32 * 32 - 1)
+    found = np.asarray(pictures.as_rgb(Image.fromarray(values.astype(dtype))))
+    np.testing.assert_array_equal(found, np.repeat(values[..., None] >> shift, 3, 2))
+
+
 def test_a_fifth_of_each_class_are_test_images_and_always_the_same(folder, file, tmp_path, capsys):
     found = load_images(str(file))
     assert found.class_names == SHAPES
     assert np.bincount(found.train_labels).tolist() == [72, 72]
     assert np.bincount(found.test_labels).tolist() == [18, 18]
     main([str(folder), str(tmp_path / "again.npz")])
-    assert capsys.readouterr() == (f"{tmp_path}/again.npz: 144 training and 36 test images of 2 classes\n", "")
+    counts = "144 training and 36 test images of 2 classes: circles, große Quadrate"
+    assert capsys.readouterr() == (f"{tmp_path}/again.npz: {counts}\n", "")
     assert load_images(str(tmp_path / "again.npz")).digest == found.digest
+
+
+def test_the_split_and_the_arrays_are_those_of_the_first_release(tmp_path):
+    """A folder in which all files can be read: digest and test images are those of 5aca97c."""
+    random = np.random.default_rng(0)
+    for name, count in (("b", 4), ("a", 12)):
+        (tmp_path / name / "deeper").mkdir(parents=True)
+        for number in range(count):
+            place = tmp_path / name / ("." if number % 3 else "deeper")
+            Image.fromarray(random.integers(0, 256, (32, 32, 3), np.uint8)).save(place / f"{number}.png")
+    found = read_folder(tmp_path)
+    total = hashlib.sha256()
+    for _, array in sorted(found.items()):
+        total.update(array.tobytes())
+    assert total.hexdigest()[:12] == "fe06875ae3c0"
+    tests = [tmp_path / name for name in ("a/deeper/0.png", "a/deeper/6.png", "b/deeper/0.png")]
+    np.testing.assert_array_equal(found["test_images"], [pictures.read_picture(path) for path in tests])
+
+
+def test_at_most_ten_classes_are_named(tmp_path, capsys):
+    for shape in "abcdefghijkl":
+        save_noise(tmp_path / "photos" / shape, "xy")
+    main([str(tmp_path / "photos"), str(tmp_path / "x.npz")])
+    assert capsys.readouterr().out.endswith("12 classes: a, b, c, d, e, f, g, h, i, j and 2 more\n")
+
+
+def test_files_that_are_no_photos_leave_the_split_as_it_is(tmp_path, capsys):
+    for name in ("clean", "mixed"):
+        for shape in "ab":
+            save_noise(tmp_path / name / shape, [f"{shape}{number}" for number in range(6)])
+    for number in range(40):
+        (tmp_path / "mixed" / "a" / f"a{number}.xml").write_text("<annotation/>")
+    clean = read_folder(tmp_path / "clean")
+    assert not capsys.readouterr().err
+    mixed = read_folder(tmp_path / "mixed")
+    for array in clean:
+        np.testing.assert_array_equal(mixed[array], clean[array])
+    three = r"(\S+/a\d+.xml \(no JPEG, PNG or WebP\)(, )?){3}"
+    said = rf"Warning: 40 of 52 files cannot be read as photos: {three} and 37 more\n"
+    assert re.fullmatch(said, capsys.readouterr().err)
+
+
+def test_a_part_may_be_in_a_folder_of_its_own_name(tmp_path):
+    for part in ("seg_train", "seg_test"):
+        for shape in "ab":
+            save_noise(tmp_path / part / part / shape, "x")
+    train, test = pictures.find_photos(tmp_path)
+    assert train["a"] == [tmp_path / "seg_train" / "seg_train" / "a" / "x.png"]
+    assert test["b"] == [tmp_path / "seg_test" / "seg_test" / "b" / "x.png"]
+
+
+@pytest.mark.parametrize("train", ["TRAIN", "Training", "seg_train"])
+@pytest.mark.parametrize("test", ["testing", "Seg_Test", "val", "Valid", "validation"])
+def test_parts_have_their_usual_names(train, test, tmp_path, capsys):
+    for part in (train, test):
+        for shape in "ab":
+            save_noise(tmp_path / part / shape, "xyz" if part == train else "x")
+    found = pictures.find_photos(tmp_path)
+    assert [{file.parent.parent.name for file in part["a"]} for part in found] == [{train}, {test}]
+    assert [len(part["b"]) for part in found] == [3, 1]
+    assert not capsys.readouterr().err
+
+
+def test_validation_photos_are_not_read_beside_test_photos(tmp_path, capsys):
+    for part in ("train", "valid", "test"):
+        for shape in "ab":
+            save_noise(tmp_path / part / shape, "x")
+    _, test = pictures.find_photos(tmp_path)
+    assert test["a"] == [tmp_path / "test" / "a" / "x.png"]
+    assert capsys.readouterr().err == f"Warning: {tmp_path}/valid is not read: test has the test photos\n"
+
+
+def test_classes_may_have_folders_of_the_same_names_beside_photos(tmp_path):
+    for shape in "ab":
+        for place in (".", "indoors", "outdoors"):
+            save_noise(tmp_path / shape / place, "x")
+    train, test = pictures.find_photos(tmp_path)
+    assert not test
+    assert [len(files) for files in train.values()] == [3, 3]
 
 
 def test_folders_train_and_test_are_kept_apart_and_what_is_no_file_is_not_read(folder, tmp_path):
@@ -135,7 +243,7 @@ def test_folders_train_and_test_are_kept_apart_and_what_is_no_file_is_not_read(f
     (tmp_path / "TEST").mkdir()
     for shape in SHAPES:
         (tmp_path / "TEST" / shape).symlink_to(folder / shape)
-    found = pictures.read_photos(tmp_path)
+    found = read_folder(tmp_path)
     assert np.bincount(found["train_labels"]).tolist() == [5 + 3, 5]
     (first, *_) = sorted((folder / "circles").iterdir())
     np.testing.assert_array_equal(found["test_images"][0], pictures.read_picture(first))
@@ -148,23 +256,31 @@ def test_photos_that_cannot_be_read_are_named_and_counted(tmp_path, capsys):
     (circles / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     (circles / "nowhere.jpg").symlink_to(tmp_path / "absent")
     Image.new("1", (20_000, 20_000)).save(circles / "huge.png")
-    found = pictures.read_photos(folder)
+    found = read_folder(folder)
     assert len(found["train_images"]) + len(found["test_images"]) == 20
     warned = capsys.readouterr().err
-    assert sum(map(int, re.findall(r"Warning: (\d) of \d+ \w+ photos cannot be read: /", warned))) == 3
+    assert "Warning: 3 of 23 files cannot be read as photos: /" in warned
     assert "circles/cut.jpg" in warned
 
 
 BROKEN = {  # what is done to a folder, and the line that it gives
     "/empty has no photos: add some, or": lambda folder: (folder / "empty").mkdir(),
-    "no train photo of class 'circles' can be read: give others, JPEG": lambda folder: [
+    "class 'circles' has no photos that can be read: give it some, JPEG": lambda folder: [
         path.write_text("no") for path in (folder / "circles").iterdir()
     ],
-    "circles has one photo: give at least two": lambda folder: [
-        path.unlink() for path in list((folder / "circles").iterdir())[1:]
+    "class 'circles' has one photo that can be read: give at least two": lambda folder: [
+        path.write_text("no") for path in list((folder / "circles").iterdir())[1:]
     ],
     r"has a class 'a\\nb': rename it": lambda folder: (folder / "circles").rename(folder / "a\nb"),
-    "has a folder train and no test": lambda folder: (folder / "circles").rename(folder / "train"),
+    "has a folder train and no test: add it, or rename": lambda folder: (folder / "circles").rename(folder / "train"),
+    "has a folder val and no train": lambda folder: (folder / "circles").rename(folder / "val"),
+    "has two folders of training photos, TRAIN and training: give one": lambda folder: [
+        (folder / name / "a").mkdir(parents=True) for name in ("training", "TRAIN")
+    ],
+    "A and B have the same folders, a, b, c and 1 more: they look like parts": lambda folder: [
+        *map(shutil.rmtree, folder.iterdir()),
+        *(make_photos(folder / part, 1, shapes="abcd") for part in "AB"),
+    ],
     "test has no class 'b', which train has": lambda folder: (
         make_photos(folder / "train", 1, shapes="abc") and make_photos(folder / "test", 1, shapes="ac")
     ),
@@ -178,6 +294,19 @@ def test_a_folder_that_is_no_data_set_is_refused(line, tmp_path):
     with pytest.raises(ConfigError, match=rf"^[^\n]*{line}[^\n]*$"):
         main([str(folder), str(tmp_path / "x.npz")])
     assert not (tmp_path / "x.npz").exists()
+
+
+def test_a_disk_without_room_for_the_images_is_refused_before_they_are_decoded(tmp_path, monkeypatch, error_line):
+    for shape in "ab":
+        save_noise(tmp_path / "photos" / shape, "xyz")
+    need = 6 * 32 * 32 * 3
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=need - 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(pictures, "decode", None)
+        line = error_line(main, [str(tmp_path / "photos"), str(tmp_path / "x.npz")])
+    assert "x.npz cannot be written (its disk has 0 MB free" in line
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=need))
+    main([str(tmp_path / "photos"), str(tmp_path / "x.npz")])
 
 
 def test_a_file_is_written_to_no_folder_of_photos_and_replaces_nothing_else(folder, file, tmp_path):
@@ -224,20 +353,32 @@ def test_the_options_for_few_images_make_as_many_steps_as_on_cifar_10(recipe, pu
 # ---- Use
 
 
+def test_the_log_names_the_classes_and_can_be_read(weights, file):
+    log = weights.with_name("log.txt")
+    assert "\n# classes circles, große Quadrate\n# 2 classes, normalized by" in log.read_text()
+    found = read_log(str(log))
+    assert len(found.runs) == 1
+    assert found.conditions["images"] == "photos.npz"
+    assert found.conditions["digest"] == load_images(str(file)).digest
+
+
 def test_photos_lead_to_predictions_with_the_names_of_their_folders(weights, folder, tmp_path):
     """One that cannot be read hides no other, and names that a terminal lacks are escaped."""
     (tmp_path / "text.jpg").write_text("no picture")
-    photos = [path for shape in SHAPES for path in pictures.find_photos(folder)[1][shape]]
+    photos = [path for shape in SHAPES for path in sorted((folder / shape).iterdir())[::5]]
     command = ["-m", "large_batch_cifar_10_fast", "predict", weights, "text.jpg", *photos]
     said = python(*command, cwd=tmp_path, PYTHONIOENCODING="ascii")
-    assert said.returncode == 2
-    assert re.fullmatch(r"Warning: 1 of 37 .*text.jpg \(.*\)\npredict: 1 of 37 pictures cannot be .*\n", said.stderr)
+    assert said.returncode == 1
+    assert re.fullmatch(r"Warning: 1 of 37 files cannot be read as pictures: text.jpg \(.*\)\n", said.stderr)
     right = 0
     for photo, line in zip(photos, said.stdout.replace(r"\xdf", "ß").splitlines(), strict=True):
         assert line.startswith(f"{photo}: ")
         assert {*re.findall(r"(?:: |, )(\D+?) [\d.]+(?=,|$)", line)} == {*SHAPES}
         right += line.startswith(f"{photo}: {photo.parent.name} ")
     assert right >= 30
+    said = python(*command[: -len(photos)], cwd=tmp_path)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr.endswith("\npredict: no picture can be read: give JPEG, PNG or WebP\n")
 
 
 def test_evaluation_says_what_is_taken_for_what(weights, file, tmp_path, capsys):

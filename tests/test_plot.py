@@ -2,18 +2,26 @@
 
 import errno
 import itertools
+import logging
 import re
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
+from PIL import Image
 from test_results import write_epochs, write_runs
 
 from large_batch_cifar_10_fast import ConfigError
-from large_batch_cifar_10_fast.lab import compare, plot
+from large_batch_cifar_10_fast.lab import compare, evaluate, figures, plot
 from large_batch_cifar_10_fast.lab.results import PUBLISHED, read_log
 
 CURVE = PUBLISHED / "dawnbench" / "apple_resnet9_8v100_pytorch.tsv"
@@ -169,3 +177,63 @@ def test_an_automatic_name_gives_way_to_the_recipe_and_what_differs(tmp_path, pa
     header = (tmp_path / names[1] / "runs.tsv").read_text().partition("\n")[0]
     (tmp_path / names[1] / "runs.tsv").write_text(f"{header}\n")
     assert legend(panels(*(f"{path}:*" for path in paths)))[1].endswith(", n = 0, 2 unfinished")
+
+
+# ---- Fonts
+
+
+def make_font(path: Path, family: str, characters: str) -> str:
+    """Write a font in which each character is a filled triangle."""
+    names = [f"c{ord(character)}" for character in characters]
+    pen = TTGlyphPen(None)
+    pen.moveTo((100, 0))
+    pen.lineTo((900, 0))
+    pen.lineTo((500, 800))
+    pen.closePath()
+    triangle = pen.glyph()
+    builder = FontBuilder(1000)
+    builder.setupGlyphOrder([".notdef", *names])
+    builder.setupCharacterMap(dict(zip(map(ord, characters), names, strict=True)))
+    builder.setupGlyf(dict.fromkeys([".notdef", *names], triangle))
+    builder.setupHorizontalMetrics(dict.fromkeys([".notdef", *names], (1000, 100)))
+    builder.setupHorizontalHeader(ascent=800, descent=-200)
+    builder.setupNameTable({"familyName": family, "styleName": "Regular"})
+    builder.setupOS2(usWeightClass=500)  # Matplotlib warns that it is not 400
+    builder.setupPost()
+    builder.save(path)
+    return str(path)
+
+
+def names_drawn(names: list[str], path: Path) -> np.ndarray:
+    """Return the pixels of a picture that has these names as its tick labels only."""
+    with warnings.catch_warnings(action="error"):
+        figures.write_picture(evaluate.draw_confusions(torch.eye(2, dtype=torch.int64), names), path, "--out")
+    return np.asarray(Image.open(path))
+
+
+def test_characters_that_no_font_has_are_named_in_one_line(tmp_path, monkeypatch, capsys):
+    one = make_font(tmp_path / "one.ttf", "One", "狗")
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [one])
+    with warnings.catch_warnings(action="error"):
+        plot.main([str(CURVE), "--labels", "狗和猫", "--panels", "accuracy", "--out", str(tmp_path / "x.svg")])
+    lacking = f"--out {tmp_path}/x.svg: no font of this machine has 和, 狗, 猫"
+    assert capsys.readouterr().err == f"Warning: {lacking}: install one that has all, for example Noto Sans CJK\n"
+
+
+def test_characters_that_the_default_font_lacks_are_drawn_in_another(tmp_path, monkeypatch, capsys, caplog):
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.NOTSET)
+    (tmp_path / "damaged.ttf").write_text("no font")
+    fonts = [str(tmp_path / "damaged.ttf")]
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: fonts)
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", [*font_manager.fontManager.ttflist])
+    boxes = names_drawn(["cat 猫", "dog 狗"], tmp_path / "x.png")
+    capsys.readouterr()
+    fonts.append(make_font(tmp_path / "both.ttf", "Both", "狗猫"))
+    triangles = names_drawn(["cat 猫", "dog 狗"], tmp_path / "x.png")
+    assert (triangles.shape != boxes.shape) or (triangles != boxes).any()
+    assert (capsys.readouterr().err, caplog.text) == ("", "")
+
+
+def test_no_fonts_are_looked_for_if_none_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(font_manager, "findSystemFonts", None)
+    names_drawn(["große Katze", "hund…"], tmp_path / "x.png")

@@ -1,7 +1,7 @@
 """Photos of one's own: a folder per class, of JPEG, PNG and WebP files of any size, as images of 32x32 pixels.
 
 photos/CLASS/PHOTO          a fifth of each class are test images, always the same
-photos/train/CLASS/PHOTO    and photos/test/CLASS/PHOTO
+photos/train/CLASS/PHOTO    and photos/test/CLASS/PHOTO, or photos/val/CLASS/PHOTO
 """
 
 import hashlib
@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-from .. import ConfigError
+from .. import ConfigError, list_some
 from ..core.devices import count_cores
 from ..core.team import warn
 
@@ -23,39 +23,80 @@ FORMATS = ("JPEG", "PNG", "WEBP")  # of files that are read, whatever their endi
 SIZE = 32  # pixels a side
 TEST_SHARE = 0.2  # of each class, if there is no folder of test photos
 MOST_CLASSES = 1000
+PARTS = {"train": "training", "training": "training", "seg_train": "training"}  # by names of folders, in lower case
+PARTS |= {"test": "test", "testing": "test", "seg_test": "test"}
+PARTS |= {"val": "validation", "valid": "validation", "validation": "validation"}
 Classes = dict[str, list[Path]]  # the files of each class, in the order of their names
+Pictures = dict[str, dict[Path, np.ndarray]]  # the pictures of each class, by their files
 
 # ---- The files
 
 
 def find_photos(folder: Path) -> tuple[Classes, Classes]:
-    """Return the training and test photos of a folder. Raise ConfigError if they are no data set."""
+    """Return the files of the training and test photos of a folder; if it has no such parts, all files and none.
+
+    Raise ConfigError if they are no data set.
+    """
     try:
-        folders = {path.name.lower(): path for path in folder.iterdir() if path.is_dir()}
-        parts = {name: folders[name] for name in ("train", "test") if name in folders}
-        if len(parts) == 1:
-            (one,) = parts
-            other = "test" if one == "train" else "train"
-            both = f"{folder} has a folder {one} and no {other}"
-            raise ConfigError(f"{both}: give both, or a folder per class and no class of this name")
+        parts = find_parts(folder)
         if not parts:
-            return split(files_of_classes(folder), folder)
-        train = files_of_classes(parts["train"])
-        test = files_of_classes(parts["test"])
+            classes = files_of_classes(folder)
+            check_no_parts([folder / name for name in classes])
+            return classes, {}
+        train, test = map(files_of_classes, parts)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read ({error.strerror}): make it readable") from error
-    unknown = sorted({*test} - {*train})
-    untested = sorted({*train} - {*test})
-    if unknown:
-        raise ConfigError(f"{folder}/test has a class {unknown[0]!r} that train lacks: give both the same")
-    if untested:
-        raise ConfigError(f"{folder}/test has no class {untested[0]!r}, which train has: give it test photos")
+    unmatched = sorted({*train} ^ {*test})
+    if unmatched:
+        has, lacks = parts if unmatched[0] in train else reversed(parts)
+        raise ConfigError(f"{lacks} has no class {unmatched[0]!r}, which {has.name} has: give both the same classes")
     return train, test
+
+
+def find_parts(folder: Path) -> tuple[Path, Path] | None:
+    """Return the folders of training and test photos, or None if no folder has such a name.
+
+    Without test photos, validation photos take their place. Raise ConfigError if a part is missing or there twice.
+    """
+    found: dict[str, Path] = {}
+    for path in visible(folder):
+        part = PARTS.get(path.name.lower())
+        if not part or not path.is_dir():
+            continue
+        if part in found:
+            two = f"{found[part].name} and {path.name}"
+            raise ConfigError(f"{folder} has two folders of {part} photos, {two}: give one")
+        is_doubled = visible(path) == [path / path.name]  # seg_train/seg_train, as Intel's scenes are unpacked
+        found[part] = path / path.name if is_doubled else path
+    if not found:
+        return None
+    test = found.get("test") or found.get("validation")
+    if "training" not in found or not test:
+        one = next(iter(found.values())).name
+        other = "test" if "training" in found else "train"
+        raise ConfigError(f"{folder} has a folder {one} and no {other}: add it, or rename {one} if it is a class")
+    if len(found) == 3:
+        warn(f"{found['validation']} is not read: {test.name} has the test photos")
+    return found["training"], test
+
+
+def check_no_parts(folders: Sequence[Path]) -> None:
+    """Raise ConfigError if these folders have the same two or more folders and no files, as parts of a data set."""
+    names = [[path.name for path in visible(folder)] for folder in folders]
+    has_folders = all(path.is_dir() for path in visible(folders[0]))
+    if has_folders and len(names[0]) > 1 and all(each == names[0] for each in names):
+        alike = f"{folders[0]} and {folders[1].name} have the same folders, {list_some(names[0], 3)}"
+        advice = "name them train and test, or put each class's photos right into its folder"
+        raise ConfigError(f"{alike}: they look like parts, not classes: {advice}")
+
+
+def visible(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def files_of_classes(folder: Path) -> Classes:
     """Return the files of each class. Raise ConfigError for a class without any."""
-    folders = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    folders = [path for path in visible(folder) if path.is_dir()]
     if not 2 <= len(folders) <= MOST_CLASSES:
         found = f"{len(folders)} folder{'s' * (len(folders) != 1)} with photos of a class"
         raise ConfigError(f"{folder} has {found}: give 2 to {MOST_CLASSES}, each named as its class")
@@ -84,23 +125,6 @@ def walk(folder: Path) -> Iterator[Path]:
                 yield Path(entry.path)
 
 
-def split(classes: Classes, folder: Path) -> tuple[Classes, Classes]:
-    """Return training and test photos: a fifth of each class, and at least one.
-
-    Hashes of their names choose them, so that new photos make test photos of few that were trained on.
-    """
-    train = {}
-    test = {}
-    for name, files in classes.items():
-        if len(files) < 2:
-            raise ConfigError(f"{folder}/{name} has one photo: give at least two, to train and to test")
-        ranked = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
-        chosen = {*ranked[: max(1, round(TEST_SHARE * len(files)))]}
-        train[name] = [file for file in files if file not in chosen]
-        test[name] = [file for file in files if file in chosen]
-    return train, test
-
-
 # ---- The pixels
 
 
@@ -117,47 +141,86 @@ def read_picture(path: Path | str) -> np.ndarray:
 
 
 def as_rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode.startswith("I"):  # 16 bits, of which `convert` would clip all but the darkest
-        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    """Return a picture in RGB, on white where it is transparent.
+
+    Gray pictures of 16 bits, which `convert` would clip, are scaled by their range: microscopes and scanners write 8 or
+    12 bits to such files, which would be almost black.
+    """
+    if picture.mode.startswith("I"):
+        values = np.asarray(picture)
+        shift = 8
+        if values.max() < 2**12:
+            shift = 4
+        if values.max() < 2**8:
+            shift = 0
+        picture = Image.fromarray((values >> shift).clip(0, 255).astype(np.uint8))
     if picture.has_transparency_data:
         white = Image.new("RGBA", picture.size, "white")
         picture = Image.alpha_composite(white, picture.convert("RGBA"))
     return picture.convert("RGB")
 
 
-def read_photos(folder: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a .npz file of a folder's photos. Raise ConfigError if a class has none that can be read."""
-    train, test = find_photos(folder)
-    names = [*train]
-    arrays = {"class_names": np.array(names)}
-    for part, classes in (("train", train), ("test", test)):
-        files = [(file, label) for label, name in enumerate(names) for file in classes[name]]
-        images, labels = decode(files, f"{part} photos")
-        missing = sorted({*range(len(names))} - {*labels})
-        if missing:
-            lost = f"no {part} photo of class {names[missing[0]]!r} can be read"
-            raise ConfigError(f"{folder}: {lost}: give others, JPEG, PNG or WebP")
-        arrays[f"{part}_images"] = np.stack(images)
-        arrays[f"{part}_labels"] = np.array(labels)
+def read_photos(train: Classes, test: Classes) -> dict[str, np.ndarray]:
+    """Return the arrays of a .npz file of these photos. Without test photos, a fifth of each class become these.
+
+    Raise ConfigError if a class has too few that can be read.
+    """
+    if test:
+        parts = {"train": read_classes(train, "train photos"), "test": read_classes(test, "test photos")}
+    else:
+        parts = split(read_classes(train, "photos"))
+    arrays = {"class_names": np.array([*train])}
+    for part, classes in parts.items():
+        counts = [len(images) for images in classes.values()]
+        arrays[f"{part}_images"] = np.stack([image for images in classes.values() for image in images.values()])
+        arrays[f"{part}_labels"] = np.repeat(np.arange(len(counts)), counts)
     return arrays
 
 
-def decode(files: Sequence[tuple[Path, int]], what: str) -> tuple[list[np.ndarray], list[int]]:
-    """Return images and labels of those files that can be read, and name the others on STDERR."""
+def read_classes(classes: Classes, what: str) -> Pictures:
+    """Return the pictures of each class. Raise ConfigError if it has none that can be read."""
+    images = decode([file for files in classes.values() for file in files], what)
+    found = {}
+    for name, files in classes.items():
+        found[name] = {file: images[file] for file in files if file in images}
+        if not found[name]:
+            raise ConfigError(f"class {name!r} has no {what} that can be read: give it some, JPEG, PNG or WebP")
+    return found
+
+
+def split(classes: Pictures) -> dict[str, Pictures]:
+    """Return training and test pictures: of each class a fifth are for the test, and at least one.
+
+    Hashes of their names choose them, so that new photos make test photos of few that were trained on.
+    """
+    train = {}
+    test = {}
+    for name, images in classes.items():
+        if len(images) < 2:
+            raise ConfigError(f"class {name!r} has one photo that can be read: give at least two, to train and to test")
+        ranked = sorted(images, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
+        chosen = {*ranked[: max(1, round(TEST_SHARE * len(images)))]}
+        train[name] = {file: image for file, image in images.items() if file not in chosen}
+        test[name] = {file: image for file, image in images.items() if file in chosen}
+    return {"train": train, "test": test}
+
+
+def decode(files: Sequence[Path], what: str) -> dict[Path, np.ndarray]:
+    """Return the pictures of those files that can be read, and name the others on STDERR."""
 
     def read_or_say(path: Path) -> np.ndarray | str:
         try:
             return read_picture(path)
+        except UnidentifiedImageError:
+            return f"{path} (no JPEG, PNG or WebP)"
         except Exception as error:  # Pillow raises nearly anything for a damaged file
             return f"{path} ({str(error) or type(error).__name__})"
 
     # Pillow decodes without Python's lock. It also warns of much that does not matter at this size.
     with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(count_cores()) as pool:
-        found = pool.map(read_or_say, [path for path, _ in files])
-        results = list(tqdm(found, what, len(files), disable=None, leave=False))
+        results = list(tqdm(pool.map(read_or_say, files), what, len(files), disable=None, leave=False))
     broken = [result for result in results if isinstance(result, str)]
     if broken:
-        more = f", and {len(broken) - 3} more" if len(broken) > 3 else ""
-        warn(f"{len(broken)} of {len(files)} {what} cannot be read: {', '.join(broken[:3])}{more}")
-    kept = [(result, label) for result, (_, label) in zip(results, files, strict=True) if not isinstance(result, str)]
-    return [image for image, _ in kept], [label for _, label in kept]
+        warn(f"{len(broken)} of {len(files)} files cannot be read as {what}: {list_some(broken, 3)}")
+    pairs = zip(files, results, strict=True)
+    return {file: result for file, result in pairs if not isinstance(result, str)}

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .. import ConfigError
 from ..core.devices import take_device
-from ..files import write_picture
 from ..images.cifar import DATA
+from .figures import write_picture
 from .model import load, score, test_images
 from .options import command_parser
 from .statistics import in_columns, wilson

@@ -24,9 +24,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .. import ConfigError
-from ..files import write_atomically, write_picture
+from ..files import write_atomically
 from ..images.load import load_images
 from .compare import MARGIN, Verdict, accuracies, compare, hint_if_large
+from .figures import write_picture
 from .options import command_parser
 from .program import load_program, read_command, recipe_of
 from .results import Log, read_log

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from .. import ConfigError, __version__, first_line
+from .. import ConfigError, __version__, first_line, list_some
 from ..core.clock import PARTS
 from ..core.data import CIFAR_10_NORMALIZATION, Images
 from ..core.devices import driver_and_clocks, matrix_rate, peak_memory, software
@@ -21,6 +21,7 @@ from ..core.machine import Machine
 from ..core.score import Epoch
 from ..core.team import Team, print_line, show, warn
 from ..files import warn_once
+from ..images.cifar import CLASSES
 from ..images.doubts import doubts_of
 from .campaign import Campaign, save_weights, teams_on_this_machine
 from .options import Options, as_pairs
@@ -180,6 +181,8 @@ class Recorder:
         if self.team.on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
             print_line("# processes share GPUs: times mean nothing")
         print_line(f"# data {images.name}: {counts}, SHA-256 {images.digest}")
+        if images.class_names not in ([*CLASSES], [*map(str, range(images.classes))]):
+            print_line(f"# classes {list_some(images.class_names, 10)}")
         if images.normalization != CIFAR_10_NORMALIZATION:
             own = "normalized by the training images' own mean {} and std {}".format(*images.normalization)
             print_line(f"# {images.classes} classes, {own}")

@@ -3,17 +3,19 @@
     cifar10-fast photos FOLDER photos.npz
 
 FOLDER/CLASS/PHOTO: a fifth of each class are test images, always the same; or FOLDER/train/CLASS/PHOTO and
-FOLDER/test/CLASS/PHOTO. Photos are JPEG, PNG and WebP of any size. Nothing is written to FOLDER.
+FOLDER/test/CLASS/PHOTO (or training, testing, val). Photos are JPEG, PNG and WebP of any size. Nothing is written to
+FOLDER.
 """
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from .. import ConfigError
+from .. import ConfigError, list_some
 from ..files import write_atomically
-from ..images.photos import read_photos
+from ..images.photos import SIZE, find_photos, read_photos
 from .options import command_parser
 
 
@@ -29,11 +31,18 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"{options.file} does not end with .npz: choose a name that does")
     if not file.parent.is_dir() or file.is_relative_to(options.folder.resolve()):
         raise ConfigError(f"{options.file} cannot be written there: choose another folder that exists")
-    arrays = read_photos(options.folder)
+    train, test = find_photos(options.folder)
+    needed = sum(map(len, (*train.values(), *test.values()))) * SIZE**2 * 3  # bytes, at most
+    free = shutil.disk_usage(file.parent).free
+    if needed > free:
+        room = f"its disk has {free / 1e6:.0f} MB free, the images take up to {needed / 1e6:.0f} MB"
+        raise ConfigError(f"{options.file} cannot be written ({room}): make room, or choose another disk")
+    arrays = read_photos(train, test)
     try:
         with write_atomically(file) as unfinished, unfinished.open("wb") as stream:
             np.savez(stream, allow_pickle=False, **arrays)
     except OSError as error:
         raise ConfigError(f"{options.file} cannot be written ({error.strerror}): choose another") from error
-    counts = len(arrays["train_images"]), len(arrays["test_images"])
-    print("{}: {} training and {} test images of {} classes".format(options.file, *counts, len(arrays["class_names"])))
+    names = arrays["class_names"].tolist()
+    counts = f"{len(arrays['train_images'])} training and {len(arrays['test_images'])} test images"
+    print(f"{options.file}: {counts} of {len(names)} classes: {list_some(names, 10)}")

@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from .. import ConfigError
 from ..core.team import warn
-from ..files import write_picture
+from .figures import write_picture
 from .options import command_parser
 from .program import flop_of_conditions
 from .results import Log, each_campaign, read_log, short_names

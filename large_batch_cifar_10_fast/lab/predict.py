@@ -4,6 +4,8 @@
 
 A line for each picture: its file, and the three most probable classes with their probabilities. A picture of any size
 is scaled to 32x32 pixels as photos are for training.
+
+Exit status: 0, 1 if some pictures cannot be read, or 2 if none can.
 """
 
 from collections.abc import Sequence
@@ -26,18 +28,18 @@ def describe(probabilities: Tensor, classes: Sequence[str]) -> str:
     return ", ".join(f"{classes[int(label)]} {value:.3f}" for value, label in zip(values, labels, strict=True))
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> int:
     parser = command_parser(__doc__)
     parser.add_argument("weights", help="file that --save wrote")
     parser.add_argument("pictures", nargs="+", type=Path, metavar="PICTURE", help="JPEG, PNG or WebP")
     parser.add_argument("--program", default="", help="FILE.py of a program of your own")
     options = parser.parse_args(arguments)
     model = load(options.weights, options.program)
-    numbered = [(path, place) for place, path in enumerate(options.pictures)]
-    images, places = decode(numbered, "pictures")
-    if images:
-        for place, probabilities in zip(places, model.predict(np.stack(images)), strict=True):
-            print(f"{options.pictures[place]}: {describe(probabilities, model.classes)}")
-    missing = len(options.pictures) - len(images)
-    if missing:
-        raise ConfigError(f"{missing} of {len(options.pictures)} pictures cannot be read: leave them out")
+    images = decode(options.pictures, "pictures")
+    if not images:
+        raise ConfigError("no picture can be read: give JPEG, PNG or WebP")
+    readable = [path for path in options.pictures if path in images]
+    probabilities = model.predict(np.stack([images[path] for path in readable]))
+    for path, of_picture in zip(readable, probabilities, strict=True):
+        print(f"{path}: {describe(of_picture, model.classes)}")
+    return int(len(readable) < len(options.pictures))
