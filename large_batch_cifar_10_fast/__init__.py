@@ -10,6 +10,7 @@ from .loading import PACKAGE as PACKAGE
 __version__ = "0.3.0"
 RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: the rendezvous of the launcher's processes
 LAUNCH = "LARGE_BATCH_LAUNCH"  # the name of their launch, with the number of the team if there are several
+FIRST = "LARGE_BATCH_FIRST"  # "1" in processes of the team that prints the head of their log
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 INVALID = 2  # the exit status for an invalid request
 

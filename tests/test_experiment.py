@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -42,6 +43,19 @@ def write_results(out: Path, counts: dict[str, list[int]]) -> None:
     pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(out / "runs.tsv", sep="\t", index=False)
 
 
+class Ended(NamedTuple):
+    """Processes that have ended. Their launch is called as its first run, as `write_results` does."""
+
+    launch: str
+    how: Launch
+
+    def ended(self):
+        return self.how
+
+    def end(self):
+        pass
+
+
 @pytest.fixture
 def launches(monkeypatch, tmp_path):
     """Let launches write rows instead of training, and return what they were asked for; epochs=7 fails."""
@@ -49,19 +63,21 @@ def launches(monkeypatch, tmp_path):
     counts: dict[str, list[int]] = {}
     spread = np.random.default_rng(0).integers(-9, 9, 50).tolist()
 
-    def launch(words, log):
+    def start(words, log, team):
         assert json.loads((tmp_path / "out" / "experiment.json").read_text())["looks"], "the plan comes first"
         values = dict(re.findall(r"--(\w+)=(\S+)", " ".join(words)))
+        campaign = values["campaign"]
         runs = int(values["runs"])
-        started.append((values["campaign"], runs))
+        started.append((campaign, runs))
         if values.get("epochs") == "7":
-            return Launch("process 0 ended with status 9", 1, None, values["campaign"], [])
+            return Ended("none", Launch("process 0 ended with status 9", 1))
+        before = len(counts.get(campaign, []))
         better = 50 if "filter_rate" in values else 0
-        counts[values["campaign"]] = [9400 + better + bool(better) * (run % 2) + spread[run] for run in range(runs)]
+        counts[campaign] = [9400 + better + bool(better) * (run % 2) + spread[run] for run in range(runs)]
         write_results(tmp_path / "out", counts)
-        return Launch("", 0, None, values["campaign"], [])
+        return Ended(str(before), Launch("", 0))
 
-    monkeypatch.setattr(experiment, "launch", launch)
+    monkeypatch.setattr(experiment, "start_launch", start)
     monkeypatch.setattr(experiment, "check_finished", lambda plan, out: None)  # these rows have no code
     return started
 

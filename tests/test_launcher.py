@@ -16,7 +16,7 @@ from forked import FORKS
 from PIL import Image
 from torch.distributed import run as torchrun
 
-from large_batch_cifar_10_fast import RENDEZVOUS, __main__, apple2019
+from large_batch_cifar_10_fast import RENDEZVOUS, ConfigError, __main__, apple2019
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab import train
 from large_batch_cifar_10_fast.lab.process import exit_process
@@ -143,10 +143,14 @@ def test_what_one_process_alone_finds_is_the_error_of_the_launch_and_ends_the_ot
     program = write_program(
         tmp_path / "program",
         f'[ "$LOCAL_RANK" = 3 ] || exec sleep 60; folder=${{{RENDEZVOUS}#file://}}\n'
-        'echo "its line" >"${folder%/*}/error.$$"; exit 2',
+        'printf "its line" >"${folder%/*}/error.$$"; exit 2',
     )
-    found = train.run_processes([str(program)], {**os.environ, "TMPDIR": str(tmp_path)}, teams=2, processes=2, log=None)
-    assert found == ("its line\n", 2)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with (
+        pytest.raises(ConfigError, match=r"^its line$"),
+        train.Processes([str(program)], environment, [0, 1], teams=2, processes=2) as processes,
+    ):
+        processes.wait()
     assert not processes_of(tmp_path)
 
 

@@ -14,7 +14,7 @@ from large_batch_cifar_10_fast import ConfigError, files
 from large_batch_cifar_10_fast.lab.options import as_pairs
 from large_batch_cifar_10_fast.lab.results import read_log
 from large_batch_cifar_10_fast.lab.table import differences, new_name
-from large_batch_cifar_10_fast.lab.train import launch
+from large_batch_cifar_10_fast.lab.train import start_launch
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def test_a_file_system_without_fsync_is_warned_of_once_and_a_full_one_is_an_erro
 
 def test_a_launch_without_a_temporary_folder_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    for start in (lambda *words: launch(words), run_here):
+    for start in (lambda *words: start_launch(words), run_here):
         with pytest.raises(ConfigError, match=r"^no temporary folder can be made \(.*\): name a folder .* in TMPDIR$"):
             start("--demo", "--out", str(tmp_path))
 

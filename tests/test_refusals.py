@@ -19,7 +19,7 @@ from large_batch_cifar_10_fast.images import load
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab import program, source
 from large_batch_cifar_10_fast.lab.options import Options, parse_options
-from large_batch_cifar_10_fast.lab.train import launch, plan_processes
+from large_batch_cifar_10_fast.lab.train import plan_processes, start_launch
 
 few = cache(lambda: draw_shapes(2100, 20))
 CASES = {  # the words of a command line and the error; no word is written to --out before it
@@ -111,14 +111,14 @@ def test_there_are_as_many_processes_as_divide_the_workers_and_fit():
     with pytest.raises(ConfigError, match="--nproc 2 --teams 2 needs 4 GPUs, this machine has 2: use --nproc 1"):
         plan_processes(2, 2, 8, gpus=2, cores=64)
     with pytest.raises(ConfigError, match=r"--teams 3 is more than the runs to make \(2\): use fewer"):
-        launch(["--demo", "--teams", "3", "--runs", "2"])
+        start_launch(["--demo", "--teams", "3", "--runs", "2"])
 
 
 def test_a_temporary_folder_without_locks_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     message = r"^files in .* cannot be locked \(No locks available\): name another folder in TMPDIR$"
     with pytest.raises(ConfigError, match=message):
-        launch(["--demo", "--nproc", "2", "--data", "synthetic", "--out", str(tmp_path)])
+        start_launch(["--demo", "--nproc", "2", "--data", "synthetic", "--out", str(tmp_path)])
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 from tqdm import tqdm
 
-from .. import RENDEZVOUS, ConfigError
+from .. import FIRST, RENDEZVOUS, ConfigError
 from .devices import take_device
 
 
@@ -54,8 +54,9 @@ class Team:
         return self.rank == 0
 
     @property
-    def is_first(self) -> bool:  # of all teams on this machine: prints the head of the log
-        return self.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
+    def is_first(self) -> bool:  # of all teams that share a log: prints its head
+        alone = os.environ.get("LOCAL_RANK", "0") == "0"
+        return self.is_main and os.environ.get(FIRST, str(int(alone))) == "1"
 
     @property
     def on_gpu(self) -> bool:

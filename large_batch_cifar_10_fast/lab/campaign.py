@@ -55,7 +55,13 @@ def teams_on_this_machine(team: Team) -> int:
 
 
 def conditions(
-    options: Options, name: str, hyp: Any, program: ModuleType, images: Images, team: Team
+    options: Options,
+    name: str,
+    hyp: Any,
+    program: ModuleType,
+    images: Images,
+    sizes: Mapping[str, str],
+    team: Team,
 ) -> dict[str, str]:
     """Return what all rows of a launch have in common, as texts: recipe, images, code, device, versions."""
     names = " and ".join(sorted(set(team.gather("device", hardware_name(team.device)))))
@@ -70,6 +76,7 @@ def conditions(
         "workers": team.total_workers,
         "data": options.data if options.data == SYNTHETIC else os.path.abspath(options.data),
         "images": images.name,
+        **sizes,
         "digest": images.digest,
         "precision": options.precision,
         "micro_batches": options.micro_batches,

@@ -17,24 +17,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .. import ConfigError
+from .. import ConfigError, Interrupted
+from ..core.devices import count_cores, count_gpus
 from ..files import write_atomically
 from ..images.load import load_images
 from .compare import MARGIN, Verdict, accuracies, compare, hint_if_large
 from .figures import write_picture
 from .options import command_parser
-from .program import load_program, read_command, recipe_of
+from .program import load_program, read_command, recipe_of, workers_of
 from .results import Log, read_log
 from .source import digests, refuse_change
 from .statistics import detectable
 from .table import Row, differences, read
-from .train import launch
+from .train import Launch, Processes, plan_processes, start_launch
 
 HOLDOUT = 10_000  # images of CIFAR-10's 50,000: a mean over them is exact to a third of what 1,000 allow
 OWN = ("campaign", "resume", "save", "profile")  # options of a run that an experiment sets or cannot use
@@ -155,8 +156,8 @@ def write_plan(plan: Plan, out: Path) -> None:
         raise ConfigError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
 
 
-def check_commands(plan: Plan) -> int:
-    """Return the teams of each launch. Raise ConfigError for a command line that a program would refuse."""
+def check_commands(plan: Plan) -> None:
+    """Raise ConfigError for a command line that a program would refuse."""
     for name in OWN + ALIKE:
         given = plan.campaigns if name in OWN else plan.variants
         if any(re.fullmatch(f"--{name}(=.*)?", word) for words in given.values() for word in words):
@@ -164,7 +165,14 @@ def check_commands(plan: Plan) -> int:
             raise ConfigError(f"--{name} is not for {whose}: leave it out")
     for words in plan.campaigns.values():
         read_options(words)
-    return read_options(plan.baseline)[0].teams
+
+
+def teams_of(plan: Plan) -> int:
+    """Return the teams that share the runs: --teams, or as many as there are GPUs for."""
+    options, hyp = read_options(plan.baseline)
+    gpus = count_gpus(options.device)
+    processes = plan_processes(options.nproc, options.teams, workers_of(hyp), gpus, count_cores())
+    return max(options.teams, gpus // processes)
 
 
 def read_options(words: Sequence[str]) -> tuple[Any, Any]:
@@ -201,43 +209,103 @@ def check_finished(plan: Plan, out: Path) -> None:
                 raise ConfigError(f"--data {options.data} has other images than campaign {name}: choose another --out")
 
 
-def make_runs(plan: Plan, out: Path, teams: int) -> tuple[dict[str, str], int]:
-    """Make the missing runs, the campaigns in turn, so that all meet the same machine.
+@dataclass
+class Part:
+    """Some runs of a campaign, which a team is making."""
 
-    A turn is one run of each team; or as many as take the time of a start, but at most half of all. A variant that
-    fails is left out from then on, and nothing is made without the baseline. Return how campaigns failed, and the exit
-    status of a launch that a signal ended, or 0.
+    campaign: str
+    processes: Processes
+    log: IO
+    start: float
+
+    def ended(self) -> Launch | None:
+        """Return how it ended, if it has."""
+        try:
+            return self.processes.ended()
+        except ConfigError as error:
+            return Launch(str(error), 1)
+
+    def end(self) -> None:
+        self.processes.end()
+        self.log.close()
+
+
+def make_runs(plan: Plan, out: Path, teams: int) -> dict[str, str]:
+    """Make the missing runs. Each team takes a part of a campaign; then the next, of the one with the fewest runs, so
+    that all meet the same machine.
+
+    A part has as many runs as take ten times the time of a start, but at most half of a campaign, and a team's share of
+    what is left. A variant that fails is left out from then on, and nothing is made without the baseline. Return how
+    campaigns failed.
     """
     failed: dict[str, str] = {}
-    turn = teams
-    done = 0
-    said = False
-    while done < plan.runs:
-        done = min(done + turn, plan.runs)
-        for name, words in plan.campaigns.items():
-            finished = rows_of(out).get(name, [])
-            if len(finished) >= done or name in failed:
-                continue
-            options = [*precision_of(out), *words, f"--campaign={name}", f"--runs={done}", f"--out={out}"]
-            first = len(finished) + 1
-            runs = f"run {done}" if first == done else f"runs {first} to {done}"
-            print(f"{name}: {runs} of {plan.runs}", file=sys.stderr)
-            start = time.monotonic()
-            failure, status = launch_into(out / f"{name}.log", options)
-            if status > 128:
-                return failed, status
-            made = rows_of(out).get(name, [])[len(finished) :]
-            if status or not made:
-                failed[name] = failure or "another launch is making its runs"
-                if name == BASELINE:
-                    return failed, 0
-                continue
-            seconds = [float(row["seconds"]) for row in made]
-            training = sum(seconds) / teams
-            around = time.monotonic() - start - training  # start, compilation and end
-            turn = max(teams, min((plan.runs + 1) // 2, round(around * len(made) / training)))
-            said = said or say_what_is_found(plan, out)
-    return failed, 0
+    making: dict[int, Part] = {}
+    asked = {name: len(rows_of(out).get(name, [])) for name in plan.campaigns}
+    before = sum(asked.values())
+    begin = said = time.monotonic()
+    size = 1
+    said_what_is_found = False
+    try:
+        while True:
+            for team in [team for team in range(teams) if team not in making]:
+                open_ones = [name for name in asked if asked[name] < plan.runs and name not in failed]
+                if open_ones:
+                    name = min(open_ones, key=lambda each: asked[each])
+                    left = sum(plan.runs - asked[each] for each in open_ones)
+                    size = min(size, (plan.runs + 1) // 2, -(-left // teams))
+                    target = min(asked[name] + size, plan.runs)
+                    print(f"{name}: {words_of_runs(asked[name], target)} of {plan.runs}", file=sys.stderr)
+                    asked[name] = target
+                    making[team] = start_part(plan, out, name, target, teams, team)
+            if not making:
+                return failed
+            time.sleep(0.05)
+            for team, part in [*making.items()]:
+                ended = part.ended()
+                if not ended:
+                    continue
+                making.pop(team).end()
+                rows = rows_of(out).get(part.campaign, [])
+                made = [float(row["seconds"]) for row in rows if row["launch"].startswith(part.processes.launch)]
+                shared = any(other.campaign == part.campaign for other in making.values())
+                if ended.failure or not (made or shared or len(rows) >= asked[part.campaign]):
+                    failed[part.campaign] = ended.failure or "another launch is making its runs"
+                    if part.campaign == BASELINE:
+                        return failed
+                if made:
+                    around = time.monotonic() - part.start - sum(made)  # start, compilation, validation and end
+                    size = max(1, math.ceil(10 * around * len(made) / sum(made)))
+                said_what_is_found = said_what_is_found or say_what_is_found(plan, out)
+            if time.monotonic() - said > 60:
+                said = time.monotonic()
+                say_progress(plan, out, before, said - begin)
+    finally:
+        for part in making.values():
+            part.end()
+
+
+def start_part(plan: Plan, out: Path, name: str, runs: int, teams: int, team: int) -> Part:
+    """Start a team on the missing ones of the first so many runs of a campaign. Raise ConfigError."""
+    path = out / f"{name}.log"
+    words = [*precision_of(out), *plan.campaigns[name], f"--campaign={name}", f"--runs={runs}", f"--out={out}"]
+    try:
+        log = path.open("ab")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another --out") from error
+    return Part(name, start_launch([*words, f"--teams={teams}"], log, team), log, time.monotonic())
+
+
+def words_of_runs(before: int, target: int) -> str:
+    return f"run {target}" if before + 1 == target else f"runs {before + 1} to {target}"
+
+
+def say_progress(plan: Plan, out: Path, before: int, seconds: float) -> None:
+    """Say how many runs are made, and about how long the others take, by those of the last seconds."""
+    planned = plan.runs * len(plan.campaigns)
+    made = sum(len(rows) for name, rows in rows_of(out).items() if name in plan.campaigns)
+    if made > before:
+        minutes = (planned - made) * seconds / (made - before) / 60
+        print(f"{made} of {planned} runs are made; the others take about {minutes:.0f} minutes", file=sys.stderr)
 
 
 def say_what_is_found(plan: Plan, out: Path) -> bool:
@@ -250,20 +318,6 @@ def say_what_is_found(plan: Plan, out: Path) -> bool:
     text = f"the baseline's runs have a standard deviation of {spread:.2g} points: by it, {plan.runs} runs of each find"
     print(f"{text} a difference of {least:.2g} points four times in five{hint_if_large(least)}", file=sys.stderr)
     return True
-
-
-def launch_into(log: Path, options: Sequence[str]) -> tuple[str, int]:
-    """Make runs, and append their log to a file. Return how that failed, and the exit status. Raise ConfigError."""
-    try:
-        file = log.open("ab")
-    except OSError as error:
-        raise ConfigError(f"{log} cannot be written ({error.strerror}): choose another --out") from error
-    with file:
-        try:
-            ended = launch(options, file)
-        except ConfigError as error:
-            return str(error), 1
-    return ended.failure, ended.status
 
 
 def precision_of(out: Path) -> list[str]:
@@ -408,13 +462,14 @@ def main(arguments: Sequence[str]) -> int:
             )
         words = [*baseline, f"--holdout={options.holdout}"]
         plan = make_plan(words, options.variants, options.drop, options.runs, out)
-        teams = check_commands(plan)
+        check_commands(plan)
         check_finished(plan, out)
         write_plan(plan, out)
-        failed, status = make_runs(plan, out, teams)
-        if status:
+        try:
+            failed = make_runs(plan, out, teams_of(plan))
+        except Interrupted as end:
             print("Not finished: the same command continues.", file=sys.stderr)
-            return status
+            return end.args[1]
         for name, failure in failed.items():
             print(f"{name} failed ({failure}); its log is {out / name}.log", file=sys.stderr)
         if BASELINE in failed:

@@ -56,7 +56,8 @@ def label_of(name: str, log: Log) -> str:
 def table_of(log: Log, label: str, color: str) -> pd.DataFrame:
     """Return a row per run and one per epoch of a run, NaN where unknown: accuracies in percent, work in PFLOP."""
     last = float(log.conditions.get("epochs", "nan")) if log.epochs is None else np.nan
-    work = flop_of_conditions(log.conditions, 50_000) / 1e15
+    known = log.conditions.get("pflop")  # tables of earlier versions do not have it
+    work = float(known) if known else flop_of_conditions(log.conditions, 50_000) / 1e15
     runs = log.runs.assign(epoch=last, final=100 * log.runs["accuracy"], work=work)
     table = pd.concat([runs, log.epochs]).rename(columns={"validation_loss": "loss"}).assign(label=label, color=color)
     return table.assign(accuracy=100 * table["accuracy"]).replace([np.inf, -np.inf], np.nan)

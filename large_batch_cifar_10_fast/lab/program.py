@@ -69,7 +69,8 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         flop = flop_of(program, hyp, len(images.train_images), images.classes)
         was_asked = options.precision or options.demo
         options = choose_computation(options, getattr(hyp, "half", "fp16"), flop, team)
-        common = conditions(options, name, hyp, program, images, team)
+        sizes = sizes_of(program, hyp, images, flop)
+        common = conditions(options, name, hyp, program, images, sizes, team)
         check_processes_agree(options, common, team)
         campaign = None
         if team.is_main and not options.profile:  # which makes no run
@@ -326,6 +327,17 @@ def flop_of(program: ModuleType, hyp: Any, images: int, classes: int = 10) -> fl
         return images * hyp.epochs * count_flop(program.Network(hyp, classes))
     except Exception:  # of a network that reads values, say, which the counter does not compute
         return math.nan
+
+
+def sizes_of(program: ModuleType, hyp: Any, images: Images, flop: float) -> dict[str, str]:
+    """Return the sizes of a run for its row: training images, trained parameters and PFLOP; "" where unknown."""
+    try:
+        network = program.Network(hyp, images.classes)
+        parameters = str(sum(weight.numel() for weight in network.parameters() if weight.requires_grad))
+    except Exception:  # of a network that only `train` can make
+        parameters = ""
+    pflop = f"{flop / 1e15:.4g}" if math.isfinite(flop) else ""
+    return {"training_images": str(len(images.train_images)), "parameters": parameters, "pflop": pflop}
 
 
 def estimate_seconds(flop: float, processes: int, precision: str) -> float:

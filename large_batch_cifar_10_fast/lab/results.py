@@ -19,14 +19,16 @@ import pandas as pd
 
 from .. import PACKAGE, ConfigError, first_line
 from ..images.cifar import CIFAR_10
-from .table import CONDITIONS, GOAL, PLACE, differences, from_pairs
+from .options import as_pairs
+from .program import hyp_class
+from .table import CONDITIONS, GOAL, PLACE, SIZES, differences, from_pairs
 
 # ---- Reading
 
 PUBLISHED = PACKAGE / "published"
-OF_PUBLISHED = {"images": CIFAR_10, "recipe": "apple2019", "epochs": "18", "workers": "8", "precision": "fp16"}
-OF_PUBLISHED |= {"device": "8 x Tesla V100-SXM2-32GB", "processes": "8", "clock": "upload and training"}
-OF_PUBLISHED |= {"label_smoothing": "0.2"}
+OF_PUBLISHED = {"images": CIFAR_10, "training_images": "50000", "test_images": "10000", "recipe": "apple2019"}
+OF_PUBLISHED |= {"device": "8 x Tesla V100-SXM2-32GB", "processes": "8", "precision": "fp16"}
+OF_PUBLISHED |= {"clock": "upload and training"}
 RUN_LINE = r"^Train acc \S+ loss (?P<train_loss>\S+), validation acc (?P<accuracy>\S+) "
 RUN_LINE += r"loss (?P<validation_loss>\S+) wall time (?P<seconds>\S+)s\s*$"
 HEAD_LINE = (
@@ -34,7 +36,8 @@ HEAD_LINE = (
 )
 HEAD_LINE += r"|Python .*, torch (?P<torch>[^,+]+).*"
 HEAD_LINE += r"|(?P<workers>\d+) workers on (?P<processes>\d+) process(?:es)?, (?P<device>.*)"
-HEAD_LINE += r"|data (?P<images>.*): .* images, SHA-256 (?P<digest>\w+)"
+HEAD_LINE += r"|data (?P<images>.*): (?P<training_images>\d+) training and (?P<validation_images>\d+) test images"
+HEAD_LINE += r", SHA-256 (?P<digest>\w+)"
 HEAD_LINE += r"|recipe (?P<recipe>\S+) (?P<options>.*)|(?:settings|computation) (?P<settings>.*))$"
 SUMMARY = r"(?m)^(\d+) runs reached 0\.94 out of (\d+)\s*$"
 LOSSES = dict.fromkeys(("train_loss", "validation_loss"), (-np.inf, np.inf, "nan"))  # limits, and a text for NaN
@@ -117,7 +120,8 @@ def read_log(source: str, unfinished: bool = False) -> Log:
         if source == "published":
             text, summary = (read_text(PUBLISHED / f"apple_8xv100_{name}") for name in ("50_runs.tsv", "summary.txt"))
             columns = {"valid_acc": "accuracy", "valid_loss": "validation_loss"}
-            return from_rounded(source, parse_table(source, text).rename(columns=columns), summary, OF_PUBLISHED)
+            conditions = from_pairs(as_pairs(hyp_class("apple2019")())) | OF_PUBLISHED  # the recipe as published
+            return from_rounded(source, parse_table(source, text).rename(columns=columns), summary, conditions)
         texts = {file: read_text(Path(file[0])) for file in files}
         (path, campaign), text = next(iter(texts.items()))
         if len(files) == 1 and "\nTrain acc " in f"\n{text}" and not campaign:
@@ -196,7 +200,8 @@ def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame], unfin
         parts |= {(path, name): table[table["campaign"] == name] for name in names}
         left_out += [] if names else [f"{path}:{campaign}".rstrip(":*")]
     rows = pd.concat([*parts.values(), table[:0]]).fillna("")
-    alike = rows.reindex(columns=["images", *CONDITIONS, *MAY_DIFFER], fill_value="").drop_duplicates()
+    columns = ["images", *SIZES, "validation_images", *CONDITIONS, *MAY_DIFFER]
+    alike = rows.reindex(columns=columns, fill_value="").drop_duplicates()
     conditions: dict[str, str] = {}  # an earlier row's, so that what one table does not say, another may
     for line, row in alike.to_dict("index").items():
         other = conditions_of(row)
@@ -280,9 +285,10 @@ def from_rounded(path: str, table: pd.DataFrame, summary: str, conditions: dict[
 
 def conditions_of(found: Mapping[Any, str]) -> dict[str, str]:
     """Select what may explain a difference, each option of the recipe by itself."""
-    names = [name for name in ("images", *CONDITIONS, *MAY_DIFFER) if found.get(name) and name != "options"]
+    names = [name for name in ("images", *SIZES, *CONDITIONS, *MAY_DIFFER) if found.get(name) and name != "options"]
     options = from_pairs(found.get("options", ""))
-    return {name: found[name] for name in names} | options | {"clock": "all parts"}
+    tests = {"test_images": found["validation_images"]} if found.get("validation_images") else {}
+    return {name: found[name] for name in names} | tests | options | {"clock": "all parts"}
 
 
 # ---- Names
@@ -318,6 +324,7 @@ def end_of_common_part(names: Sequence[str]) -> int:
 def name_of(log: Log, name: str, logs: Sequence[Log]) -> str:
     if not re.fullmatch(AUTOMATIC, log.campaign) or log.campaign not in name or "recipe" not in log.conditions:
         return name
-    options = [option for option in log.conditions if option not in {*CONDITIONS, *MAY_DIFFER, "images", "clock"}]
+    known = {*CONDITIONS, *SIZES, *MAY_DIFFER, "images", "test_images", "clock"}
+    options = [option for option in log.conditions if option not in known]
     differing = [option for option in options if len({each.conditions.get(option) for each in logs}) > 1]
     return " ".join([log.conditions["recipe"], *(f"{each}={log.conditions[each]}" for each in differing[:3])])

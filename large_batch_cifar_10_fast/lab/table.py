@@ -27,12 +27,26 @@ CONDITIONS = (
     *("precision", "compile", "no_graph", "micro_batches", "environment"),
 )
 PLACE = ("device", "processes")  # alike within a table; between tables they only rule out a comparison of times
+SIZES = ("training_images", "parameters", "pflop")  # of a run: what the other conditions make of it
 NUMBERS = (
     *("train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images"),
     *("validation_loss", *PARTS, "seconds", "cpu_seconds", "last_validation", "peak_memory"),
 )
 COLUMNS = (
-    *("campaign", "run", "seed", *CONDITIONS, *PLACE, "driver", "clocks", "data", "images", "version", "commit"),
+    *(
+        "campaign",
+        "run",
+        "seed",
+        *CONDITIONS,
+        *PLACE,
+        "driver",
+        "clocks",
+        "data",
+        "images",
+        *SIZES,
+        "version",
+        "commit",
+    ),
     *(*NUMBERS, "goal_epoch", "goal_seconds", "launch"),
 )
 EPOCHS = (

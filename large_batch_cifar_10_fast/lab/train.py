@@ -8,18 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from types import TracebackType
+from typing import IO, Any, NamedTuple
 
-from .. import INVALID, LAUNCH, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError, Interrupted
+from .. import FIRST, INVALID, LAUNCH, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError, Interrupted
 from ..core.devices import count_cores, count_gpus, may_share_gpus
 from ..files import temporary_folder
 from .log import print_summary
 from .options import Options
 from .program import load_program, read_command, recipe_of, workers_of
-from .table import Row, campaign_named, new_name, read
+from .table import campaign_named, new_name, read
 
 LIBC = ctypes.CDLL(None)
 
@@ -29,47 +30,50 @@ class Launch(NamedTuple):
 
     failure: str  # "" if it made all runs
     status: int
-    options: Options
-    campaign: str
-    rows: list[Row]  # of the finished runs that it was asked for
 
 
 def main(arguments: Sequence[str]) -> int:
     """Make a campaign's runs. Return the exit status: 0, 1 after a failure, 128 + N after signal N."""
-    made = launch(arguments)
-    options = made.options
-    if made.status:
-        again = f"; the same command with --campaign {made.campaign} continues" if made.rows else ""
-        finished = f"{len(made.rows)} of {options.runs} runs are finished"
-        print(f"train: {made.failure}; {finished}{again}", file=sys.stderr)
-    elif options.teams > 1 and made.rows:
-        print_summary(made.rows)
-    return made.status
+    options = read_options(arguments)
+    out = Path(options.out)
+    campaign = campaign_named(out, options.campaign, options.resume)
+    try:
+        with start_launch([*arguments, "--campaign", campaign]) as processes:
+            ended = processes.wait()
+    except Interrupted as end:
+        ended = Launch(*end.args)
+    rows = [row for row in read(out / "runs.tsv") if row["campaign"] == campaign]
+    rows = [row for row in rows if int(row["run"]) < options.runs]
+    if ended.status:
+        again = f"; the same command with --campaign {campaign} continues" if rows else ""
+        finished = f"{len(rows)} of {options.runs} runs are finished"
+        print(f"train: {ended.failure}; {finished}{again}", file=sys.stderr)
+    elif options.teams > 1 and rows:
+        print_summary(rows)
+    return ended.status
 
 
-def launch(arguments: Sequence[str], log: IO | None = None) -> Launch:
-    """Start the processes of a launch and wait for their end; their STDOUT goes to `log`. Raise ConfigError."""
+def read_options(arguments: Sequence[str]) -> Options:
+    return read_command(load_program(recipe_of(arguments)), arguments)[1]
+
+
+def start_launch(arguments: Sequence[str], log: IO | None = None, team: int | None = None) -> "Processes":
+    """Start the processes of a launch: of all its teams, or of one, by number. Raise ConfigError.
+
+    With `log` their STDOUT and STDERR go there.
+    """
     recipe = recipe_of(arguments)
     _, options, hyp = read_command(load_program(recipe), arguments)
     gpus = count_gpus(options.device)
     cores = count_cores()
     teams = options.teams
-    out = Path(options.out)
-    if teams > options.runs:
+    if team is None and teams > options.runs:
         raise ConfigError(f"--teams {teams} is more than the runs to make ({options.runs}): use fewer")
     processes = plan_processes(options.nproc, teams, workers_of(hyp), gpus, cores)
-    campaign = campaign_named(out, options.campaign, options.resume)
-    command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments, "--campaign", campaign]
+    command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments]
     environment = environment_of_processes(max(1, cores // (processes * teams)))
-    try:
-        failure, status = run_processes(command, environment, teams, processes, log)
-    except Interrupted as end:
-        failure, status = end.args
-    if status == INVALID:
-        raise ConfigError(failure)
-    rows = [row for row in read(out / "runs.tsv") if row["campaign"] == campaign]
-    rows = [row for row in rows if int(row["run"]) < options.runs]
-    return Launch(failure, status, options, campaign, rows)
+    started = range(teams) if team is None else [team]
+    return Processes(command, environment, started, teams, processes, log)
 
 
 def environment_of_processes(threads: int) -> dict[str, str]:
@@ -95,50 +99,80 @@ def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) 
     return nproc or max(n for n in range(1, places + 1) if workers % n == 0)
 
 
-def run_processes(
-    command: Sequence[str], environment: dict[str, str], teams: int, processes: int, log: IO | None
-) -> tuple[str, int]:
-    """Run the processes of all teams until the last ends, or one fails. Return how it failed, and the exit status.
+class Processes:
+    """The processes of a launch, each of a team. They are ended with the `with` statement.
 
     Each team takes runs of the campaign by itself. The rendezvous of a team is a file: no port is opened, and no name
     server is asked.
     """
-    running: dict[subprocess.Popen, str] = {}
-    folder = temporary_folder()
-    if processes > 1:
-        check_locks(Path(folder.name))
-    launch = new_name()
-    follow = partial(follow_launcher, os.getpid())
-    try:
-        for team in range(teams):
-            name = f"{launch}.{team}" if teams > 1 else launch
-            place = {LAUNCH: name, RENDEZVOUS: f"file://{folder.name}/{team}", "WORLD_SIZE": processes}
-            for rank in range(processes):
-                variables = place | {"RANK": rank, "LOCAL_RANK": team * processes + rank}
-                variables |= {"LOCAL_WORLD_SIZE": teams * processes}
-                own = environment | {name: str(value) for name, value in variables.items()}
-                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # Popen would ignore what a handler raises
-                process = subprocess.Popen(command, env=own, stdout=log, preexec_fn=follow)
-                running[process] = f"process {rank} of team {team}" if teams > 1 else f"process {rank}"
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        unfinished = True
-        while unfinished:
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        started: Sequence[int],
+        teams: int,
+        processes: int,
+        log: IO | None = None,
+    ) -> None:
+        """Start so many processes of each of the `started` teams, of `teams` on this machine. Raise ConfigError."""
+        self.running: dict[subprocess.Popen, str] = {}
+        self.folder = temporary_folder()
+        self.launch = new_name()
+        follow = partial(follow_launcher, os.getpid())
+        streams: Any = {"stdout": log, "stderr": log}
+        try:
+            if processes > 1:
+                check_locks(Path(self.folder.name))
+            for team in started:
+                name = f"{self.launch}.{team}" if teams > 1 else self.launch
+                place = {LAUNCH: name, RENDEZVOUS: f"file://{self.folder.name}/{team}", "WORLD_SIZE": processes}
+                place[FIRST] = int(team == min(started))
+                for rank in range(processes):
+                    variables = place | {"RANK": rank, "LOCAL_RANK": team * processes + rank}
+                    variables |= {"LOCAL_WORLD_SIZE": teams * processes}
+                    own = {**environment, **{name: str(value) for name, value in variables.items()}}
+                    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # Popen would ignore what a handler raises
+                    process = subprocess.Popen(command, env=own, preexec_fn=follow, **streams)
+                    self.running[process] = f"process {rank} of team {team}" if teams > 1 else f"process {rank}"
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        except BaseException:
+            self.end()
+            raise
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+
+    def wait(self) -> Launch:
+        """Wait until the last ends, or one fails. Raise ConfigError for what they refuse."""
+        ended = None
+        while not ended:
             time.sleep(0.05)
-            for process in running:
-                process.poll()
-            unfinished = any(process.returncode is None for process in running)
-            failed = [process for process in running if process.returncode]
-            if failed:
-                # One that a signal ended comes first: the others lost their connection to it.
-                process = min(failed, key=lambda each: each.returncode)
-                return describe_failure(process, running[process], Path(folder.name))
-        return "", 0
-    finally:
-        for process in running:
+            ended = self.ended()
+        return ended
+
+    def ended(self) -> Launch | None:
+        """Return how the processes ended, once all have, or one failed. Raise ConfigError for what they refuse."""
+        codes = [process.poll() for process in self.running]
+        failed = [process for process in self.running if process.returncode]
+        if failed:
+            # One that a signal ended comes first: the others lost their connection to it.
+            process = min(failed, key=lambda each: each.returncode)
+            ended = Launch(*describe_failure(process, self.running[process], Path(self.folder.name)))
+            if ended.status == INVALID:
+                raise ConfigError(ended.failure)
+            return ended
+        return None if None in codes else Launch("", 0)
+
+    def end(self) -> None:
+        for process in self.running:
             process.kill()
-        for process in running:
+        for process in self.running:
             process.wait()
-        folder.cleanup()
+        self.folder.cleanup()
 
 
 def check_locks(folder: Path) -> None:
