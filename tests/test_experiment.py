@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -168,6 +169,59 @@ def test_a_variant_is_left_out_and_counts_once_it_has_runs(launches, tmp_path, e
     assert "--drop epochs=7 is no variant of" in error_line(main, words)
 
 
+def test_a_grid_makes_a_variant_of_each_cell_but_the_baselines(launches, tmp_path, capsys, error_line):
+    words = [*WORDS, "--grid", "filter_rate=0.12,0.24", "--grid", "width=16,64"]
+    run_main(*words, out=tmp_path / "out")
+    cells = ["filter_rate=0.12+width=16", "filter_rate=0.12+width=64", "filter_rate=0.24+width=16"]
+    assert [*experiment.read_plan(tmp_path / "out").variants] == cells
+    shown = capsys.readouterr().out
+    best = re.search(r"Highest mean: (\S+)\. Within noise of it: (.*) \(99% intervals, all 3 together\)", shown)
+    assert best[1] in cells
+    assert {*best[2].split(", ")} == {*cells} - {best[1]}
+    for axis in ("width", "width=16,", "=3"):
+        assert f"--grid {axis}: give an option and its values" in error_line(main, ["--grid", axis])
+
+
+def test_what_is_within_noise_of_the_best(tmp_path):
+    """In pairs: a run of each seed is easier or harder for all."""
+    seeds = [9300, 9400, 9500, 9600]
+    counts = {"baseline": seeds, "near": [n + 31 + n % 7 for n in seeds], "best": [n + 35 + n % 3 for n in seeds]}
+    write_results(tmp_path, counts)
+    logs = {name: read_log(f"{tmp_path}/runs.tsv:{name}") for name in counts}
+    text = experiment.best_and_equals(logs)
+    assert text == "Highest mean: best. Within noise of it: near (99% intervals, all 2 together)."
+
+
+def test_teams_take_parts_of_all_campaigns_at_once(tmp_path, monkeypatch, capsys):
+    """Each its own part, so that a long campaign does not wait for another; a part is at most half of a campaign."""
+    counts: dict[str, list[int]] = {}
+    running: dict[int, str] = {}
+    most = 0
+
+    def start(words, log, team):
+        nonlocal most
+        values = dict(re.findall(r"--(\w+)=(\S+)", " ".join(words)))
+        assert values["teams"] == "3"
+        running[team] = values["campaign"]
+        most = max(most, len(running))
+        made = counts.setdefault(values["campaign"], [])
+        made += [9400] * (int(values["runs"]) - len(made))
+        write_results(tmp_path, counts)
+
+        def ended():
+            running.pop(team)
+            return Launch("", 0)
+
+        return SimpleNamespace(launch=str(len(made) - 1), ended=ended, end=lambda: None)
+
+    monkeypatch.setattr(experiment, "start_launch", start)
+    plan = Plan(["--recipe", "muon"], {name: [] for name in "abc"}, [{"runs": 6, "variants": 3}])
+    assert experiment.make_runs(plan, tmp_path, teams=3) == {}
+    assert most == 3
+    assert {name: len(made) for name, made in counts.items()} == dict.fromkeys(plan.campaigns, 6)
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()[:4]] == ["baseline", "a", "b", "c"]
+
+
 def test_a_variants_file_may_have_spaces_and_its_values_too(tmp_path, monkeypatch, error_line):
     (tmp_path / "my folder").mkdir()
     path = tmp_path / "my folder" / "silu.py"
@@ -324,9 +378,11 @@ def test_the_picture_has_a_line_for_each_variant_and_the_sweep_of_an_option(tmp_
     write_results(tmp_path, {name: draws.integers(9350, 9450, 4).tolist() for name in plan.campaigns})
     logs = {name: read_log(f"{tmp_path}/runs.tsv:{name}") for name in plan.campaigns}
     verdicts = compare.compare(logs, "baseline").accuracy
-    differences, sweep = experiment.draw(plan, logs, verdicts, margin=0.1).axes
+    differences, sweep, work, time = experiment.draw(plan, logs, verdicts, margin=0.1).axes
     assert [label.get_text() for label in differences.get_yticklabels()] == [*variants]
     for line, verdict in zip(differences.lines[1::2], verdicts.values(), strict=True):
         assert [*line.get_xdata()] == [verdict.found.low, verdict.found.high]
     assert sweep.get_xlabel() == "filter_rate"
     np.testing.assert_allclose(sorted(sweep.get_xticks()), [0.12, 0.24, 0.48])
+    assert [work.get_xlabel(), time.get_xlabel()] == ["work of a run, PFLOP", "seconds a run"]
+    assert {text.get_text() for text in work.texts} == {*plan.campaigns}

@@ -3,11 +3,13 @@
     cifar10-fast experiment --recipe muon --width 16 --runs 6 --try "filter_rate=0.12" --try "my_muon.py epochs=8"
 
 The baseline is a recipe with options, as for `train`. A variant is options that change it, or a program FILE.py, with
-options if need be. All are tested on training images that are kept out (--holdout), so that the test images are still
-new at the end. The same command continues an experiment that was interrupted; more --runs or --try add to it, which is
-a second look; --drop leaves a variant out. --out gets the tables and logs of the runs, and a picture.
+options if need be. --grid filter_rate=0.12,0.24 --grid width=16,24 makes a variant of each pair of values. All are
+tested on training images that are kept out (--holdout), so that the test images are still new at the end. The same
+command continues an experiment that was interrupted; more --runs or --try add to it, which is a second look; --drop
+leaves a variant out. --out gets the tables and logs of the runs, and a picture.
 """
 
+import itertools
 import json
 import math
 import re
@@ -33,7 +35,7 @@ from .options import command_parser
 from .program import load_program, read_command, recipe_of, workers_of
 from .results import Log, read_log
 from .source import digests, refuse_change
-from .statistics import detectable
+from .statistics import compare_means, detectable
 from .table import Row, differences, read
 from .train import Launch, Processes, plan_processes, start_launch
 
@@ -88,6 +90,19 @@ def words_of_variant(text: str) -> tuple[str, list[str]]:
     if not words:
         raise ConfigError('--try "": give name=value, or FILE.py')
     return re.sub(r"[^\w.:+=-]", "-", "+".join(names))[:100], words
+
+
+def cells_of(baseline: Sequence[str], axes: Sequence[str]) -> list[str]:
+    """Return a variant for each combination of values, but for the baseline's own. Raise ConfigError."""
+    columns = []
+    for axis in axes:
+        option, sign, values = axis.partition("=")
+        if not (re.fullmatch(r"\w+", option) and sign and all(values.split(","))):
+            raise ConfigError(f"--grid {axis}: give an option and its values, like width=16,24")
+        columns.append([f"{option}={value}" for value in values.split(",")])
+    own = read_options(baseline)[1]
+    cells = [" ".join(cell) for cell in itertools.product(*columns)] if columns else []
+    return [cell for cell in cells if read_options([*baseline, *words_of_variant(cell)[1]])[1] != own]
 
 
 def make_plan(baseline: Sequence[str], texts: Sequence[str], dropped: Sequence[str], runs: int, out: Path) -> Plan:
@@ -337,9 +352,24 @@ def read_logs(plan: Plan, out: Path) -> dict[str, Log]:
     return dict(sorted(logs.items(), key=lambda pair: -accuracies(pair[1]).mean()))
 
 
+def best_and_equals(logs: Mapping[str, Log]) -> str:
+    """Return which campaign has the highest mean, and which are within noise of it; "" of fewer than three."""
+    compared = {name: accuracies(log) for name, log in logs.items() if not log.diverged}
+    if len(compared) < 3:
+        return ""
+    best = max(compared, key=lambda name: compared[name].mean())
+    near = []
+    for name, sample in compared.items():
+        found = compare_means(sample, compared[best], len(compared) - 1)
+        if name != best and (not found or found.high >= 0):
+            near.append(name)
+    within = f"Within noise of it: {', '.join(near)}" if near else "None is within noise of it"
+    return f"Highest mean: {best}. {within} (99% intervals, all {len(compared) - 1} together)."
+
+
 def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict]) -> str:
     """Return what is known of the looks, and what is to be done last."""
-    notes = []
+    notes = [best_and_equals(logs)] if len(logs) > 2 else []
     if len(logs) < len(plan.campaigns) or any(log.count < plan.runs for log in logs.values()):
         notes.append(f"Not finished: {plan.runs} runs of each are planned. --drop NAME leaves a variant out.")
     if len(plan.looks) > 1:
@@ -380,20 +410,44 @@ def is_number(text: str) -> bool:
 
 
 def draw(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict], margin: float) -> Figure:
-    """Draw the differences with their intervals; beside them accuracy against the option, if the variants are a sweep.
+    """Draw the differences with their intervals; accuracy against the option, if the variants are a sweep; and accuracy
+    against work and time, if there are more than two variants.
 
     The picture is as wide as README shows it.
     """
     option, values = swept_option(plan, logs)
     compared = {name: verdict for name, verdict in verdicts.items() if verdict.found}
-    figure = Figure(figsize=(8.5, 1.6 + 0.45 * len(compared) + (2.2 if option else 0)), dpi=200, layout="constrained")
-    panels: Any = figure.subplots(2 if option else 1, 1, squeeze=False)[:, 0]
-    draw_differences(panels[0], compared, margin)
+    rows = {"differences": 1.6 + 0.45 * len(compared)}
     if option:
-        draw_sweep(panels[1], option, {name: value for name, value in values.items() if name in logs}, logs)
-    for axes in panels:
+        rows["sweep"] = 2.2
+    if len(logs) > 3:
+        rows["costs"] = 3.0
+    layout: Any = [["work", "time"] if row == "costs" else [row, row] for row in rows]
+    figure = Figure(figsize=(8.5, sum(rows.values())), dpi=200, layout="constrained")
+    panels: Any = figure.subplot_mosaic(layout, height_ratios=[*rows.values()])
+    draw_differences(panels["differences"], compared, margin)
+    if option:
+        draw_sweep(panels["sweep"], option, {name: value for name, value in values.items() if name in logs}, logs)
+    if "costs" in rows:
+        work = {name: float(log.conditions.get("pflop", "nan")) for name, log in logs.items()}
+        draw_costs(panels["work"], work, logs, "work of a run, PFLOP")
+        draw_costs(
+            panels["time"], {name: log.runs["seconds"].mean() for name, log in logs.items()}, logs, "seconds a run"
+        )
+    for axes in panels.values():
         axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def draw_costs(axes: Axes, costs: Mapping[str, float], logs: Mapping[str, Log], what: str) -> None:
+    """Draw each campaign's mean accuracy, and its standard deviation over runs, against what a run costs."""
+    for name, cost in costs.items():
+        runs = accuracies(logs[name])
+        color = "black" if name == BASELINE else "#0072B2"
+        axes.errorbar(cost, runs.mean(), runs.std(), fmt="o", color=color, lw=1)
+        axes.annotate(name[:24], (cost, runs.mean()), xytext=(4, 3), textcoords="offset points", size=7)
+    axes.set(xlabel=what, ylabel="accuracy, %")
+    axes.set_title("Means, and standard deviations over runs", loc="left", weight="bold", size=10)
 
 
 def draw_differences(axes: Axes, compared: Mapping[str, Verdict], margin: float) -> None:
@@ -436,6 +490,7 @@ def draw_sweep(axes: Axes, option: str, values: Mapping[str, float], logs: Mappi
 def main(arguments: Sequence[str]) -> int:
     parser = command_parser(__doc__)
     parser.add_argument("--try", dest="variants", action="append", default=[], metavar="CHANGE", help="a variant")
+    parser.add_argument("--grid", action="append", default=[], metavar="NAME=VALUES", help="a variant for each value")
     parser.add_argument("--drop", action="append", default=[], metavar="NAME", help="leave out a variant that has runs")
     parser.add_argument("--runs", type=int, default=12, help="runs of each, chosen before looking (12)")
     parser.add_argument("--out", type=Path, default=Path("experiment"), help="folder of the experiment (experiment)")
@@ -448,7 +503,7 @@ def main(arguments: Sequence[str]) -> int:
     out = options.out.expanduser()
     failed: dict[str, str] = {}
     if options.report:
-        if baseline or options.variants or options.drop:
+        if baseline or options.variants or options.grid or options.drop:
             raise ConfigError("--report shows what is there: give it no more than --out and --margin")
         plan = read_plan(out)
         if not plan:
@@ -461,7 +516,8 @@ def main(arguments: Sequence[str]) -> int:
                 f"--holdout {options.holdout}: keep out at least one training image, or test images decide"
             )
         words = [*baseline, f"--holdout={options.holdout}"]
-        plan = make_plan(words, options.variants, options.drop, options.runs, out)
+        variants = [*options.variants, *cells_of(words, options.grid)]
+        plan = make_plan(words, variants, options.drop, options.runs, out)
         check_commands(plan)
         check_finished(plan, out)
         write_plan(plan, out)
