@@ -325,8 +325,10 @@ def say_progress(plan: Plan, out: Path, before: int, seconds: float) -> None:
 
 def say_what_is_found(plan: Plan, out: Path) -> bool:
     """Say on STDERR which difference the planned runs would find, by the spread of the baseline's; return if known."""
+    if len(rows_of(out).get(BASELINE, [])) < ENOUGH:
+        return False
     log = read_log(f"{out}/runs.tsv:{BASELINE}")
-    if log.diverged or log.count < ENOUGH:
+    if log.diverged:
         return False
     spread = accuracies(log).std()
     least = detectable(math.sqrt(2 / plan.runs) * spread, plan.runs - 1, len(plan.variants))
