@@ -1,6 +1,9 @@
 """Verdicts of comparisons, what forbids them, and their statistics."""
 
 import math
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
@@ -9,9 +12,12 @@ from scipy import stats
 from test_results import write_runs
 
 from large_batch_cifar_10_fast.lab import compare
+from large_batch_cifar_10_fast.lab.campaign import LAUNCHES as LAUNCHES_BYTE
 from large_batch_cifar_10_fast.lab.results import read_log
 from large_batch_cifar_10_fast.lab.statistics import compare_means, wilson
+from large_batch_cifar_10_fast.lab.table import differences
 
+LOCKED = "import fcntl, time; fcntl.lockf(0, fcntl.LOCK_EX, 1, {}); print(flush=True); time.sleep(60)"
 COUNTS = 10 * [9400, 9410]
 LAUNCHES = {"launch": [f"launch{i // 2}" for i in range(20)]}  # of two runs each
 
@@ -92,10 +98,86 @@ def test_without_an_effect_all_verdicts_of_a_family_are_right_99_times_in_100():
 def test_the_reference_is_the_last_campaign_or_a_named_one(tmp_path, compared, error_line):
     a, b = (write_runs(tmp_path / name, COUNTS, recipe="apple2019", images="CIFAR-10") for name in "ab")
     assert compared(a, "--reference", b) == compared(a, b)
-    assert "94.186" in compared(a)[1], "the published runs"
-    other = write_runs(tmp_path / "c", COUNTS, recipe="apple2019", images="synthetic")
-    assert f"{other} needs a reference" in error_line(compare.main, [other])
     assert compared(a, b, "--reference", b) == compared(a, b)
+
+
+def test_published_runs_have_all_options_of_the_recipe(tmp_path, compared):
+    """So that a run of another width does not look like a reproduction. One that only one program has is no alarm."""
+    options = "width=8 batch_size=256 lr_scaler=1.5 decay=0.95"
+    text = compared(write_runs(tmp_path / "a", COUNTS, recipe="apple2019", options=options), "published")[1]
+    assert ": width (8, not 64)\n" in text
+    one, other = ({"options": each} for each in ("width=8 decay=0.95", "width=8"))
+    assert differences(one, other, ["options"]) == "decay (0.95; the other has no such option)"
+    assert differences(other, one, ["options"]) == "decay (no such option; the other has 0.95)"
+
+
+def test_a_mean_stands_beside_a_difference_of_the_same_runs(written):
+    """Of 12 and 8 runs, 8 have a partner."""
+    counts = [9400 + 10 * i + i % 3 for i in range(12)]
+    reference = written("ref", counts)
+    mine = written("mine", [count + 20 + count % 2 for count in counts[:8]])
+    text = compare.compare({"mine": mine, "ref": reference}, "ref").text
+    line = next(line for line in text.splitlines() if line.startswith("mine ")).split()
+    (pairs,) = re.findall(r"The 8 runs of ref in pairs with mine have a mean of (\S+)\.\n", text)
+    assert line[1] == "8"
+    assert float(line[2]) - float(pairs) == pytest.approx(float(line[5]), abs=0.0015)
+
+
+def test_what_fewer_images_leave_open_is_said(tmp_path, compared):
+    """By the spread of a proportion: 1,000 images of which 94% are right."""
+    mine = write_runs(tmp_path / "mine", 10 * [939, 941], validation_images=1000)
+    text = compared(mine, "published")[1]
+    assert "tested on 1000 images, others on 10000: with other 1000 images its mean would be about 0.8 points" in text
+
+
+def test_a_report_is_a_document_in_markdown(tmp_path, compared):
+    a, b = (write_runs(tmp_path / name, COUNTS, table=LAUNCHES) for name in "ab")
+    text = compared(a, b, "--markdown")[1]
+    assert len(re.findall(r"(?m)^\| --- ", text)) == 4
+    assert re.search(r"(?m)^\| accuracy, % \| n \| mean ± std \|", text)
+    blocks = text.split("```")[1::2]
+    assert [block.split(":")[0].strip() for block in blocks] == ["What differs from b", "The same for all"]
+
+
+# ---- One's own table
+
+
+def test_a_table_alone_is_shown(tmp_path, compared):
+    """Each campaign with what was asked for; an experiment's plan counts, too."""
+    table = write_runs(tmp_path / "a", [9400, 9410, 9390], campaign="night", launch="20200101T000000-aa.0")
+    status, text = compared(table)
+    head, line = text.splitlines()
+    assert status == 0
+    assert head.split("  ")[0] == "campaign"
+    assert re.split("  +", line)[:5] == ["night", "3", "94.000 ± 0.100", "94.10", "93.90"]
+    assert line.endswith("not running")
+    folder = tmp_path / ".campaigns"
+    folder.mkdir()
+    (folder / "night.json").write_text('{"runs": "5"}')
+    assert "3 of 5" in compared(table)[1]
+    with (folder / "night.json").open("rb+") as other:
+        holder = [sys.executable, "-c", LOCKED.format(LAUNCHES_BYTE)]
+        process = subprocess.Popen(holder, stdin=other, stdout=subprocess.PIPE)
+        process.stdout.readline()
+        assert re.search(r"running, about \d+ minutes left\n", compared(table)[1])
+        process.kill()
+        process.wait()
+    (folder / "night.json").write_text('{"runs": "3"}')
+    assert compared(table)[1].endswith("complete\n")
+
+
+def test_all_runs_are_written_with_a_column_for_each_option(tmp_path, compared, error_line):
+    table = write_runs(tmp_path / "a", COUNTS, options="width=8 pixels=24,32")
+    compared(table, "--csv", tmp_path / "all.csv")
+    found = pd.read_csv(tmp_path / "all.csv")
+    assert len(found) == len(COUNTS)
+    assert {*found["pixels"]} == {"24,32"}
+    assert found["width"].tolist() == len(COUNTS) * [8]
+    for words, line in (
+        ((table, "--csv", tmp_path), "cannot be written"),
+        (("published", "--csv", "x"), "no finished"),
+    ):
+        assert line in error_line(compare.main, [*map(str, words)])
 
 
 # ---- What forbids a verdict

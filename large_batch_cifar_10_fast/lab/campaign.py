@@ -152,6 +152,7 @@ class Campaign:
         """Add conditions that the campaign does not have yet. Return all that it has. Raise ConfigError."""
         with locked_byte(self.file, WRITER):
             agreed = {"campaign": self.name, "run": "0", **values, **self.known_conditions()}
+            agreed["runs"] = str(max(self.runs, int(agreed.get("runs", 0))))  # asked for, which `status` shows
             text = json.dumps(agreed).encode()
             try:
                 os.pwrite(self.file, text, 0)

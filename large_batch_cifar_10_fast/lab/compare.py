@@ -2,28 +2,28 @@
 
     cifar10-fast compare night/runs.tsv day/runs.tsv published
 
-The last is the reference, unless --reference names one; a single campaign is compared with `published`. Each is a
-runs.tsv (FILE:CAMPAIGN for another campaign than its last, FILE:* for all), several of them that are taken together
-(`a/runs.tsv,b/runs.tsv` or the pattern '*/runs.tsv'), a run log, a DAWNBench table, or `published`: Apple's 50 runs of
-apple2019 on CIFAR-10. Exit status: 0 none is shown to be worse, 1 one is worse (in accuracy, or in time on the same
-devices), 2 unreadable, or no reference.
+The last is the reference, unless --reference names one. A runs.tsv alone is shown, not compared: each of its campaigns,
+whether it is running, and how long it still takes. Each is a runs.tsv (FILE:CAMPAIGN for another campaign than its
+last, FILE:* for all), several of them that are taken together (`a/runs.tsv,b/runs.tsv` or the pattern '*/runs.tsv'), a
+run log, a DAWNBench table, or `published`: Apple's 50 runs of apple2019 on CIFAR-10. Exit status: 0 none is shown to be
+worse, 1 one is worse (in accuracy, or in time on the same devices), 2 unreadable.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 
-from .. import ConfigError
-from ..images.cifar import CIFAR_10
 from ..loading import decode
 from .options import command_parser
 from .program import hyp_class
 from .results import Log, find_files, read_log, short_names
 from .source import changed_lines
-from .statistics import Comparison, compare_means, in_columns, verdict, wilson
-from .table import PLACE, differences
+from .statistics import Comparison, compare_means, in_columns, in_markdown, verdict, wilson
+from .status import status_of, write_runs
+from .table import PLACE, SIZES, differences
 
 MARGIN = 0.1  # points of accuracy that are equivalent
 LARGE = 5  # points of accuracy: runs that find no less are of little use
@@ -54,8 +54,11 @@ class Report(NamedTuple):
     seconds: dict[str, Verdict]
 
 
-def compare(logs: Mapping[str, Log], reference: str, margin: float = MARGIN, tests: int = 0) -> Report:
+def compare(
+    logs: Mapping[str, Log], reference: str, margin: float = MARGIN, tests: int = 0, markdown: bool = False
+) -> Report:
     """Compare logs, by name, with the one that is the reference. `tests` are made together; by default all these."""
+    as_table = in_markdown if markdown else in_columns
     base = logs[reference]
     sides = {name: log for name, log in logs.items() if name != reference}
     tests = max(tests, len(sides))
@@ -72,14 +75,14 @@ def compare(logs: Mapping[str, Log], reference: str, margin: float = MARGIN, tes
     tables = []
     for title, (values_of, _, _) in QUANTITIES.items():
         samples = {name: values_of(log) for name, log in logs.items()}
-        tables.append(table_of(title, samples, verdicts[title], reference))
-    parts = [
-        differing_conditions(sides, base, reference),
-        differing_lines(sides, base),
-        *tables,
-        other_figures(logs),
-        meaning(sides, base, verdicts, margin, tests),
-    ]
+        if any(map(len, samples.values())):
+            tables.append(as_table(table_of(title, samples, verdicts[title], reference)))
+    texts = [differing_conditions(sides, base, reference), same_conditions(logs), differing_lines(sides, base)]
+    if markdown:
+        texts = [f"```\n{text}\n```" for text in texts if text]
+    notes = meaning(logs, reference, verdicts, margin, tests)
+    separator = "\n\n" if markdown else "\n"
+    parts = [*texts, *tables, as_table(other_figures(logs)), separator.join(notes)]
     return Report("\n\n".join(part for part in parts if part), verdicts[ACCURACY], verdicts[TIME])
 
 
@@ -199,6 +202,16 @@ def differing_conditions(sides: Mapping[str, Log], base: Log, reference: str) ->
     return "\n".join([f"What differs from {reference}, or is unknown:", *lines])
 
 
+def same_conditions(logs: Mapping[str, Log]) -> str:
+    """List the conditions that are known and alike."""
+    names = ("recipe", "images", *SIZES, "test_images", "precision", "torch", *PLACE, "commit")
+    found = {name: {log.conditions.get(name) for log in logs.values()} for name in names}
+    alike = [
+        f"{name} {next(iter(values))}" for name, values in found.items() if len(values) == 1 and None not in values
+    ]
+    return f"The same for all: {', '.join(alike)}" if alike and len(logs) > 1 else ""
+
+
 def differing_lines(sides: Mapping[str, Log], base: Log) -> str:
     """Return the lines in which programs differ from the reference's, by the texts stored beside their tables."""
     parts = []
@@ -221,15 +234,22 @@ def program_text(log: Log) -> list[str]:
     return []
 
 
-def table_of(title: str, samples: Mapping[str, pd.Series], verdicts: Mapping[str, Verdict], reference: str) -> str:
-    """Return a quantity of all campaigns as a table; "" if none is known."""
+def table_of(
+    title: str, samples: Mapping[str, pd.Series], verdicts: Mapping[str, Verdict], reference: str
+) -> list[tuple[str, ...]]:
+    """Return a quantity of all campaigns as cells. Beside a difference stands the mean of the runs that it is of."""
     cells: list[tuple[str, ...]] = [(title, *HEAD)]
     for name, sample in samples.items():
-        spread = f" ± {sample.std():.3f}" if len(sample) > 1 else ""
-        mean = f"{sample.mean():.3f}{spread}" if len(sample) else "unknown"
+        verdict = verdicts.get(name)
+        if verdict and verdict.found and verdict.found.pairs:
+            found = verdict.found
+            count, mean, spread = found.pairs, found.mine, found.spread
+        else:
+            count, mean, spread = len(sample), sample.mean(), sample.std()
+        shown = f"{mean:.3f} ± {spread:.3f}" if count > 1 else f"{mean:.3f}"
         label = f"{name} (reference)" if name == reference else name
-        cells.append((label, str(len(sample)), mean, *cells_of(verdicts.get(name))))
-    return in_columns(cells) if any(map(len, samples.values())) else ""
+        cells.append((label, str(count), shown if count else "unknown", *cells_of(verdict)))
+    return cells
 
 
 def cells_of(given: Verdict | None) -> tuple[str, str, str, str]:
@@ -239,14 +259,24 @@ def cells_of(given: Verdict | None) -> tuple[str, str, str, str]:
     return f"{found.difference:+.3f}", f"[{found.low:+.3f}, {found.high:+.3f}]", f"{found.p:.2g}", given.word
 
 
-def other_figures(logs: Mapping[str, Log]) -> str:
-    """Return figures that are not compared."""
-    cells: list[tuple[str, ...]] = [("not compared", "runs at 94%", "seconds to 94%", "CPU seconds")]
+def other_figures(logs: Mapping[str, Log]) -> list[tuple[str, ...]]:
+    """Return figures that are not compared, as cells."""
+    head = ("not compared", "seeds", "parameters", "PFLOP", "CPU seconds", "seconds to 94%", "runs at 94%")
+    cells: list[tuple[str, ...]] = [head]
     for name, log in logs.items():
-        times = [values(log, quantity) for quantity in ("goal_seconds", "cpu_seconds")]
+        times = [values(log, quantity) for quantity in ("cpu_seconds", "goal_seconds")]
         shown = [f"{each.mean():.3f}, n = {len(each)}" if len(each) else "unknown" for each in times]
-        cells.append((name, runs_at_goal(log), *shown))
-    return in_columns(cells)
+        sizes = [log.conditions.get(size, "unknown") for size in ("parameters", "pflop")]
+        cells.append((name, seeds_of(log), *sizes, *shown, runs_at_goal(log)))
+    return cells
+
+
+def seeds_of(log: Log) -> str:
+    """Return the seeds of a log's runs, as `0 to 11`; a list if they are not all between the first and the last."""
+    seeds = sorted(log.runs["seed"].dropna().astype(int))
+    if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
+        return f"{seeds[0]} to {seeds[-1]}"
+    return " ".join(map(str, seeds)) or "unknown"
 
 
 def runs_at_goal(log: Log) -> str:
@@ -257,23 +287,37 @@ def runs_at_goal(log: Log) -> str:
 
 
 def meaning(
-    sides: Mapping[str, Log], base: Log, verdicts: Mapping[str, Mapping[str, Verdict]], margin: float, tests: int
-) -> str:
+    logs: Mapping[str, Log],
+    reference: str,
+    verdicts: Mapping[str, Mapping[str, Verdict]],
+    margin: float,
+    tests: int,
+) -> list[str]:
     """Return sentences on what the tables mean."""
+    base = logs[reference]
+    sides = {name: log for name, log in logs.items() if name != reference}
     notes = []
     for title, of_sides in verdicts.items():
         quantity = title.partition(",")[0].capitalize()
         for why in dict.fromkeys(each.why_not for each in of_sides.values() if each.why_not):
             names = [name for name, each in of_sides.items() if each.why_not == why]
             notes.append(f"{quantity} of {', '.join(names)}: not compared: {why}.")
-    accuracy = verdicts[ACCURACY].values()
-    unclear = [each.found for each in accuracy if each.found and each.word.startswith("no ")]
+    compared = {name: each.found for name, each in verdicts[ACCURACY].items() if each.found}
+    unclear = [each.found for each in verdicts[ACCURACY].values() if each.found and each.word.startswith("no ")]
     if unclear:
         largest = max(found.detectable for found in unclear)
         found = f"one of {largest:.2g} points of accuracy would be found four times in five"
         notes.append(f"No difference shown: {found}{hint_if_large(largest)}.")
-    if any(each.found and each.found.pairs for each in accuracy):
-        notes.append("Differences of accuracy are means over pairs of runs with the same seed.")
+    notes.append("± is the standard deviation over runs.")
+    if any(found.pairs for found in compared.values()):
+        notes.append("Differences of accuracy are means over pairs of runs with the same seed (Student's t test).")
+    if not all(found.pairs for found in compared.values()):
+        notes.append("Differences of accuracy without common seeds are between means of all runs (Welch's t test).")
+    for name, pair in compared.items():
+        if 0 < pair.pairs < base.count:
+            notes.append(
+                f"The {pair.pairs} runs of {reference} in pairs with {name} have a mean of {pair.reference:.3f}."
+            )
     notes.append(
         f"Equivalent: the interval lies within {margin:g} points of accuracy, or {TIME_MARGIN:.0%} of the time."
     )
@@ -284,7 +328,23 @@ def meaning(
         )
     if any(differences(log.conditions, base.conditions, ["images", "digest"]) for log in sides.values()):
         notes.append("Images may differ: the intervals are of chance over runs, not of how hard the images are.")
-    return "\n".join([*notes, LOOKING])
+    notes += fewer_images(logs)
+    return [*notes, LOOKING]
+
+
+def fewer_images(logs: Mapping[str, Log]) -> list[str]:
+    """Say of campaigns that were tested on fewer images than others how far their mean depends on the images."""
+    counts = {name: int(log.conditions.get("test_images", 0)) for name, log in logs.items()}
+    most = max(counts.values())
+    notes = []
+    for name, count in counts.items():
+        if 0 < count < most and logs[name].count:
+            share = accuracies(logs[name]).mean() / 100
+            error = 100 * math.sqrt(share * (1 - share) / count)
+            few = f"{name} was tested on {count} images, others on {most}"
+            chance = f"with other {count} images its mean would be about {error:.1g} points higher or lower"
+            notes.append(f"{few}: {chance} (standard deviation), which no interval here covers.")
+    return notes
 
 
 def hint_if_large(detectable: float) -> str:
@@ -303,27 +363,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("campaigns", nargs="+", metavar="CAMPAIGN")
     parser.add_argument("--reference", default="", metavar="CAMPAIGN", help="with which the others are compared")
     parser.add_argument("--margin", type=float, default=MARGIN, help="points of accuracy that are equivalent (0.1)")
+    parser.add_argument("--markdown", action="store_true", help="tables as Markdown, to put into a document")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all runs, with a column for each option")
     options = parser.parse_args(arguments)
     if not options.margin > 0:
         parser.error(f"--margin {options.margin} must be greater than 0")
     sources = options.campaigns
     if options.reference:
         sources = [each for each in sources if each != options.reference] + [options.reference]
+    if options.csv:
+        write_runs(sources, options.csv)
     if len(sources) == 1:
-        sources.append("published")
-        check_has_published(read_log(sources[0]))
+        print((in_markdown if options.markdown else in_columns)(status_of(sources[0])))
+        return 0
     logs = [read_log(source) for source in sources]
     names = short_names(logs)
     if len({*names}) < len(names):
         names = [f"{place}: {name}" for place, name in enumerate(names, 1)]
-    report = compare(dict(zip(names, logs, strict=True)), names[-1], options.margin)
+    report = compare(dict(zip(names, logs, strict=True)), names[-1], options.margin, markdown=options.markdown)
     print(report.text)
     words = [verdict.word for verdict in [*report.accuracy.values(), *report.seconds.values()]]
     return int("worse" in words)
-
-
-def check_has_published(log: Log) -> None:
-    """Raise ConfigError for runs that the published ones are no reference of."""
-    made = log.conditions.get("recipe"), log.conditions.get("images")
-    if made != ("apple2019", CIFAR_10) or log.name == "published":
-        raise ConfigError(f"{log.name} needs a reference: only runs of apple2019 on {CIFAR_10} have one by default")

@@ -366,7 +366,8 @@ def best_and_equals(logs: Mapping[str, Log]) -> str:
         if name != best and (not found or found.high >= 0):
             near.append(name)
     within = f"Within noise of it: {', '.join(near)}" if near else "None is within noise of it"
-    return f"Highest mean: {best}. {within} (99% intervals, all {len(compared) - 1} together)."
+    together = f"99% intervals, all {len(compared) - 1} together"
+    return f"Highest mean: {best}, which is likely too high: it was chosen by these runs. {within} ({together})."
 
 
 def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict]) -> str:
@@ -498,6 +499,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("experiment"), help="folder of the experiment (experiment)")
     parser.add_argument("--holdout", type=int, default=HOLDOUT, help="training images to test on (10000)")
     parser.add_argument("--margin", type=float, default=MARGIN, help="points of accuracy that are equivalent (0.1)")
+    parser.add_argument("--markdown", action="store_true", help="tables as Markdown, to put into a document")
     parser.add_argument("--report", action="store_true", help="make no runs: show those that are there")
     options, baseline = parser.parse_known_args(arguments)
     if not options.margin > 0:
@@ -534,7 +536,7 @@ def main(arguments: Sequence[str]) -> int:
             return 1
     logs = read_logs(plan, out)
     tried = {*rows_of(out), *plan.variants} - {BASELINE}  # also those that were dropped
-    report = compare(logs, BASELINE, options.margin, len(tried))
+    report = compare(logs, BASELINE, options.margin, len(tried), options.markdown)
     print(f"Baseline: {' '.join(plan.baseline)}\n\n{report.text}\n\n{notes_on(plan, logs, report.accuracy)}")
     if any(verdict.found for verdict in report.accuracy.values()):
         picture = out / "experiment.png"

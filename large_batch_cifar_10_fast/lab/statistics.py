@@ -15,7 +15,7 @@ POWER = 0.8  # with which a detectable difference is found
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference of two means, mine - reference, with its confidence interval.
+    """The difference of two means, mine - reference, with its confidence interval. Both are of the runs compared.
 
     `tests` are all that are made together. The interval has a confidence of 1 - SIGNIFICANCE / tests, so that all of
     them hold with 1 - SIGNIFICANCE (Bonferroni), and `p` is multiplied by them: it is below SIGNIFICANCE if and only if
@@ -28,6 +28,9 @@ class Comparison:
     p: float  # of no difference
     detectable: float  # the difference that is found with POWER
     pairs: int  # 0: not compared in pairs
+    mine: float  # the means
+    reference: float
+    spread: float  # standard deviation of mine
 
 
 def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comparison | None:
@@ -42,16 +45,17 @@ def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comp
     pairs = len(common) if 2 * len(common) >= max(4, min(len(mine), len(reference))) else 0
     a = (mine[common] if pairs else mine).to_numpy()
     b = (reference[common] if pairs else reference).to_numpy()
+    means = float(a.mean()), float(b.mean()), float(a.std(ddof=1))
     if (np.ptp(a - b) if pairs else max(np.ptp(a), np.ptp(b))) == 0:  # no variance, so no test
         difference = float(a[0] - b[0])  # means of equal values may differ in their last bit
-        return Comparison(difference, difference, difference, float(difference == 0), 0.0, pairs)
+        return Comparison(difference, difference, difference, float(difference == 0), 0.0, pairs, *means)
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # nearly equal values
         test = stats.ttest_rel(a, b) if pairs else stats.ttest_ind(a, b, equal_var=False)
     significance = SIGNIFICANCE / tests
     low, high = map(float, test.confidence_interval(1 - significance))
     error = (high - low) / 2 / stats.t.ppf(1 - significance / 2, test.df)
     p = min(1.0, tests * float(test.pvalue))
-    return Comparison(float(a.mean() - b.mean()), low, high, p, detectable(error, test.df, tests), pairs)
+    return Comparison(means[0] - means[1], low, high, p, detectable(error, test.df, tests), pairs, *means)
 
 
 def detectable(error: float, df: float, tests: int) -> float:
@@ -78,3 +82,9 @@ def in_columns(lines: Sequence[Sequence[str]]) -> str:
     """Return the cells of a table as text, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def in_markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Return the cells of a table as Markdown; the first line is its head."""
+    head, *others = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *others])

@@ -103,7 +103,9 @@ def differences(one: Mapping[str, str], other: Mapping[str, str], names: Iterabl
 def differing_options(mine: str, others: str) -> list[str]:
     a = from_pairs(mine)
     b = from_pairs(others)
-    return [f"{key} ({a.get(key)}, not {b.get(key)})" for key in a | b if a.get(key) != b.get(key)]
+    found = [f"{name} ({a[name]}, not {b[name]})" for name in a if name in b and a[name] != b[name]]
+    found += [f"{name} ({a[name]}; the other has no such option)" for name in a if name not in b]
+    return found + [f"{name} (no such option; the other has {b[name]})" for name in b if name not in a]
 
 
 def from_pairs(text: str) -> dict[str, str]:
