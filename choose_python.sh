@@ -1,6 +1,7 @@
 # Sourced by the scripts. `choose_python [PACKAGE...]` sets `python` to an interpreter with these packages and the
 # dependencies in pyproject.toml: $PYTHON, or python3 if its torch can use this machine's GPUs. Otherwise it is .venv
 # beside this file, made from requirements.txt: finished after an interruption, made anew for another $PYTHON.
+install=yes # with "no", `python` is left without the packages instead
 
 fail() { echo "$1" >&2; exit 2; }
 
@@ -78,6 +79,7 @@ choose_python() { # PACKAGE...
     fi
     if ! is_made_of "$python" || ! cmp -s "$top/requirements.txt" "$top/.venv/complete"; then
         [ -n "$lacking" ] || fail "Python 3.11 or newer is needed; $python is not: name another in PYTHON"
+        [ "$install" = yes ] || return 0
         make_venv "$python" "$python lacks $lacking"
     fi
     unset PYTHONPATH # would hide packages of .venv

@@ -9,7 +9,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from . import INVALID, PACKAGE, SIGNALS, ConfigError, Interrupted
+from . import INVALID, PACKAGE, PROGRAMS, SIGNALS, ConfigError, Interrupted, version
 
 COMMANDS = {
     "train": "make the runs of a campaign",
@@ -24,6 +24,12 @@ COMMANDS = {
 HELP = "Example: cifar10-fast train --recipe muon --runs 5\n\nCommands, each with --help:\n"
 HELP += "".join(f"  {name:12}{text}\n" for name, text in COMMANDS.items())
 HELP += "\nWhere cifar10-fast is not installed, it is python -m large_batch_cifar_10_fast."
+HELP_WITHOUT_PACKAGES = f"""Example: bash train_cifar_parallel.sh --recipe muon --runs 5
+
+Recipes: {", ".join(PROGRAMS)}, or FILE.py: a program of your own.
+Options of all recipes: docs/running.md#options.
+
+Packages are missing, and the first training installs them. Then --recipe NAME --help lists all options."""
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # of all processes to the same core
 
 
@@ -56,10 +62,28 @@ def run(name: str, arguments: list[str]) -> int:
     if name in ("--help", "-h"):
         print(HELP)
         return 0
+    if name == "--version":
+        print(version())
+        return 0
     if name not in COMMANDS:
         raise ConfigError(f"there is no such command: use {', '.join(COMMANDS)}")
     prepare_environment()
-    return importlib.import_module(f"{PACKAGE.name}.lab.{name}").main(arguments) or 0
+    try:
+        command = importlib.import_module(f"{PACKAGE.name}.lab.{name}")
+    except ModuleNotFoundError as error:
+        answer_without_packages(str(error), arguments)
+        return 0
+    return command.main(arguments) or 0
+
+
+def answer_without_packages(reason: str, arguments: list[str]) -> None:
+    """Print the version or a short help. Raise ConfigError if the arguments ask for anything else."""
+    if "--version" in arguments:
+        print(version())
+    elif "--help" in arguments or "-h" in arguments:
+        print(HELP_WITHOUT_PACKAGES)
+    else:
+        raise ConfigError(f"{reason}: install the packages, or start bash train_cifar_parallel.sh, which does")
 
 
 def prepare_environment() -> None:

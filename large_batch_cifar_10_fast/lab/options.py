@@ -10,7 +10,6 @@ import contextlib
 import difflib
 import inspect
 import os
-import platform
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +20,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote
 
-from .. import ConfigError, __version__, check_range, first_line
+from .. import PROGRAMS, ConfigError, check_range, first_line, version
 from ..images.cifar import DATA
-from .source import commit
 
-# The module of each recipe.
-PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
-PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 MOST = 100_000  # the largest number that an option takes, unless it has another limit
 
 
@@ -105,8 +100,7 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
     parser.add_argument("--recipe", help=f"{', '.join(PROGRAMS)}, or FILE.py: a program of your own")
     add_options(parser.add_argument_group(f"the recipe {name}"), hyp)
     add_options(parser.add_argument_group("settings"), Options)
-    text = f"large_batch_cifar_10_fast {__version__}, commit {commit()} (Python {platform.python_version()})"
-    parser.add_argument("--version", action="version", version=text)
+    parser.add_argument("--version", action="version", version=version())
     if any(word.endswith("=--") for word in arguments):  # of which versions of Python make different things
         raise ConfigError("-- is no value of an option")
     found, unknown = parser.parse_known_args(arguments)
