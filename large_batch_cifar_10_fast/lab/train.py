@@ -16,6 +16,7 @@ from typing import IO, NamedTuple
 from .. import INVALID, LAUNCH, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError, Interrupted
 from ..core.devices import count_cores, count_gpus, may_share_gpus
 from ..files import temporary_folder
+from ..images.load import fetch_images
 from .log import print_summary
 from .options import Options
 from .program import load_program, read_command, recipe_of, workers_of
@@ -62,6 +63,7 @@ def launch(arguments: Sequence[str], log: IO | None = None) -> Launch:
     command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments, "--campaign", campaign]
     environment = environment_of_processes(max(1, cores // (processes * teams)))
     try:
+        fetch_images(options.data)  # here, because Ctrl-C kills the processes, which could leave half a download
         failure, status = run_processes(command, environment, teams, processes, log)
     except Interrupted as end:
         failure, status = end.args
