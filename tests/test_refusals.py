@@ -85,6 +85,7 @@ def test_help_of_a_recipe_has_its_options_with_comments_and_defaults_and_version
     shown = re.sub(r"\s+", " ", shown)
     assert all(f"--{entry.name}" in shown for entry in (*fields(Options), *fields(program.hyp_class("apple2019"))))
     assert "--lr_scaler FLOAT peak of the learning rate; weight decay grows with it (default 1.5)" in shown
+    assert "or FILE.npz, which `photos` makes of a folder" in shown
 
 
 # ---- What was not given

@@ -34,7 +34,7 @@ class Options:
     seed: int = 0  # seed of run 0
     campaign: str = ""  # name of the campaign, of which missing runs are made (default: date and time)
     resume: bool = False  # short for --campaign with the name of the last one in --out
-    data: str = str(DATA)  # folder of CIFAR-10 (downloaded if missing), cifar100, FILE.npz, or synthetic
+    data: str = str(DATA)  # cifar10, cifar100 (downloaded), synthetic, or FILE.npz, which `photos` makes of a folder
     holdout: int = 0  # test on the last N training images, which are then not trained on; 0: on the test images
     out: str = "."  # folder for runs.tsv, epochs.tsv and timing_log.tsv
     save: str = ""  # file for the weights and running statistics of the last run
