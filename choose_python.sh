@@ -45,10 +45,13 @@ make_venv() { # INTERPRETER WHY
         echo "Making $top/.venv: $2" >&2
         "$1" -I -m venv --clear "$top/.venv" >&2 || fail "$1 cannot make .venv (on Debian: apt install python3-venv)"
     fi
+    echo "About 4 GB are downloaded, and take 7.4 GiB in .venv. This takes some minutes." \
+        "To avoid it, name an interpreter that has the packages in PYTHON" >&2
     # Keep what says from where packages come; drop the rest, such as PIP_CONSTRAINT in NVIDIA's containers.
     unset $(compgen -e PIP_ | grep -vE 'INDEX|LINKS|CERT|HOST|PROXY|TIMEOUT|RETRIES|CACHE|CONFIG|KEYRING')
     "$top/.venv/bin/python" -I -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
-        || fail "Installing requirements.txt into $top/.venv failed; start again to continue"
+        || fail "Installing requirements.txt into $top/.venv failed; start again to continue. Without a network, name a \
+mirror in PIP_INDEX_URL or an interpreter that has the packages in PYTHON, or start on a machine with a network"
     cp "$top/requirements.txt" "$top/.venv/complete"
 }
 

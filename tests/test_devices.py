@@ -216,3 +216,17 @@ def test_a_command_without_its_packages_is_one_line_and_the_version_needs_none(b
     assert (result.returncode, result.stdout) == (2, "")
     assert re.fullmatch("compare: No module named '\\w+': install .*\n", result.stderr)
     assert run_program(*command, "--version", cwd=bare).stdout == f"{version()}\n"
+
+
+def test_an_installation_says_how_much_it_downloads_and_what_helps_without_a_network(bare):
+    (bare / ".venv" / "bin").mkdir(parents=True)
+    (bare / ".venv" / "bin" / "python").symlink_to(sys.executable)  # whose pip takes less time than to make a venv
+    (bare / "requirements.txt").write_text("absent-thing==1")
+    how = {"PYTHON": bare / "python", "PIP_NO_INDEX": 1}
+    result = launch("--runs", "2", cwd=bare, script=bare / LAUNCHER.name, **how)
+    lines = result.stderr.splitlines()
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.match("About 4 GB are downloaded, and take 7.4 GiB .* in PYTHON$", lines[1])
+    assert re.search(
+        "start again to continue. Without a network, name a mirror in PIP_INDEX_URL or .* PYTHON", lines[-1]
+    )
