@@ -27,9 +27,7 @@ HELP += "\nWhere cifar10-fast is not installed, it is python -m large_batch_cifa
 HELP_WITHOUT_PACKAGES = f"""Example: bash train_cifar_parallel.sh --recipe muon --runs 5
 
 Recipes: {", ".join(PROGRAMS)}, or FILE.py: a program of your own.
-Options of all recipes: docs/running.md#options.
-
-Packages are missing, and the first training installs them. Then --recipe NAME --help lists all options."""
+Options: docs/running.md#options. Once installed, --recipe NAME --help lists all."""
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # of all processes to the same core
 
 
@@ -62,7 +60,7 @@ def run(name: str, arguments: list[str]) -> int:
     if name in ("--help", "-h"):
         print(HELP)
         return 0
-    if name == "--version":
+    if "--version" in (name, *arguments):
         print(version())
         return 0
     if name not in COMMANDS:
@@ -71,19 +69,11 @@ def run(name: str, arguments: list[str]) -> int:
     try:
         command = importlib.import_module(f"{PACKAGE.name}.lab.{name}")
     except ModuleNotFoundError as error:
-        answer_without_packages(str(error), arguments)
-        return 0
+        if "--help" in arguments or "-h" in arguments:
+            print(HELP_WITHOUT_PACKAGES)
+            return 0
+        raise ConfigError(f"{error}: bash train_cifar_parallel.sh installs what is needed") from error
     return command.main(arguments) or 0
-
-
-def answer_without_packages(reason: str, arguments: list[str]) -> None:
-    """Print the version or a short help. Raise ConfigError if the arguments ask for anything else."""
-    if "--version" in arguments:
-        print(version())
-    elif "--help" in arguments or "-h" in arguments:
-        print(HELP_WITHOUT_PACKAGES)
-    else:
-        raise ConfigError(f"{reason}: install the packages, or start bash train_cifar_parallel.sh, which does")
 
 
 def prepare_environment() -> None:

@@ -214,7 +214,7 @@ def test_a_command_without_its_packages_is_one_line_and_the_version_needs_none(b
     command = [bare / "python", "-m", "large_batch_cifar_10_fast"]
     result = run_program(*command, "compare", "published", cwd=bare)
     assert (result.returncode, result.stdout) == (2, "")
-    assert re.fullmatch("compare: No module named '\\w+': install .*\n", result.stderr)
+    assert re.fullmatch("compare: No module named '\\w+': bash train_.*\n", result.stderr)
     assert run_program(*command, "--version", cwd=bare).stdout == f"{version()}\n"
 
 

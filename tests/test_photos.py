@@ -406,9 +406,14 @@ def test_a_folder_of_pictures_becomes_a_table_of_their_most_probable_classes(wei
 
 
 def test_a_table_that_cannot_be_written_is_one_line_before_anything_is_predicted(tmp_path, monkeypatch, error_line):
-    monkeypatch.setattr(predict, "load", None)
+    monkeypatch.setattr(predict, "load", lambda *_: None)
+    monkeypatch.setattr(predict, "decode", None)
     (tmp_path / "folder.csv").mkdir()
-    for name, line in (("absent/x.csv", "No such file"), ("w.pt", "no name of a .csv"), ("folder.csv", "no name of a")):
+    for name, line in (
+        ("absent/x.csv", "No such file"),
+        ("w.pt", "not end with .csv"),
+        ("folder.csv", "Is a directory"),
+    ):
         assert line in error_line(predict.main, ["w.pt", "x.png", "--csv", str(tmp_path / name)])
     assert [*tmp_path.iterdir()] == [tmp_path / "folder.csv"]
 

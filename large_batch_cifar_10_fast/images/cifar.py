@@ -69,7 +69,7 @@ def find(path: Path) -> tuple[Path, Source]:
 
 
 def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
-    """Read a data set by torchvision, which is downloaded if it is missing. Raise ConfigError."""
+    """Read a data set by torchvision, downloaded if it is missing. Raise ConfigError."""
     from torchvision import datasets
 
     fetch(folder, source)
@@ -81,10 +81,9 @@ def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
 
 
 def fetch(folder: Path, source: Source) -> None:
-    """Download and unpack what is missing of a data set; its MD5s are right then. Raise ConfigError.
+    """Download and unpack what is missing of a data set, whose MD5s are checked. Raise ConfigError.
 
-    One process of a machine does so, the others wait. After a failure or an interruption, a folder that was made for it
-    is removed.
+    One process of a machine does so, the others wait. After a failure, a folder that is new is removed.
     """
     from torchvision import datasets
     from torchvision.datasets.utils import check_integrity, extract_archive
@@ -111,7 +110,7 @@ def fetch(folder: Path, source: Source) -> None:
         raise ConfigError(f"{source.name} cannot be had in {folder} ({first_line(error)}): {hint}") from error
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # raised if it has the images
+            with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()
 
 

@@ -32,13 +32,11 @@ def load_images(data: str = str(DATA), holdout: int = 0) -> Images:
 
 
 def fetch_images(data: str) -> None:
-    """Download CIFAR-10 or CIFAR-100 if `--data` asks for it and it is missing. Raise ConfigError."""
-    path = Path(data)
-    if data == SYNTHETIC or path.suffix.lower() == ".npz":
-        return
-    folder, source = find_source(path)
-    if not (folder / source.folder).exists():
-        fetch(folder, source)
+    """Download what `--data` names if it is missing. Raise ConfigError."""
+    if data != SYNTHETIC and not data.lower().endswith(".npz"):
+        folder, source = find_source(Path(data))
+        if not (folder / source.folder).exists():
+            fetch(folder, source)
 
 
 def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[str] = (), holdout: int = 0) -> Images:

@@ -63,7 +63,7 @@ def launch(arguments: Sequence[str], log: IO | None = None) -> Launch:
     command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments, "--campaign", campaign]
     environment = environment_of_processes(max(1, cores // (processes * teams)))
     try:
-        fetch_images(options.data)  # here, because Ctrl-C kills the processes, which could leave half a download
+        fetch_images(options.data)  # here: Ctrl-C kills the processes
         failure, status = run_processes(command, environment, teams, processes, log)
     except Interrupted as end:
         failure, status = end.args
