@@ -1,6 +1,7 @@
 # Sourced by the scripts. `choose_python [PACKAGE...]` sets `python` to an interpreter with these packages and the
 # dependencies in pyproject.toml: $PYTHON, or python3 if its torch can use this machine's GPUs. Otherwise it is .venv
 # beside this file, made from requirements.txt: finished after an interruption, made anew for another $PYTHON.
+install=yes # with "no", `python` is left without the packages instead
 
 fail() { echo "$1" >&2; exit 2; }
 
@@ -44,10 +45,13 @@ make_venv() { # INTERPRETER WHY
         echo "Making $top/.venv: $2" >&2
         "$1" -I -m venv --clear "$top/.venv" >&2 || fail "$1 cannot make .venv (on Debian: apt install python3-venv)"
     fi
+    echo "About 4 GB are downloaded, and take 7.4 GiB in .venv. This takes some minutes." \
+        "To avoid it, name an interpreter that has the packages in PYTHON" >&2
     # Keep what says from where packages come; drop the rest, such as PIP_CONSTRAINT in NVIDIA's containers.
     unset $(compgen -e PIP_ | grep -vE 'INDEX|LINKS|CERT|HOST|PROXY|TIMEOUT|RETRIES|CACHE|CONFIG|KEYRING')
     "$top/.venv/bin/python" -I -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
-        || fail "Installing requirements.txt into $top/.venv failed; start again to continue"
+        || fail "Installing requirements.txt into $top/.venv failed; start again to continue. Without a network, name a \
+mirror in PIP_INDEX_URL or an interpreter that has the packages in PYTHON, or start on a machine with a network"
     cp "$top/requirements.txt" "$top/.venv/complete"
 }
 
@@ -78,6 +82,7 @@ choose_python() { # PACKAGE...
     fi
     if ! is_made_of "$python" || ! cmp -s "$top/requirements.txt" "$top/.venv/complete"; then
         [ -n "$lacking" ] || fail "Python 3.11 or newer is needed; $python is not: name another in PYTHON"
+        [ "$install" = yes ] || return 0
         make_venv "$python" "$python lacks $lacking"
     fi
     unset PYTHONPATH # would hide packages of .venv

@@ -6,6 +6,7 @@ set -eu
 for n in 1 2; do [ -e /dev/fd/$n ] || eval "exec $n>/dev/null"; done # a closed STDOUT or STDERR
 top=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 . "$top/choose_python.sh"
+case " $* " in *" --help "* | *" -h "* | *" --version "*) install=no ;; esac
 choose_python
 # The folder a user stands in may hold files named like modules: only the repository is searched for them.
 export PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1

@@ -1,13 +1,20 @@
 """CIFAR-10 to 94%, eight workers at a time: a living reproduction of the 2019 result."""
 
+import contextlib
 import os
+import platform
 import signal
+import subprocess
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
-from .loading import PACKAGE as PACKAGE
+from .loading import PACKAGE
 
 __version__ = "0.3.0"
+# The module of each recipe.
+PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
+PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: the rendezvous of the launcher's processes
 LAUNCH = "LARGE_BATCH_LAUNCH"  # the name of their launch, with the number of the team if there are several
 FIRST = "LARGE_BATCH_FIRST"  # "1" in processes of the team that prints the head of their log
@@ -49,3 +56,25 @@ def check_range(options: Any, least: float, most: float, *names: str) -> None:
         value = getattr(options, name)
         if not least <= value <= most:
             raise ConfigError(f"--{name} {value} must lie in {least} to {most}")
+
+
+def output_of(*command: str) -> str:
+    """Return what a command prints, or nothing where it is missing or fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return ""
+
+
+def git(*words: str) -> str:
+    """Return what git says about the checkout of this code, not about a repository around it."""
+    return output_of("git", f"--git-dir={PACKAGE.parent / '.git'}", f"--work-tree={PACKAGE.parent}", *words)
+
+
+@cache
+def commit() -> str:
+    """Return the commit of this code, with -dirty if it was changed since; "unknown" outside a git checkout."""
+    return git("describe", "--always", "--dirty", "--abbrev=12") or "unknown"
+
+
+def version() -> str:
+    return f"{PACKAGE.name} {__version__}, commit {commit()} (Python {platform.python_version()})"

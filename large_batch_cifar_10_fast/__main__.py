@@ -9,7 +9,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from . import INVALID, PACKAGE, SIGNALS, ConfigError, Interrupted
+from . import INVALID, PACKAGE, PROGRAMS, SIGNALS, ConfigError, Interrupted, version
 
 COMMANDS = {
     "train": "make the runs of a campaign",
@@ -24,6 +24,10 @@ COMMANDS = {
 HELP = "Example: cifar10-fast train --recipe muon --runs 5\n\nCommands, each with --help:\n"
 HELP += "".join(f"  {name:12}{text}\n" for name, text in COMMANDS.items())
 HELP += "\nWhere cifar10-fast is not installed, it is python -m large_batch_cifar_10_fast."
+HELP_WITHOUT_PACKAGES = f"""Example: bash train_cifar_parallel.sh --recipe muon --runs 5
+
+Recipes: {", ".join(PROGRAMS)}, or FILE.py: a program of your own.
+Options: docs/running.md#options. Once installed, --recipe NAME --help lists all."""
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # of all processes to the same core
 
 
@@ -56,10 +60,20 @@ def run(name: str, arguments: list[str]) -> int:
     if name in ("--help", "-h"):
         print(HELP)
         return 0
+    if "--version" in (name, *arguments):
+        print(version())
+        return 0
     if name not in COMMANDS:
         raise ConfigError(f"there is no such command: use {', '.join(COMMANDS)}")
     prepare_environment()
-    return importlib.import_module(f"{PACKAGE.name}.lab.{name}").main(arguments) or 0
+    try:
+        command = importlib.import_module(f"{PACKAGE.name}.lab.{name}")
+    except ModuleNotFoundError as error:
+        if "--help" in arguments or "-h" in arguments:
+            print(HELP_WITHOUT_PACKAGES)
+            return 0
+        raise ConfigError(f"{error}: bash train_cifar_parallel.sh installs what is needed") from error
+    return command.main(arguments) or 0
 
 
 def prepare_environment() -> None:

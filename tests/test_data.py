@@ -18,11 +18,12 @@ from conftest import python, write_npz
 from numpy._core._multiarray_umath import __cpu_dispatch__
 from torchvision import datasets
 
-from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast import ConfigError, Interrupted
 from large_batch_cifar_10_fast.images import cifar, load
 from large_batch_cifar_10_fast.images.doubts import doubts_of
 from large_batch_cifar_10_fast.images.load import CIFAR_10_NORMALIZATION, load_images, make_images
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
+from large_batch_cifar_10_fast.lab import train
 
 ARCHIVE, ARCHIVE_100 = "cifar-10-python.tar.gz", "cifar-100-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
@@ -134,6 +135,27 @@ def test_a_failed_download_leaves_nothing_and_says_what_to_do(name, server, tmp_
     said = rf"CIFAR-10 cannot be had in {tmp_path} \(.+\): put {ARCHIVE} there by hand, name .* CIFAR10_URL, or"
     assert re.match(said, refusal(tmp_path))
     assert not list(tmp_path.iterdir())
+    assert re.match("CIFAR-10 cannot be had in ", refusal("cifar10"))
+    assert not cifar.DATA.exists()
+
+
+def test_an_interrupted_download_leaves_no_folder_that_was_made_for_it(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.utils, "download_url", Mock(side_effect=Interrupted))
+    for data in ("cifar10", tmp_path):
+        with pytest.raises(Interrupted):
+            load_images(str(data))
+    assert not cifar.DATA.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_launcher_downloads_before_it_starts_processes_that_an_interruption_kills(server, tmp_path, monkeypatch):
+    """It does not read a data set that is there."""
+    monkeypatch.setattr(train, "run_processes", lambda *_: ("no process was started", 1))
+    words = ["--data", "cifar10", "--nproc", "1", "--out", str(tmp_path)]
+    assert train.launch(words).failure == "no process was started"
+    assert (cifar.DATA / FOLDER).exists()
+    monkeypatch.setattr(load, "fetch", None)
+    assert train.launch(words).failure == "no process was started"
 
 
 def test_other_data_is_refused_and_nothing_is_downloaded(server, tmp_path, monkeypatch):

@@ -2,14 +2,15 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import CPU, GPUS, REPO, environment, python, write_program
+from conftest import CPU, GPUS, LAUNCHER, REPO, environment, launch, python, run_program, write_program
 
-from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast import ConfigError, version
 from large_batch_cifar_10_fast.core import devices, fast
 from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.lab import program
@@ -185,3 +186,47 @@ def test_a_python3_whose_torch_cannot_use_the_gpus_gives_way_to_the_venv_unless_
     script = f'top={tmp_path}; choose_python; echo "$python"'
     assert bash(script, PYTHON="") == f"{tmp_path}/.venv/bin/python\n"
     assert bash(script, PYTHON=python3) == f"{python3}\n"
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """Return a checkout with an empty requirements.txt. In it, `python` is an interpreter without packages."""
+    for name in (LAUNCHER.name, "choose_python.sh", "pyproject.toml"):
+        shutil.copy(REPO / name, tmp_path)
+    (tmp_path / "large_batch_cifar_10_fast").symlink_to(REPO / "large_batch_cifar_10_fast")
+    (tmp_path / "requirements.txt").touch()
+    write_program(tmp_path / "python", f'exec {sys.executable} -S "$@"')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [("--help", "Example: "), ("--recipe muon --help", "Example: "), ("--runs 2 --version", version())],
+)
+def test_help_and_version_need_no_packages_and_install_nothing(words, answer, bare):
+    result = launch(*words.split(), cwd=bare, script=bare / LAUNCHER.name, PYTHON=bare / "python")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(answer)
+    assert not (bare / ".venv").exists()
+
+
+def test_a_command_without_its_packages_is_one_line_and_the_version_needs_none(bare):
+    command = [bare / "python", "-m", "large_batch_cifar_10_fast"]
+    result = run_program(*command, "compare", "published", cwd=bare)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch("compare: No module named '\\w+': bash train_.*\n", result.stderr)
+    assert run_program(*command, "--version", cwd=bare).stdout == f"{version()}\n"
+
+
+def test_an_installation_says_how_much_it_downloads_and_what_helps_without_a_network(bare):
+    (bare / ".venv" / "bin").mkdir(parents=True)
+    (bare / ".venv" / "bin" / "python").symlink_to(sys.executable)  # whose pip takes less time than to make a venv
+    (bare / "requirements.txt").write_text("absent-thing==1")
+    how = {"PYTHON": bare / "python", "PIP_NO_INDEX": 1}
+    result = launch("--runs", "2", cwd=bare, script=bare / LAUNCHER.name, **how)
+    lines = result.stderr.splitlines()
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.match("About 4 GB are downloaded, and take 7.4 GiB .* in PYTHON$", lines[1])
+    assert re.search(
+        "start again to continue. Without a network, name a mirror in PIP_INDEX_URL or .* PYTHON", lines[-1]
+    )

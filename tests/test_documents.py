@@ -9,15 +9,18 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import pandas as pd
 import pytest
 from conftest import REPO, write_npz
 
 from large_batch_cifar_10_fast.__main__ import COMMANDS
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab.options import PROGRAMS
+from large_batch_cifar_10_fast.lab.table import EPOCHS
 
 DOCUMENTS = [path for path in REPO.rglob("*.md") if not {".venv", ".git", "data"} & set(path.parts)]
 CODE = list(REPO.glob("large_batch_cifar_10_fast/**/*.py"))
+RUNNING = REPO / "docs" / "running.md"
 WHY = REPO / "docs" / "why_it_is_fast.md"
 NOTEBOOK = REPO / "notebook" / "why_it_is_fast.ipynb"
 
@@ -56,6 +59,49 @@ def test_every_function_that_the_page_names_exists():
         (file,) = [path for path in CODE if path.stem == module]
         defined = ast.parse(file.read_text()).body
         assert name in {each.name for each in defined if isinstance(each, ast.FunctionDef | ast.ClassDef)}, name
+
+
+def run_block(word: str) -> None:
+    """Run the Python program in docs/running.md that has a word."""
+    (block,) = [each for each in re.findall(r"```python\n(.*?)```", RUNNING.read_text(), re.DOTALL) if word in each]
+    exec(block, {})
+
+
+@pytest.fixture
+def epochs(tmp_path, monkeypatch) -> pd.DataFrame:
+    """Write an epochs.tsv of two runs to the current folder."""
+    monkeypatch.chdir(tmp_path)
+    rows = [("night", run, epoch, *[0.1 * run + epoch] * 5, "first") for run in range(2) for epoch in (1, 2)]
+    table = pd.DataFrame(rows, columns=[*EPOCHS])
+    table.to_csv("epochs.tsv", sep="\t", index=False)
+    return table
+
+
+def test_the_lines_for_tensorboard_write_its_curves(epochs):
+    pytest.importorskip("torch.utils.tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_block("SummaryWriter")
+    curves = EventAccumulator("curves/night/1").Reload()
+    for name in ("loss", "accuracy"):
+        points = [(point.step, point.value) for point in curves.Scalars(name)]
+        assert points == [(1, pytest.approx(1.1)), (2, pytest.approx(2.1))]
+
+
+@pytest.mark.slow
+def test_the_lines_for_weights_and_biases_log_each_run(epochs, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = wandb.Run.log
+    logged = []
+
+    def log_and_remember(run, row, step):
+        log(run, row, step=step)
+        logged.append((run.group, int(run.name), step, row["validation_accuracy"]))
+
+    monkeypatch.setattr(wandb.Run, "log", log_and_remember)
+    run_block("wandb.init")
+    assert logged == [*epochs[["campaign", "run", "epoch", "validation_accuracy"]].itertuples(index=False, name=None)]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import ALONE, python, run_here
@@ -19,7 +20,7 @@ from PIL import Image, ImageDraw, ImageOps
 from large_batch_cifar_10_fast import ConfigError, api
 from large_batch_cifar_10_fast.images import photos as pictures
 from large_batch_cifar_10_fast.images.load import ARRAYS, load_images
-from large_batch_cifar_10_fast.lab import evaluate, export
+from large_batch_cifar_10_fast.lab import evaluate, export, predict
 from large_batch_cifar_10_fast.lab.options import Options
 from large_batch_cifar_10_fast.lab.photos import main
 from large_batch_cifar_10_fast.lab.program import hyp_class, load_and_check
@@ -379,6 +380,42 @@ def test_photos_lead_to_predictions_with_the_names_of_their_folders(weights, fol
     said = python(*command[: -len(photos)], cwd=tmp_path)
     assert (said.returncode, said.stdout) == (2, "")
     assert said.stderr.endswith("\npredict: no picture can be read: give JPEG, PNG or WebP\n")
+
+
+def test_a_folder_of_pictures_becomes_a_table_of_their_most_probable_classes(weights, folder, tmp_path, capsys):
+    (some := tmp_path / "some" / "deeper").mkdir(parents=True)
+    photos = [*sorted((folder / SHAPES[0]).iterdir())[:3], *sorted((folder / SHAPES[1]).iterdir())[:3]]
+    for number, photo in enumerate(photos):
+        shutil.copy(photo, some / f"{number}{photo.suffix}")
+    save_noise(tmp_path, ["alone"])
+    words = [str(weights), str(tmp_path / "alone.png"), str(tmp_path / "some"), "--csv", str(tmp_path / "t.csv")]
+    assert predict.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = pd.read_csv(tmp_path / "t.csv")
+    assert [*table.columns] == ["file", "class_1", "probability_1", "class_2", "probability_2"]
+    files = [tmp_path / "alone.png", *sorted(some.iterdir())]
+    assert [*table.file] == [*map(str, files)]
+    found = api.load(weights).predict(np.stack([pictures.read_picture(file) for file in files])).numpy()
+    assert [*table.class_1] == [SHAPES[place] for place in found.argmax(1)]
+    np.testing.assert_allclose(table.probability_1, found.max(1), atol=1e-4)
+    np.testing.assert_allclose(table.probability_1 + table.probability_2, 1, atol=2e-4)
+    assert [line.partition(",")[0].rpartition(" ")[0] for line in lines] == [*(table.file + ": " + table.class_1)]
+    (some / "notes.txt").write_text("no picture")
+    assert predict.main(words) == 1
+    assert f"1 of 8 files cannot be read as pictures: {some}/notes.txt" in capsys.readouterr().err
+
+
+def test_a_table_that_cannot_be_written_is_one_line_before_anything_is_predicted(tmp_path, monkeypatch, error_line):
+    monkeypatch.setattr(predict, "load", lambda *_: None)
+    monkeypatch.setattr(predict, "decode", None)
+    (tmp_path / "folder.csv").mkdir()
+    for name, line in (
+        ("absent/x.csv", "No such file"),
+        ("w.pt", "not end with .csv"),
+        ("folder.csv", "Is a directory"),
+    ):
+        assert line in error_line(predict.main, ["w.pt", "x.png", "--csv", str(tmp_path / name)])
+    assert [*tmp_path.iterdir()] == [tmp_path / "folder.csv"]
 
 
 def test_evaluation_says_what_is_taken_for_what(weights, file, tmp_path, capsys):

@@ -14,10 +14,11 @@ import pytest
 import torch
 from conftest import REPO, TINY, run_here, run_program
 
+import large_batch_cifar_10_fast as package
 from large_batch_cifar_10_fast import ConfigError, __main__, muon
 from large_batch_cifar_10_fast.images import load
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
-from large_batch_cifar_10_fast.lab import program, source
+from large_batch_cifar_10_fast.lab import program
 from large_batch_cifar_10_fast.lab.options import Options, parse_options
 from large_batch_cifar_10_fast.lab.train import plan_processes, start_launch
 
@@ -84,6 +85,7 @@ def test_help_of_a_recipe_has_its_options_with_comments_and_defaults_and_version
     shown = re.sub(r"\s+", " ", shown)
     assert all(f"--{entry.name}" in shown for entry in (*fields(Options), *fields(program.hyp_class("apple2019"))))
     assert "--lr_scaler FLOAT peak of the learning rate; weight decay grows with it (default 1.5)" in shown
+    assert "or FILE.npz, which `photos` makes of a folder" in shown
 
 
 # ---- What was not given
@@ -133,10 +135,10 @@ def test_a_long_campaign_on_a_slow_machine_says_so_and_how_long_it_takes(tiny_np
 def test_the_commit_is_not_that_of_a_repository_around_this_folder(tmp_path, monkeypatch):
     commit = "git -c user.name=a -c user.email=a commit -q --allow-empty -ma"
     subprocess.run(f"git init -q && {commit}", shell=True, cwd=tmp_path, check=True)
-    monkeypatch.setattr(source, "PACKAGE", tmp_path / "unpacked" / "package")
-    assert source.commit.__wrapped__() == "unknown"
-    monkeypatch.setattr(source, "PACKAGE", tmp_path / "package")
-    assert source.commit.__wrapped__() != "unknown"
+    monkeypatch.setattr(package, "PACKAGE", tmp_path / "unpacked" / "package")
+    assert package.commit.__wrapped__() == "unknown"
+    monkeypatch.setattr(package, "PACKAGE", tmp_path / "package")
+    assert package.commit.__wrapped__() != "unknown"
 
 
 def test_a_tilde_that_the_shell_left_alone_is_expanded(monkeypatch):

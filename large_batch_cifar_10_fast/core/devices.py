@@ -8,7 +8,6 @@ import platform
 import re
 import resource
 import statistics
-import subprocess
 import sys
 import timeit
 import warnings
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .. import ConfigError, first_line
+from .. import ConfigError, first_line, output_of
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 DTYPES |= {"fp64": torch.float64}
@@ -54,13 +53,6 @@ def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
     minor version on, PTX (compute_90) on all newer GPUs."""
     codes = [(kind, divmod(int(n), 10)) for kind, n in re.findall(r"(sm|compute)_(\d+)", " ".join(built))]
     return any(code <= capability and (kind == "compute" or code[0] == capability[0]) for kind, code in codes)
-
-
-def output_of(*command: str) -> str:
-    """Return what a command prints, or nothing where it is missing or fails."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-    return ""
 
 
 def text_of_file(name: str) -> str:

@@ -69,9 +69,21 @@ def find(path: Path) -> tuple[Path, Source]:
 
 
 def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
-    """Read a data set by torchvision; MD5s are checked before anything is unpickled. Raise ConfigError.
+    """Read a data set by torchvision, downloaded if it is missing. Raise ConfigError."""
+    from torchvision import datasets
 
-    One process of a machine downloads and unpacks what is missing, the others wait.
+    fetch(folder, source)
+    arrays = []
+    for train in (True, False):
+        part = getattr(datasets, source.kind)(folder, train=train)
+        arrays += [np.ascontiguousarray(part.data), np.array(part.targets)]  # not left to the timed upload
+    return arrays
+
+
+def fetch(folder: Path, source: Source) -> None:
+    """Download and unpack what is missing of a data set, whose MD5s are checked. Raise ConfigError.
+
+    One process of a machine does so, the others wait. After a failure, a folder that is new is removed.
     """
     from torchvision import datasets
     from torchvision.datasets.utils import check_integrity, extract_archive
@@ -80,6 +92,7 @@ def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
     variable = f"{source.kind}_URL"
     archive = folder / source.archive
     files = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
@@ -90,16 +103,15 @@ def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
                     damaged = f"{archive} is damaged (its MD5 is not {kind.tgz_md5})"
                     raise ConfigError(f"{damaged}: delete it and start again")
                 extract_archive(archive, folder)
-            parts = [kind(folder, train=train) for train in (True, False)]
     except ConfigError:
         raise
     except Exception as error:  # torchvision, urllib and tarfile raise nearly anything
         hint = f"put {source.archive} there by hand, name a mirror in {variable}, or try --demo"
         raise ConfigError(f"{source.name} cannot be had in {folder} ({first_line(error)}): {hint}") from error
-    arrays = []
-    for part in parts:
-        arrays += [np.ascontiguousarray(part.data), np.array(part.targets)]  # not left to the timed upload
-    return arrays
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def download(url: str, archive: Path, md5: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import ConfigError, first_line
 from ..core.data import CIFAR_10_NORMALIZATION, Images, Normalization
-from .cifar import CIFAR_10, CIFAR_100, CLASSES, DATA, find_source, read_cifar
+from .cifar import CIFAR_10, CIFAR_100, CLASSES, DATA, fetch, find_source, read_cifar
 from .shapes import draw_shapes
 
 CIFAR_10_TRAINING = "f912919bdea3"  # the digest of its training images and labels, as in a .npz file
@@ -29,6 +29,14 @@ def load_images(data: str = str(DATA), holdout: int = 0) -> Images:
         return make_images(path.name, arrays, names, holdout)
     folder, source = find_source(path)
     return make_images(source.name, read_cifar(folder, source), (), holdout)
+
+
+def fetch_images(data: str) -> None:
+    """Download what `--data` names if it is missing. Raise ConfigError."""
+    if data != SYNTHETIC and not data.lower().endswith(".npz"):
+        folder, source = find_source(Path(data))
+        if not (folder / source.folder).exists():
+            fetch(folder, source)
 
 
 def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[str] = (), holdout: int = 0) -> Images:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import LAUNCH, ConfigError, __version__
+from .. import LAUNCH, ConfigError, __version__, commit
 from ..core.data import Images
 from ..core.devices import hardware_name
 from ..core.team import Team, warn
@@ -86,7 +86,7 @@ def conditions(
         "device": device,
         "processes": team.world_size,
         "version": __version__,
-        "commit": source.commit(),
+        "commit": commit(),
         **source.digests(program),
         "torch": version("torch"),
         "seed": options.seed,  # of run 0

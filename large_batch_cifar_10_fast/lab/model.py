@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ConfigError, first_line
+from .. import PROGRAMS, ConfigError, first_line
 from ..core import data as batches
 from ..core import fast
 from ..core.devices import ieee_float32
 from ..core.score import Score
 from ..core.team import warn
 from ..images.load import load_images
-from .program import PROGRAMS, file_of, load_program, stored_hyp
+from .program import file_of, load_program, stored_hyp
 from .source import digests
 
 

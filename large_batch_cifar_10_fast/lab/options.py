@@ -10,7 +10,6 @@ import contextlib
 import difflib
 import inspect
 import os
-import platform
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +20,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote
 
-from .. import ConfigError, __version__, check_range, first_line
+from .. import PROGRAMS, ConfigError, check_range, first_line, version
 from ..images.cifar import DATA
-from .source import commit
 
-# The module of each recipe.
-PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
-PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 MOST = 100_000  # the largest number that an option takes, unless it has another limit
 
 
@@ -39,7 +34,7 @@ class Options:
     seed: int = 0  # seed of run 0
     campaign: str = ""  # name of the campaign, of which missing runs are made (default: date and time)
     resume: bool = False  # short for --campaign with the name of the last one in --out
-    data: str = str(DATA)  # folder of CIFAR-10 (downloaded if missing), cifar100, FILE.npz, or synthetic
+    data: str = str(DATA)  # cifar10, cifar100 (downloaded), synthetic, or FILE.npz, which `photos` makes of a folder
     holdout: int = 0  # test on the last N training images, which are then not trained on; 0: on the test images
     out: str = "."  # folder for runs.tsv, epochs.tsv and timing_log.tsv
     save: str = ""  # file for the weights and running statistics of the last run
@@ -105,8 +100,7 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
     parser.add_argument("--recipe", help=f"{', '.join(PROGRAMS)}, or FILE.py: a program of your own")
     add_options(parser.add_argument_group(f"the recipe {name}"), hyp)
     add_options(parser.add_argument_group("settings"), Options)
-    text = f"large_batch_cifar_10_fast {__version__}, commit {commit()} (Python {platform.python_version()})"
-    parser.add_argument("--version", action="version", version=text)
+    parser.add_argument("--version", action="version", version=version())
     if any(word.endswith("=--") for word in arguments):  # of which versions of Python make different things
         raise ConfigError("-- is no value of an option")
     found, unknown = parser.parse_known_args(arguments)

@@ -1,45 +1,80 @@
 """Say what pictures show, by weights that --save wrote.
 
-    cifar10-fast predict weights.pt cat.jpg dog.png
+    cifar10-fast predict weights.pt cat.jpg dog.png FOLDER --csv table.csv
 
-A line for each picture: its file, and the three most probable classes with their probabilities. A picture of any size
-is scaled to 32x32 pixels as photos are for training.
+A line for each picture, also of a folder: its file, and the three most probable classes with their probabilities. A
+picture of any size is scaled to 32x32 pixels as photos are for training.
 
 Exit status: 0, 1 if some pictures cannot be read, or 2 if none can.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
+import pandas as pd
 from torch import Tensor
 
 from .. import ConfigError
-from ..images.photos import decode
+from ..images.photos import decode, walk
 from .model import load
 from .options import command_parser
 
 MOST = 3  # classes of a line
 
 
-def describe(probabilities: Tensor, classes: Sequence[str]) -> str:
-    """Return the most probable classes of a picture with their probabilities, from those of all [C]."""
+def find_pictures(paths: Sequence[Path]) -> list[Path]:
+    """Return these files, and those in these folders. Raise ConfigError."""
+    found = []
+    try:
+        for path in paths:
+            found += sorted(walk(path)) if path.is_dir() else [path]
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read ({error.strerror}): make it readable") from error
+    return found
+
+
+def open_table(path: Path) -> TextIO:
+    """Open a table, marked as UTF-8 for Excel. Raise ConfigError."""
+    try:
+        if path.suffix.lower() != ".csv":
+            raise OSError(0, "its name does not end with .csv")
+        return path.open("w", encoding="utf-8-sig", errors="backslashreplace", newline="")
+    except OSError as error:
+        raise ConfigError(f"--csv {path} cannot be written ({error.strerror}): choose another") from error
+
+
+def most_probable(files: Sequence[Path], probabilities: Tensor, classes: Sequence[str]) -> pd.DataFrame:
+    """Return the most probable classes of each file, from probabilities [n, C]."""
     values, labels = probabilities.topk(min(MOST, len(classes)))
-    return ", ".join(f"{classes[int(label)]} {value:.3f}" for value, label in zip(values, labels, strict=True))
+    table = pd.DataFrame({"file": [*map(str, files)]})
+    for place in range(labels.shape[1]):
+        table[f"class_{place + 1}"] = [classes[label] for label in labels[:, place]]
+        table[f"probability_{place + 1}"] = values[:, place].numpy()
+    return table
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = command_parser(__doc__)
     parser.add_argument("weights", help="file that --save wrote")
-    parser.add_argument("pictures", nargs="+", type=Path, metavar="PICTURE", help="JPEG, PNG or WebP")
+    parser.add_argument("pictures", nargs="+", type=Path, metavar="PICTURE", help="JPEG, PNG or WebP, or a folder")
+    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="table of the same classes")
     parser.add_argument("--program", default="", help="FILE.py of a program of your own")
     options = parser.parse_args(arguments)
+    pictures = find_pictures(options.pictures)
     model = load(options.weights, options.program)
-    images = decode(options.pictures, "pictures")
+    table = open_table(options.csv) if options.csv else None
+    images = decode(pictures, "pictures")
     if not images:
         raise ConfigError("no picture can be read: give JPEG, PNG or WebP")
-    readable = [path for path in options.pictures if path in images]
+    readable = [path for path in pictures if path in images]
     probabilities = model.predict(np.stack([images[path] for path in readable]))
-    for path, of_picture in zip(readable, probabilities, strict=True):
-        print(f"{path}: {describe(of_picture, model.classes)}")
-    return int(len(readable) < len(options.pictures))
+    found = most_probable(readable, probabilities, model.classes)
+    if table:
+        with table:
+            found.to_csv(table, index=False, float_format="%.4f")
+    for file, *rest in found.itertuples(index=False):
+        pairs = zip(rest[::2], rest[1::2], strict=True)
+        print(f"{file}: " + ", ".join(f"{name} {value:.3f}" for name, value in pairs))
+    return int(len(readable) < len(pictures))

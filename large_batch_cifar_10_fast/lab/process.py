@@ -9,9 +9,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import INVALID, PACKAGE, RENDEZVOUS, ConfigError, LostError, first_line
+from .. import INVALID, PACKAGE, PROGRAMS, RENDEZVOUS, ConfigError, LostError, first_line
 from ..loading import FINDER, forget_folder
-from .options import PROGRAMS
 from .program import load_program, recipe_of, run_program
 
 

@@ -31,7 +31,7 @@ from urllib.parse import unquote
 import torch
 from torch import nn
 
-from .. import PACKAGE, RENDEZVOUS, ConfigError, first_line
+from .. import PACKAGE, PROGRAMS, RENDEZVOUS, ConfigError, first_line
 from ..core.data import Images
 from ..core.devices import out_of_memory_hint
 from ..core.fast import checksum, count_flop, precision_on_cpu, precision_on_gpu, prepare_cache_folder
@@ -44,7 +44,7 @@ from ..loading import load_file
 from . import source
 from .campaign import Campaign, check_processes_agree, conditions
 from .log import LONG, Recorder, warned
-from .options import PROGRAMS, Options, as_words, check_fields, check_save, from_texts, parse_options
+from .options import Options, as_words, check_fields, check_save, from_texts, parse_options
 from .profile import profiled
 from .table import Row, campaign_named
 

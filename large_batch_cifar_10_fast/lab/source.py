@@ -4,13 +4,11 @@ import difflib
 import hashlib
 import zipfile
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from .. import PACKAGE, ConfigError
-from ..core.devices import output_of
+from .. import PACKAGE, ConfigError, commit, git
 from ..core.team import show, warn
 from ..files import write_atomically
 from ..loading import TEXTS, decode, files_of, name_of_ours
@@ -101,17 +99,6 @@ def refuse_change(program: ModuleType, folder: Path, row: Mapping[str, str], adv
         show(line)
     above = ", as above" if lines else ""
     raise ConfigError(f"{file} was changed since campaign {row['campaign']} began{above}: undo that, or {advice}")
-
-
-def git(*words: str) -> str:
-    """Return what git says about the checkout of this code, not about a repository around it."""
-    return output_of("git", f"--git-dir={PACKAGE.parent / '.git'}", f"--work-tree={PACKAGE.parent}", *words)
-
-
-@cache
-def commit() -> str:
-    """Return the commit of this code, with -dirty if it was changed since; "unknown" outside a git checkout."""
-    return git("describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
 def store(program: ModuleType, folder: Path) -> None:

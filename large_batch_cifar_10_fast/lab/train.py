@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 from .. import FIRST, INVALID, LAUNCH, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError, Interrupted
 from ..core.devices import count_cores, count_gpus, may_share_gpus
 from ..files import temporary_folder
+from ..images.load import fetch_images
 from .log import print_summary
 from .options import Options
 from .program import load_program, read_command, recipe_of, workers_of
@@ -73,6 +74,7 @@ def start_launch(arguments: Sequence[str], log: IO | None = None, team: int | No
     command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments]
     environment = environment_of_processes(max(1, cores // (processes * teams)))
     started = range(teams) if team is None else [team]
+    fetch_images(options.data)  # here: Ctrl-C kills the processes
     return Processes(command, environment, started, teams, processes, log)
 
 
