@@ -136,7 +136,10 @@ def test_a_report_is_a_document_in_markdown(tmp_path, compared):
     assert len(re.findall(r"(?m)^\| --- ", text)) == 4
     assert re.search(r"(?m)^\| accuracy, % \| n \| mean ± std \|", text)
     blocks = text.split("```")[1::2]
-    assert [block.split(":")[0].strip() for block in blocks] == ["What differs from b", "The same for all"]
+    assert [block.split(":")[0].strip() for block in blocks] == [
+        "What differs from b, or is unknown",
+        "The same for all",
+    ]
 
 
 # ---- One's own table

@@ -150,12 +150,14 @@ def test_an_interrupted_download_leaves_no_folder_that_was_made_for_it(server, t
 
 def test_the_launcher_downloads_before_it_starts_processes_that_an_interruption_kills(server, tmp_path, monkeypatch):
     """It does not read a data set that is there."""
-    monkeypatch.setattr(train, "run_processes", lambda *_: ("no process was started", 1))
+    started = Mock()
+    monkeypatch.setattr(train, "Processes", started)
     words = ["--data", "cifar10", "--nproc", "1", "--out", str(tmp_path)]
-    assert train.launch(words).failure == "no process was started"
-    assert (cifar.DATA / FOLDER).exists()
+    started.side_effect = lambda *_: (cifar.DATA / FOLDER).exists() or pytest.fail("it was not there")
+    train.start_launch(words)
     monkeypatch.setattr(load, "fetch", None)
-    assert train.launch(words).failure == "no process was started"
+    train.start_launch(words)
+    assert started.call_count == 2
 
 
 def test_other_data_is_refused_and_nothing_is_downloaded(server, tmp_path, monkeypatch):
