@@ -16,12 +16,24 @@ import pandas as pd
 import pytest
 import torch
 from attack import processes_of
-from conftest import DIFFERENT, LAUNCHER, TINY, environment, run_here, train_together, without_progress, write_npz
+from conftest import (
+    ALONE,
+    DIFFERENT,
+    LAUNCHER,
+    TINY,
+    environment,
+    run_here,
+    train_together,
+    without_progress,
+    write_npz,
+)
 
 from large_batch_cifar_10_fast import ConfigError, LostError, files
+from large_batch_cifar_10_fast.core.score import Epoch, Score
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
-from large_batch_cifar_10_fast.lab import table
+from large_batch_cifar_10_fast.lab import log, table
 from large_batch_cifar_10_fast.lab.log import Recorder
+from large_batch_cifar_10_fast.lab.options import Options
 from large_batch_cifar_10_fast.lab.process import exit_process
 from large_batch_cifar_10_fast.lab.results import read_log
 
@@ -203,6 +215,22 @@ def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, 
     for condition in found:
         assert condition in str(error.value)
     assert table.read_bytes() == before
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(4, 2), (11, 10), (0.1, 0)])
+def test_without_a_terminal_epochs_are_seen_about_once_a_minute(seconds, lines, monkeypatch, capsys):
+    """Forty epochs of four seconds are two lines; each of ten seconds or more is one."""
+    now = [0.0]
+    monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = SimpleNamespace(last={"training": seconds, "validation": 0}.get)
+    recorder = Recorder(Options(), ALONE, {}, None)
+    recorder.machine = SimpleNamespace(clock=clock)
+    recorder.run_epochs = 40
+    epochs = 40 if seconds < 10 else 10
+    for number in range(1, epochs + 1):
+        now[0] += seconds
+        recorder.show_epoch(Epoch(number, now[0], Score(1, 2, 0.5), Score(1, 2, 0.5), None), 100)
+    assert len(capsys.readouterr().err.splitlines()) == lines
 
 
 def test_epochs_are_written_while_a_run_is_made(tiny_npz, tmp_path, monkeypatch):

@@ -97,6 +97,21 @@ def test_the_text_of_core_that_was_loaded_is_recorded(tmp_path, monkeypatch, cap
     assert stored == loading.TEXTS[file]
 
 
+@pytest.mark.parametrize(
+    ("was", "advice"),
+    [
+        ("0123abc", r"go back to its commit \(git checkout 0123abc\)"),
+        ("0123abc-dirty", "undo that"),
+        ("now", "undo that"),
+    ],
+)
+def test_a_change_since_another_commit_names_it(was, advice, tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "commit", lambda: "now")
+    row = {"campaign": "night", "code": "0", "core": "0", "commit": was}
+    with pytest.raises(ConfigError, match=rf"^muon.py was changed since campaign night began: {advice}, or another$"):
+        source.refuse_change(load_program("muon"), tmp_path, row, "another")
+
+
 @pytest.mark.parametrize("inside_a_function", [False, True])
 def test_helpers_of_one_name_are_each_programs_own_also_beside_an_installed_package(
     inside_a_function, tmp_path, monkeypatch

@@ -171,7 +171,7 @@ class Campaign:
     def begin(self, common: Mapping[str, str], program: ModuleType) -> None:
         """Agree on the conditions. Raise ConfigError if those of the campaign are others."""
         self.common |= common
-        agreed = self.agree({name: common[name] for name in AGREED})
+        agreed = self.agree({name: common[name] for name in (*AGREED, "commit")})
         known = [agreed, *self.rows.values()]
         self.check_code(known, program)
         check_conditions(known, self.common, AGREED)
@@ -179,7 +179,7 @@ class Campaign:
     def computed_with(self, compile: bool, no_graph: bool) -> None:
         """Note how steps are computed. Raise ConfigError if the campaign's are computed otherwise."""
         self.common |= {"compile": str(compile), "no_graph": str(no_graph)}
-        agreed = self.agree({name: self.common[name] for name in (*AGREED, *COMPUTED)})
+        agreed = self.agree({name: self.common[name] for name in (*AGREED, *COMPUTED, "commit")})
         check_conditions([agreed, *self.rows.values()], self.common, COMPUTED)
 
     def check_code(self, known: Iterable[Row], program: ModuleType) -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +32,7 @@ T = TypeVar("T")
 
 LONG = 600  # estimated seconds of a run from which on a CPU compiles, and the log says how long it takes
 LONG_EPOCH = 10  # seconds from which on an epoch is a line on STDERR
+LONG_SILENCE = 60  # seconds after which an epoch is one all the same
 
 
 class Recorder:
@@ -49,6 +51,7 @@ class Recorder:
         self.run = 0
         self.epochs: list[dict[str, float]] = []
         self.bar = tqdm(disable=True)
+        self.shown = time.monotonic()  # when an epoch was shown
         self.finished_before = {*campaign.rows} if campaign else set()
 
     def ready(self, machine: Machine, epochs: int, flop: float) -> None:
@@ -105,9 +108,11 @@ class Recorder:
             self.show_epoch(epoch, rate)
 
     def show_epoch(self, epoch: Epoch, rate: float) -> None:
-        """Without a terminal, show an epoch that took ten seconds as a line."""
+        """Without a terminal, show an epoch as a line if it took ten seconds, or none was shown for a minute."""
         clock = self.machine.clock
-        if self.bar.disable and clock.last("training") + clock.last("validation") >= LONG_EPOCH:
+        is_long = clock.last("training") + clock.last("validation") >= LONG_EPOCH
+        if self.bar.disable and (is_long or time.monotonic() - self.shown > LONG_SILENCE):
+            self.shown = time.monotonic()
             text = f"run {self.run}, epoch {epoch.number} of {self.run_epochs}: loss {epoch.validation.loss:.3f}, "
             text += f"accuracy {epoch.validation.accuracy:.4f}, {rate:.0f} images/s, "
             show(f"{text}{epoch.seconds:.0f} s of training so far")

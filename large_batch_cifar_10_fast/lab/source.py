@@ -72,7 +72,7 @@ def changed_since(program: ModuleType, folder: Path, was: Mapping[str, str]) -> 
         path = folder / f"source-{code}.py"
         stored = {own: path.read_bytes()} if path.exists() else {}
         stored |= read_archive(path.with_suffix(".zip"))
-        unknown = "what it imports" if stored.get(own) == texts[own] else own
+        unknown = "what it imports" if stored.get(own) == texts[own] else Path(own).name
     else:
         texts = core_texts()
         stored = read_archive(folder / f"core-{was.get('core', '')}.zip")
@@ -98,7 +98,11 @@ def refuse_change(program: ModuleType, folder: Path, row: Mapping[str, str], adv
     for line in lines:
         show(line)
     above = ", as above" if lines else ""
-    raise ConfigError(f"{file} was changed since campaign {row['campaign']} began{above}: undo that, or {advice}")
+    was = row.get("commit", "unknown")
+    undo = "undo that"
+    if was not in ("", "unknown", commit()) and not was.endswith("-dirty"):
+        undo = f"go back to its commit (git checkout {was})"
+    raise ConfigError(f"{file} was changed since campaign {row['campaign']} began{above}: {undo}, or {advice}")
 
 
 def store(program: ModuleType, folder: Path) -> None:
