@@ -380,6 +380,8 @@ def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict
         texts = ["{runs} runs of {variants} variant(s)".format(**look) for look in plan.looks]
         notes.append(f"{look} look: planned {', then '.join(texts[:-1])}, now {texts[-1]}.")
         notes.append("Each look finds chance differences; the intervals hold for a single one.")
+    else:
+        notes.append("Runs and variants were planned before the first run (experiment.json).")
     better = [name for name, verdict in verdicts.items() if verdict.word == "better"][:1]
     notes.append("The test images come last, once:")
     for name in (BASELINE, *better):
