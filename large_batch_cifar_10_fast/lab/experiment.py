@@ -433,9 +433,11 @@ def draw(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict], m
     draw_differences(panels["differences"], compared, margin)
     if option:
         draw_sweep(panels["sweep"], option, {name: value for name, value in values.items() if name in logs}, logs)
-    if "costs" in rows:
+    if "costs" in rows:  # whose points have numbers
+        numbers = {name: str(number) for number, name in enumerate(verdicts, 1)}
+        panels["differences"].set_yticks(range(len(compared)), [f"{name[:40]}  {numbers[name]}" for name in compared])
         work = {name: float(log.conditions.get("pflop", "nan")) for name, log in logs.items()}
-        draw_costs(panels["work"], work, logs, "work of a run, PFLOP")
+        draw_costs(panels["work"], work, logs, numbers, "work of a run, PFLOP")
         draw_costs(
             panels["time"], {name: log.runs["seconds"].mean() for name, log in logs.items()}, logs, "seconds a run"
         )
@@ -444,15 +446,17 @@ def draw(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict], m
     return figure
 
 
-def draw_costs(axes: Axes, costs: Mapping[str, float], logs: Mapping[str, Log], what: str) -> None:
+def draw_costs(
+    axes: Axes, costs: Mapping[str, float], logs: Mapping[str, Log], numbers: Mapping[str, str], what: str
+) -> None:
     """Draw each campaign's mean accuracy, and its standard deviation over runs, against what a run costs."""
     for name, cost in costs.items():
         runs = accuracies(logs[name])
         color = "black" if name == BASELINE else "#0072B2"
         axes.errorbar(cost, runs.mean(), runs.std(), fmt="o", color=color, lw=1)
-        axes.annotate(name[:24], (cost, runs.mean()), xytext=(4, 3), textcoords="offset points", size=7)
-    axes.set(xlabel=what, ylabel="accuracy, %")
-    axes.set_title("Means, and standard deviations over runs", loc="left", weight="bold", size=10)
+        axes.annotate(numbers.get(name, name), (cost, runs.mean()), xytext=(5, 3), textcoords="offset points", size=8)
+    axes.set(xlabel=what, ylabel="accuracy, % (mean ± std)")
+    axes.margins(x=0.2)
 
 
 def draw_differences(axes: Axes, compared: Mapping[str, Verdict], margin: float) -> None:
