@@ -438,9 +438,8 @@ def draw(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict], m
         panels["differences"].set_yticks(range(len(compared)), [f"{name[:40]}  {numbers[name]}" for name in compared])
         work = {name: float(log.conditions.get("pflop", "nan")) for name, log in logs.items()}
         draw_costs(panels["work"], work, logs, numbers, "work of a run, PFLOP")
-        draw_costs(
-            panels["time"], {name: log.runs["seconds"].mean() for name, log in logs.items()}, logs, "seconds a run"
-        )
+        seconds = {name: log.runs["seconds"].mean() for name, log in logs.items()}
+        draw_costs(panels["time"], seconds, logs, numbers, "seconds a run")
     for axes in panels.values():
         axes.spines[["top", "right"]].set_visible(False)
     return figure
