@@ -20,6 +20,7 @@ from large_batch_cifar_10_fast.images import load
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab import program
 from large_batch_cifar_10_fast.lab.options import Options, parse_options
+from large_batch_cifar_10_fast.lab.program import load_program, read_command
 from large_batch_cifar_10_fast.lab.train import plan_processes, start_launch
 
 few = cache(lambda: draw_shapes(2100, 20))
@@ -167,3 +168,15 @@ def test_a_folder_that_was_deleted_is_one_line(tmp_path):
 def test_an_unknown_option_is_answered_with_what_may_be_meant(word, hint):
     with pytest.raises(ConfigError, match=f"recipe muon has no option {word}; {hint}$"):
         parse_options([word], "muon", muon.Hyp, {})
+
+
+@pytest.mark.parametrize("recipe", ["apple2019", "muon", "muon2024"])
+def test_the_small_size_of_a_recipe_is_options_that_others_override(recipe):
+    program = load_program(recipe)
+    hyp = read_command(program, ["--recipe", recipe, "--small", "--epochs", "5"])[2]
+    assert hyp.epochs == 5
+    assert hyp.width <= 16
+    if recipe == "apple2019":  # at as high a rate for each image of a step as published
+        assert hyp.lr_scaler / hyp.batch_size / hyp.workers == pytest.approx(1.5 / 2048, rel=0.02)
+    with pytest.raises(ConfigError, match=r"--small: the recipe page has no small size"):
+        read_command(load_program("page"), ["--small"])

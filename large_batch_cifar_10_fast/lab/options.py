@@ -45,6 +45,7 @@ class Options:
     no_compile: bool = False  # do not compile
     no_graph: bool = False  # launch each kernel; by default the GPUs of one machine replay a CUDA graph
     no_warmup: bool = False  # skip the untimed warm-up; the first run is then slower
+    small: bool = False  # the recipe at a small size, for experiments on a CPU (docs/experiments.md)
     demo: bool = False  # the default recipe, small, on synthetic images, in fp32 and not compiled
     profile: int = 0  # steps to profile, of a first epoch and instead of runs: trace.json and the costliest kernels
     nproc: int = 0  # processes on this machine (of a team); 0: as many as fit its GPUs or cores
@@ -103,6 +104,11 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
     parser.add_argument("--version", action="version", version=version())
     if any(word.endswith("=--") for word in arguments):  # of which versions of Python make different things
         raise ConfigError("-- is no value of an option")
+    if "--small" in arguments:
+        small = getattr(hyp, "small", "")
+        if not small:
+            raise ConfigError(f"--small: the recipe {name} has no small size (Hyp.small): leave it out")
+        arguments = [*small.split(), *arguments]  # what is given counts
     found, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError(f"recipe {name} has no option {unknown[0]}; {hint_for_option(unknown[0], hyp)}")

@@ -7,10 +7,11 @@ A program is a Python file with
 * `train(hyp, images, machine)`, which sets up what all runs share and returns run(seed): a generator that trains one
   run and yields a `score.Epoch` after each epoch, whose parts are timed by `with machine.clock.timed("training"):` and
   `("validation")`; and `main()` at the file's end;
-* if it likes, `SETS` (further recipes: their names and classes like Hyp), `DEMO` (what --demo changes), `Hyp.half` (its
-  precision on a GPU that has it, fp16 or bf16), `Hyp.check_images(count)` (a ConfigError for too few of them),
-  `Hyp.fit_to(count)` (options for a small data set), `Hyp.views` (of a test image) and `Hyp.label_smoothing` (of the
-  loss) for `api`, and `flop(hyp, images)` of a run, if not all epochs are alike.
+* if it likes, `SETS` (further recipes: their names and classes like Hyp), `DEMO` (what --demo changes), `Hyp.small`
+  (options that --small gives, as words), `Hyp.half` (its precision on a GPU that has it, fp16 or bf16),
+  `Hyp.check_images(count)` (a ConfigError for too few of them), `Hyp.fit_to(count)` (options for a small data set),
+  `Hyp.views` (of a test image) and `Hyp.label_smoothing` (of the loss) for `api`, and `flop(hyp, images)` of a run, if
+  not all epochs are alike.
 """
 
 import contextlib
