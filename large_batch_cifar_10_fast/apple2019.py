@@ -36,7 +36,7 @@ from large_batch_cifar_10_fast.lab.process import main
 
 
 # For experiments on a CPU: one worker, whose rate is in proportion to the images of a step.
-SMALL = "--workers 1 --batch_size 256 --ghost_batch 32 --lr_scaler 0.19 --width 8 --epochs 3 --ema_ep 0.4"
+SMALL = "--workers 1 --batch_size 128 --ghost_batch 32 --lr_scaler 0.094 --width 8 --epochs 3 --ema_ep 0.4"
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Hyp:
 
     # Class attributes without an annotation are constants, not options.
     half = "bf16"  # precision on a GPU that has it
-    small = "--width 16 --epochs 3 --pixels 24 --kept 1 --views two"  # with --small
+    small = "--width 16 --epochs 3 --batch_size 500 --pixels 24 --kept 1 --views two"  # with --small
     whitening_share = 1 / 9  # of the epochs
 
     def __post_init__(self) -> None:
