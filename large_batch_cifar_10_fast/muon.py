@@ -280,7 +280,8 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     # Muon: m = 0.6 m + g;  w = w sqrt(out) / |w|;  w = w - rate * orthogonal(g + 0.6 m). All directions of an update
     # have about the same size, so that rare ones are learned, too: 3.3 points more than SGD at width 16. A fixed norm
     # takes the place of weight decay (docs/why_it_is_fast.md#muon).
-    muon = Muon([{"params": filters, "first_rate": hyp.filter_rate, "epochs": hyp.epochs}], hyp.filter_momentum, team)
+    of_muon = {"params": filters, "first_rate": hyp.filter_rate, "epochs": hyp.epochs}
+    muon = Muon([of_muon], lr=0.0, momentum=hyp.filter_momentum, team=team)
     groups: list[dict] = [
         {"params": biases, "first_rate": hyp.bias_rate, "epochs": hyp.epochs},
         {"params": [network.whitening.bias], "first_rate": hyp.bias_rate, "epochs": hyp.whitening_epochs},

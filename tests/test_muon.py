@@ -1,12 +1,13 @@
 """muon against stock layers and plain formulas, in float64; its figures, its kinds of steps, its work."""
 
+import re
 from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, CPU
+from conftest import ALONE, CPU, REPO
 from test_oracle import SEED, as_input, check_run, convolution, crops_of, hyp_of, trained_by
 from torch import nn
 from torch.testing import assert_close
@@ -160,5 +161,45 @@ def test_a_step_multiplies_the_matrices_of_muon_in_the_precision_of_the_run(monk
 def test_a_gradient_of_zeros_moves_no_weight_but_to_its_norm():
     weight = nn.Parameter(torch.ones(3, 4, 1, 1))
     weight.grad = torch.zeros_like(weight)
-    Muon([{"params": [weight], "lr": 0.24}], 0.6, ALONE).step()
+    Muon([{"params": [weight], "lr": 0.24}], momentum=0.6, team=ALONE).step()
     assert_close(weight.data, torch.full_like(weight, 0.5))  # of norm sqrt(3)
+
+
+# ---- Other networks
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_networks_train_with_muon_as_the_page_says(compiled, monkeypatch):
+    """The lines of docs/use_muon.md. Its optimizers have states and schedules as torch's have."""
+    parts = draw_shapes(64, 1)
+    images = torch.from_numpy(parts[0]).permute(0, 3, 1, 2).float().div(255)
+    batches = 8 * [(images, torch.from_numpy(parts[1]))]
+    (lines,) = re.findall(r"(?s)```python\n(.*?)```", (REPO / "docs" / "use_muon.md").read_text())
+    if not compiled:
+        lines = lines.replace("muon.compile()", "")
+    torch.manual_seed(0)
+    found = {"batches": batches, "losses": []}
+    exec(lines, found)  # our own page
+    assert found["losses"][-1] < found["losses"][0] / 2
+    for weight in found["filters"]:
+        assert float(weight.norm()) == pytest.approx(len(weight) ** 0.5, rel=0.3)
+    assert found["muon"].param_groups[0]["lr"] == 0
+    state = found["muon"].state_dict()
+    other = Muon(found["filters"])
+    other.load_state_dict(state)
+    assert_close(other.state_dict(), state)
+
+
+def test_muon_takes_a_closure_and_refuses_weights_that_have_no_norm_to_keep():
+    weight = nn.Parameter(torch.ones(2, 2))
+
+    def closure():
+        loss = (weight * torch.tensor([[1.0, 0.0], [0.0, 1.0]])).sum()
+        loss.backward()
+        return loss
+
+    assert Muon([weight], lr=0.5).step(closure) == 2
+    assert_close(weight.data, torch.tensor([[0.7, 0.7], [0.7, 0.7]]) - 0.5 * torch.eye(2) * 0.7, atol=0.2, rtol=0)
+    for wrong in (torch.ones(3), torch.zeros(3, 3)):
+        with pytest.raises(ValueError, match=r"^a weight \[3.*give it to SGD or AdamW$"):
+            Muon([nn.Parameter(wrong)])

@@ -1,7 +1,8 @@
 """Schedules, and two optimizers that PyTorch lacks: Nesterov with the rate inside the velocity, and Muon."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,30 +104,46 @@ class Muon(Optimizer):
         w = w * sqrt(out) / |w|;  w = w - lr * orthogonal(d)
 
     All directions of an update have the same size, so that directions that gradients rarely show are learned, too, and
-    the scale of the gradients has no effect (docs/why_it_is_fast.md#muon). Each process orthogonalizes some of the
-    matrices as one batch of products, in half precision under autocast. torch.optim.Muon (2.9) takes only matrices, one
-    by one, and keeps no norm.
+    the scale of the gradients has no effect (docs/why_it_is_fast.md#muon). For other networks than ours:
+    docs/use_muon.md. torch.optim.Muon (2.9) takes only matrices, one by one, and keeps no norm.
     """
 
-    def __init__(self, groups: Iterable[dict], momentum: float, team: Team) -> None:
-        super().__init__(groups, {"lr": 0.0, "momentum": momentum})
+    def __init__(
+        self, params: Iterable[Any], lr: float | Tensor = 0.1, momentum: float = 0.6, team: Team | None = None
+    ) -> None:
+        """`params` are weights, or groups of them, whose output a norm follows. Raise ValueError for one without norm.
+
+        Each process of a team orthogonalizes some of the matrices. The products are in half precision under autocast.
+        """
         self.team = team
         self.directions = orthogonal_directions
         self.move = move
-        for group in self.param_groups:
-            for weight in group["params"]:
-                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for weight in self.param_groups[-1]["params"]:
+            if weight.ndim < 2 or not weight.any():
+                shape = f"a weight {list(weight.shape)} is no matrix of two or more dimensions, or all zeros"
+                raise ValueError(f"{shape}: give it to SGD or AdamW")
+            self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]  # no closure
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]  # not frozen
             if weights:
                 gradients = as_matrices(weight.grad for weight in weights)
                 momenta = as_matrices(self.state[weight]["momentum_buffer"] for weight in weights)
                 directions = self.directions(gradients, momenta, group["momentum"], self.team)
-                self.team.sum_up(directions)
+                if self.team:
+                    self.team.sum_up(directions)
                 self.move(as_matrices(weights), directions, group["lr"])
+        return loss
 
     def compile(self) -> None:
         self.directions = torch.compile(orthogonal_directions, dynamic=False)
@@ -141,13 +158,13 @@ def as_matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [t.as_strided((len(t), t.numel() // len(t)), (t.numel() // len(t), 1)) for t in tensors]
 
 
-def orthogonal_directions(grad: Tensors, m: Tensors, momentum: float, team: Team) -> list[Tensor]:
+def orthogonal_directions(grad: Tensors, m: Tensors, momentum: float, team: Team | None) -> list[Tensor]:
     """Update the momenta. Return the orthogonalized directions of this process's matrices, zeros for the others."""
     torch._foreach_mul_(m, momentum)
     torch._foreach_add_(m, grad)
     directions = torch._foreach_add(grad, m, alpha=momentum)
     largest_first = sorted(range(len(directions)), key=lambda place: -directions[place].numel())
-    mine = largest_first[team.rank :: team.world_size]
+    mine = largest_first[team.rank :: team.world_size] if team else largest_first
     made = dict(zip(mine, orthogonal_batch([directions[place] for place in mine]), strict=True))
     return [made[place] if place in made else torch.zeros_like(d) for place, d in enumerate(directions)]
 
