@@ -1,4 +1,4 @@
-"""Measure whether runs of the same seed are alike, and whether pairing them shortens intervals, on the logs here.
+"""Measure whether runs of the same seed are alike, and whether pairing them shortens intervals, on the runs in results.
 
 python notebook/seeds.py
 """
@@ -10,23 +10,30 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-TOP = Path(__file__).resolve().parent.parent
-MUON, FULL = "notebook/logs/muon_", "logs/muon-jpeg-cpu-"
-VARIANTS = {  # files of campaigns with the same seeds
-    "width 16, bf16": [f"{MUON}width_16/{name}/runs.tsv" for name in ("base", "tail", "brightness", "contrast")],
-    "width 16, fp32": [f"{MUON}width_16_fp32/{name}/runs.tsv" for name in ("base", "smooth", "kept", "whit")],
-    "width 16, workers": [f"{MUON}width_16_workers/{name}/runs.tsv" for name in ("one", "eight")],
-    "width 8": [f"{MUON}width_8/runs_{name}.tsv" for name in ("default", "batch_1000", "later_figures")],
-    "full width, fewer images": [f"{MUON}kept/*/runs.tsv", f"{MUON}6_runs/*/runs.tsv"],
-    "full width, workers": [f"{FULL}bf16/seeds_10_13/runs.tsv", f"{MUON}eight_workers_full/runs.tsv"],
-    "full width, precision": [f"{FULL}bf16/seeds_1*/runs.tsv", f"{FULL}fp32/*/runs.tsv"],
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+VARIANTS = {  # campaigns with the same seeds, those of a list taken together
+    "width 16, bf16": [[f"muon-w16-{name}-copies"] for name in ("baseline", "tail", "brightness", "contrast")],
+    "width 16, fp32": [
+        [f"muon-w16-fp32-{name}-copies"] for name in ("baseline", "smoothing-0.1", "fewer-images", "whitening-3")
+    ],
+    "width 16, workers": [["muon-w16-one-worker-copies"], ["muon-w16-eight-workers-copies"]],
+    "width 8": [["muon-w8-copies-a"], ["muon-w8-batch-1000-copies"], ["muon-w8-later-figures-copies"]],
+    "full width, fewer images": [
+        ["muon-two-thirds-copies"],
+        [f"muon-all-images-copies-{letter}" for letter in "abc"],
+    ],
+    "full width, workers": [["muon-cpu-copies-c"], ["muon-eight-workers-copies"]],
+    "full width, precision": [
+        ["muon-cpu-copies-c", "muon-cpu-copies-d"],
+        ["muon-fp32-copies-a", "muon-fp32-copies-b"],
+    ],
 }
+RUNS = pd.read_csv(RESULTS / "runs.tsv", sep="\t")
 
 
-def accuracies(pattern: str) -> pd.Series:
-    """Return the accuracies of some tables in percent, by seed."""
-    table = pd.concat(pd.read_csv(path, sep="\t") for path in TOP.glob(pattern))
-    return 100 * table.set_index("seed")["validation_accuracy"]
+def accuracies(campaigns: list[str]) -> pd.Series:
+    """Return the accuracies of campaigns in percent, by seed."""
+    return 100 * RUNS[RUNS["campaign"].isin(campaigns)].set_index("seed")["validation_accuracy"]
 
 
 def correlation(tables: list[np.ndarray]) -> float:
@@ -40,11 +47,11 @@ def correlation(tables: list[np.ndarray]) -> float:
     return shared / own
 
 
-ablation = pd.read_csv(TOP / "notebook/logs/ablation/ablation.tsv", sep="\t")
+ablation = pd.read_csv(RESULTS / "ablation.tsv", sep="\t")
 ablation = 100 * ablation.pivot(index="seed", columns="variant", values="accuracy")
 views = ablation[["as published", "without test-time augmentation"]]  # the same training
 sets = {"ablation, training": ablation.drop(columns="without test-time augmentation")}
-sets |= {name: pd.concat(map(accuracies, files), axis=1, join="inner") for name, files in VARIANTS.items()}
+sets |= {name: pd.concat(map(accuracies, sides), axis=1, join="inner") for name, sides in VARIANTS.items()}
 for name, table in (sets | {"ablation, test-time augmentation": views}).items():
     ratios = []
     for a, b in itertools.combinations(table.to_numpy().T, 2):

@@ -1,7 +1,6 @@
 """Append campaigns of FOLDER/runs.tsv and epochs.tsv to the tables here: python results/add.py FOLDER NAME=CAMPAIGN ...
 
-NAME is the campaign's name here, CAMPAIGN that in FOLDER. A NAME that is here gets the seeds that it lacks, and run
-counts from its first seed. Other cells stay as they are. Nothing is written unless `compare` can read each campaign.
+NAME is the campaign's name here. A NAME that is here gets the seeds that it lacks, and run counts from its first seed.
 """
 
 import sys
@@ -55,7 +54,6 @@ def write(tables, names):
 
 if __name__ == "__main__":
     everything = read(HERE)
-    pairs = dict(word.split("=", 1) for word in sys.argv[2:])
-    for pair in pairs.items():
-        add(everything, Path(sys.argv[1]), *pair)
-    write(everything, pairs)
+    for word in sys.argv[2:]:
+        add(everything, Path(sys.argv[1]), *word.split("=", 1))
+    write(everything, [word.partition("=")[0] for word in sys.argv[2:]])

@@ -22,6 +22,7 @@ DOCUMENTS = [path for path in REPO.rglob("*.md") if not {".venv", ".git", "data"
 CODE = list(REPO.glob("large_batch_cifar_10_fast/**/*.py"))
 RUNNING = REPO / "docs" / "running.md"
 WHY = REPO / "docs" / "why_it_is_fast.md"
+RESULTS = REPO / "results" / "README.md"
 NOTEBOOK = REPO / "notebook" / "why_it_is_fast.ipynb"
 
 
@@ -59,6 +60,22 @@ def test_every_function_that_the_page_names_exists():
         (file,) = [path for path in CODE if path.stem == module]
         defined = ast.parse(file.read_text()).body
         assert name in {each.name for each in defined if isinstance(each, ast.FunctionDef | ast.ClassDef)}, name
+
+
+def test_the_results_have_the_campaigns_and_runs_that_their_page_states():
+    """A row's number of runs is one for all of its campaigns, or one for each."""
+    stated: dict[str, int] = {}
+    for row in re.findall(r"(?m)^\| `.*", RESULTS.read_text()):
+        campaigns, _, _, _, _, n, _ = row.split(" | ")
+        names = re.findall(r"`([^`]+)`", campaigns)
+        counts = [int(count) for count in n.split(", ")]
+        stated |= zip(names, counts * len(names) if len(counts) == 1 else counts, strict=True)
+    runs = pd.read_csv(RESULTS.with_name("runs.tsv"), sep="\t", quoting=3)
+    assert stated == runs["campaign"].value_counts().to_dict()
+    texts = "".join(path.read_text() for path in DOCUMENTS)
+    named = {*re.findall(r"`((?:apple2019|muon|muon2024|page|basenet|fastai)-[\w.-]+-(?:h200|copies)[\w-]*)`", texts)}
+    assert len(named) > 50
+    assert named <= {*stated}
 
 
 def run_block(word: str) -> None:
@@ -124,7 +141,7 @@ def test_the_pictures_of_the_page_are_cells_of_the_notebook_which_run(tmp_path, 
     (tricks,) = [cell for cell in cells if cell["metadata"].get("tags") == ["tricks"]]
     effects = re.findall(r": (\S+ \[.*\])", "".join(tricks["outputs"][0]["text"]))
     assert len(effects) == 10
-    assert [effect for effect in effects if effect not in WHY.read_text()] == []  # the page has what its logs say
+    assert [effect for effect in effects if effect not in WHY.read_text()] == []  # the page has what the runs say
 
 
 def test_the_patches_of_the_notebook_can_be_applied():

@@ -1,7 +1,5 @@
 """Every form of results is read into the numbers that were written."""
 
-import re
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -54,21 +52,22 @@ def test_published_runs_are_alike_in_both_forms_and_counted_by_a_summary(log):
 
 
 @pytest.mark.slow
-def test_every_log_in_the_repository_is_read_and_compared():
+def test_every_campaign_in_the_repository_is_read_and_compared():
+    table = pd.read_csv(REPO / "results" / "runs.tsv", sep="\t", quoting=3)
     logs = {}
-    for path in [*(REPO / "logs").rglob("run*"), *(REPO / "notebook" / "logs").rglob("run*")]:
-        found = read_log(str(path))
-        logs[str(path)] = found
-        if path.suffix == ".tsv":
-            table = pd.read_csv(path, sep="\t")
-            if "campaign" in table:
-                table = table[table["campaign"] == table["campaign"].iloc[-1]]
-            np.testing.assert_allclose(found.runs["accuracy"], table["validation_accuracy"], rtol=0, atol=1e-12)
-        else:
-            printed = [float(text) for text in re.findall("validation acc (\\S+)", path.read_text())]
-            assert found.runs["accuracy"].tolist() == printed[-len(found.runs) :]
+    for name, rows in table.groupby("campaign"):
+        logs[name] = found = read_log(f"{REPO}/results/runs.tsv:{name}")
+        np.testing.assert_allclose(found.runs["accuracy"], rows["validation_accuracy"], rtol=0, atol=1e-12)
     assert len(logs) > 100
-    assert len(compare(logs, str(path)).accuracy) == len(logs) - 1
+    assert len(compare(logs, name).accuracy) == len(logs) - 1
+
+
+def test_lines_on_stdout_and_rows_of_a_campaign_agree():
+    printed = read_log(f"{REPO}/results/run_log-apple2019-h200.txt")
+    found = read_log(f"{REPO}/results/runs.tsv:apple2019-h200")
+    assert printed.runs["accuracy"].tolist() == found.runs["accuracy"].tolist()
+    np.testing.assert_allclose(printed.runs["seconds"], found.runs["seconds"], rtol=0, atol=5e-4)
+    assert found.epochs.groupby("epoch").size().tolist() == [50] * 18
 
 
 def test_a_last_row_that_was_cut_is_no_row(tmp_path):
