@@ -167,6 +167,10 @@ def test_a_table_alone_is_shown(tmp_path, compared):
         process.wait()
     (folder / "night.json").write_text('{"runs": "3"}')
     assert compared(table)[1].endswith("complete\n")
+    begun = "campaign\trun\tepoch\tseconds\tvalidation_accuracy\tlaunch\nday\t0\t1\t9\t0.1\tx\n"
+    (tmp_path / "epochs.tsv").write_text(begun)
+    (folder / "day.json").write_text('{"runs": "4"}')
+    assert re.search(r"\nday +0 of 4 +- .* not running\n", compared(tmp_path / "a:*")[1]), "begun, without a run"
 
 
 def test_all_runs_are_written_with_a_column_for_each_option(tmp_path, compared, error_line):

@@ -216,7 +216,7 @@ def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame], unfin
     count = numbers(rows, {"validation_count": (0, runs["validation_images"].max())})["validation_count"]
     runs["accuracy"] = count / runs["validation_images"]
     if "launch" in rows:
-        runs["launch"] = rows["launch"].str.partition(".")[0]  # without the number of the team
+        runs["launch"] = rows["launch"].str.replace(r"\..*", "", regex=True)  # without the number of the team
     log = make_log(source, runs, conditions, epochs_of(parts, unfinished))
     for name in [name for name in MAY_DIFFER if alike[name].nunique() > 1]:
         log.notes.append(f"{source} has more than one {name}: {', '.join(alike[name].unique())}")
