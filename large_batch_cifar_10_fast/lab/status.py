@@ -23,7 +23,7 @@ def status_of(source: str) -> list[tuple[str, ...]]:
     """Return a line for each campaign of a runs.tsv, or for another log, below a HEAD, as cells. Raise ConfigError."""
     named = []
     for path, campaign in find_files(source) or [(source, "")]:
-        if campaign or not campaigns_in(Path(path)):
+        if campaign not in ("", "*") or not campaigns_in(Path(path)):
             named.append(f"{path}:{campaign}".rstrip(":"))
         else:
             named += each_campaign(f"{path}:*")
