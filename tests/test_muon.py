@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import muon
-from large_batch_cifar_10_fast.core import fast
+from large_batch_cifar_10_fast.core import data, fast
 from large_batch_cifar_10_fast.core.optim import Muon
 from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
@@ -131,6 +131,12 @@ def test_the_warm_up_takes_each_distinct_step_once(monkeypatch):
     command = "muon --epochs 5 --width 2 --batch_size 10 --pixels 16,16,16,20,20 --kept 1,1,0.6,1,0.6"
     trained_by(command, draw_shapes(20, 1))
     assert taken[:6] == 2 * [(16, True), (16, False), (20, False)]
+
+
+def test_without_warm_up_and_compiler_no_noise_takes_memory(monkeypatch):
+    monkeypatch.setattr(data, "noise_like", None)
+    command = "muon --epochs 1 --width 2 --batch_size 10 --pixels 16"
+    trained_by(command, draw_shapes(20, 1), warm_up=False)
 
 
 @pytest.mark.slow

@@ -87,7 +87,9 @@ class Machine:
         team = self.team
         self.clock = Clock(team.synchronize)
         functions = fast.Functions(make_batch, forward, partial(fast.predict, model.network))
-        noise = load(data.noise_like(images, team), Clock(team.synchronize))
+        noise = None  # is as large as the images, and only made for these two
+        if self.compile or self.warm_up:
+            noise = load(data.noise_like(images, team), Clock(team.synchronize))
         if self.compile:
             model.restart(0, team)
             plain = functions

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torch import Tensor
 
 from .. import ConfigError
@@ -85,14 +86,15 @@ def draw_errors(images: Tensor, labels: Tensor, probabilities: Tensor, classes: 
     sure, answers = probabilities.max(1)
     wrong = (answers != labels).nonzero()[:, 0]
     surest = wrong[sure[wrong].argsort(descending=True, stable=True)][:ERRORS].tolist()
-    figure = Figure(figsize=(8, 5.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8.6, 6.1), dpi=150, layout=ConstrainedLayoutEngine(hspace=0.08))
     panels = list(figure.subplots(3, ERRORS // 3).flat)
     for axes in panels:
         axes.set(xticks=[], yticks=[], frame_on=False)
     for axes, place in zip(panels, surest, strict=False):
         axes.imshow(images[place].numpy())
-        axes.set_title(f"{classes[int(answers[place])][:20]} {sure[place]:.0%}", size=9, parse_math=False)
-        axes.set_xlabel(f"is {classes[int(labels[place])][:20]}", size=9, parse_math=False)
+        answer = f"taken for\n{classes[int(answers[place])][:20]}, {sure[place]:.0%}"
+        axes.set_title(answer, size=8, parse_math=False)
+        axes.set_xlabel(f"truth: {classes[int(labels[place])][:20]}", size=8, parse_math=False)
     figure.suptitle(f"The surest of {len(wrong)} errors on {len(labels)} images", weight="bold", size=11)
     return figure
 
