@@ -197,6 +197,8 @@ def test_teams_take_parts_of_all_campaigns_at_once(tmp_path, monkeypatch, capsys
     """Each its own part, so that a long campaign does not wait for another; a part is at most half of a campaign."""
     counts: dict[str, list[int]] = {}
     running: dict[int, str] = {}
+    started: list[str] = []
+    before_it: list[int] = []  # parts that were begun before one of the baseline's ended
     most = 0
 
     def start(words, log, team):
@@ -205,7 +207,8 @@ def test_teams_take_parts_of_all_campaigns_at_once(tmp_path, monkeypatch, capsys
         assert values["teams"] == "3"
         running[team] = values["campaign"]
         most = max(most, len(running))
-        waits = iter([values["campaign"] == "baseline"])  # it ends later than the others
+        waits = iter(20 * [values["campaign"] == "baseline"])  # it takes longer than the others
+        started.append(values["campaign"])
         made = counts.setdefault(values["campaign"], [])
         made += [9400] * (int(values["runs"]) - len(made))
         if values["campaign"] != "baseline":
@@ -214,7 +217,8 @@ def test_teams_take_parts_of_all_campaigns_at_once(tmp_path, monkeypatch, capsys
         def ended():
             if next(waits, False):
                 return None
-            running.pop(team)
+            if running.pop(team) == "baseline":
+                before_it.append(len(started))
             write_results(tmp_path, counts)
             return Launch("", 0)
 
@@ -224,6 +228,7 @@ def test_teams_take_parts_of_all_campaigns_at_once(tmp_path, monkeypatch, capsys
     plan = Plan(["--recipe", "muon"], {name: [] for name in "abc"}, [{"runs": 6, "variants": 3}])
     assert experiment.make_runs(plan, tmp_path, teams=3) == {}
     assert most == 3
+    assert before_it[0] > 3, "the other teams did not wait for it"
     assert {name: len(made) for name, made in counts.items()} == dict.fromkeys(plan.campaigns, 6)
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()[:4]] == ["baseline", "a", "b", "c"]
 
