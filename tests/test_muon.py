@@ -196,7 +196,7 @@ def test_other_networks_train_with_muon_as_the_page_says(compiled, monkeypatch):
     assert_close(other.state_dict(), state)
 
 
-def test_muon_takes_a_closure_and_refuses_weights_that_have_no_norm_to_keep():
+def test_muon_takes_a_closure_and_refuses_weights_that_are_no_matrix():
     weight = nn.Parameter(torch.ones(2, 2))
 
     def closure():
@@ -206,6 +206,5 @@ def test_muon_takes_a_closure_and_refuses_weights_that_have_no_norm_to_keep():
 
     assert Muon([weight], lr=0.5).step(closure) == 2
     assert_close(weight.data, torch.tensor([[0.7, 0.7], [0.7, 0.7]]) - 0.5 * torch.eye(2) * 0.7, atol=0.2, rtol=0)
-    for wrong in (torch.ones(3), torch.zeros(3, 3)):
-        with pytest.raises(ValueError, match=r"^a weight \[3.*give it to SGD or AdamW$"):
-            Muon([nn.Parameter(wrong)])
+    with pytest.raises(ValueError, match=r"^a weight \[3\] is no matrix: give it to SGD or AdamW$"):
+        Muon([nn.Parameter(torch.ones(3))])

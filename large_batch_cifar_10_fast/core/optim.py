@@ -123,9 +123,8 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for weight in self.param_groups[-1]["params"]:
-            if weight.ndim < 2 or not weight.any():
-                shape = f"a weight {list(weight.shape)} is no matrix of two or more dimensions, or all zeros"
-                raise ValueError(f"{shape}: give it to SGD or AdamW")
+            if weight.ndim < 2:
+                raise ValueError(f"a weight {list(weight.shape)} is no matrix: give it to SGD or AdamW")
             self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
     @torch.no_grad()
