@@ -1,4 +1,4 @@
-"""The door for other programs and notebooks: train as the command line does, load, predict with and evaluate weights.
+"""The Python interface: train as the command line does; load weights, evaluate them, predict with them.
 
 from large_batch_cifar_10_fast import api
 runs = api.train("muon", runs=5, data="cifar10.npz", save="weights.pt")
