@@ -74,9 +74,9 @@ class Hyp:
         check_range(self, 0, 1, "filter_momentum", "label_smoothing", "norm_momentum")
         if not all(9 <= size <= 32 for size in self.pixels):
             pixels = ",".join(map(str, self.pixels))
-            raise ConfigError(f"--pixels {pixels}: sizes must lie in 9 to 32, or three poolings leave nothing")
+            raise ConfigError(f"--pixels {pixels}: sizes must be 9 to 32, because the network pools three times")
         if not all(0 < share <= 1 for share in self.kept):
-            raise ConfigError(f"--kept {','.join(map(str, self.kept))}: shares must lie above 0, and at most be 1")
+            raise ConfigError(f"--kept {','.join(map(str, self.kept))}: each fraction must be above 0 and at most 1")
         if self.batch_size == 0:
             if STEP_IMAGES % self.workers:
                 raise ConfigError(f"--workers {self.workers} does not divide {STEP_IMAGES} images: choose --batch_size")

@@ -198,7 +198,7 @@ def average_over_views(predict: Callable[[Tensor], Tensor], x: Tensor, views: st
     if views == "two":
         return predict(x) / 2 + predict(mirrored(x)) / 2
     if views != "six":
-        raise ConfigError(f"views {views}: there are one, two and six")
+        raise ConfigError(f"views {views}: use one, two or six")
     up_left = shifted(x, 1)
     down_right = shifted(x, -1)
     total = predict(x) / 4 + predict(mirrored(x)) / 4

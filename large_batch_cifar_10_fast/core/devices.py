@@ -76,7 +76,7 @@ def take_device(device: str = "") -> torch.device:
     # The processes of one team. Several teams may share a GPU, because their NCCL groups are separate.
     processes = min(int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if processes > gpus and not may_share_gpus():
-        raise ConfigError(f"{processes} processes on this machine need as many GPUs, it has {gpus}: start {gpus}")
+        raise ConfigError(f"{processes} processes need {processes} GPUs, this machine has {gpus}: start {gpus}")
     gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
     torch.cuda.set_device(gpu)
     torch.backends.cudnn.benchmark = True  # shapes never change, so searching for the fastest kernels pays off

@@ -227,7 +227,7 @@ def replace_cache_folder() -> str:
             os.makedirs(folder, exist_ok=True)
     except (OSError, KeyError) as error:  # KeyError: the user has no name
         other = os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-        return f"TORCHINDUCTOR_CACHE_DIR cannot be made ({error}): compiled code is kept in {other}"
+        return f"TORCHINDUCTOR_CACHE_DIR cannot be created ({error}): compiled code is kept in {other}"
     return ""
 
 
@@ -468,7 +468,7 @@ def check_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], preci
         if name not in found:
             raise ArithmeticError(f"the compiled pass has no {name}")
         if not value.isfinite().all():
-            raise ArithmeticError(f"the {name} is not finite uncompiled either")
+            raise ArithmeticError(f"the uncompiled {name} is not finite either")
         off = torch.dist(found[name].double(), value.double()) / value.double().norm()
         if not off <= (GRADIENTS if name.startswith("gradient") else VALUES)[precision]:
             raise ArithmeticError(f"the compiled {name} is {100 * off:.3g}% off")

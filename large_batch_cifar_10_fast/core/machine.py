@@ -56,7 +56,7 @@ class Machine:
     def choose_precision(self, half: str, half_weights: bool) -> fast.Precision:
         """Return the precision: by default `half` on a GPU, fp32 on a CPU. Raise ConfigError for an invalid one."""
         if self.precision not in ("", *DTYPES):
-            raise ConfigError(f"precision {self.precision!r} is none of {', '.join(DTYPES)}")
+            raise ConfigError(f"precision {self.precision!r} is unknown: use one of {', '.join(DTYPES)}")
         name = self.precision or (fast.precision_on_gpu("", half, self.team) if self.team.on_gpu else "fp32")
         return fast.Precision(name, self.team.device, half_weights)
 

@@ -125,7 +125,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         for weight in self.param_groups[-1]["params"]:
             if weight.ndim < 2 or not weight.any():
-                shape = f"a weight {list(weight.shape)} is no matrix of two or more dimensions, or all zeros"
+                shape = f"a weight {list(weight.shape)} has fewer than two dimensions or is all zeros"
                 raise ValueError(f"{shape}: give it to SGD or AdamW")
             self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 

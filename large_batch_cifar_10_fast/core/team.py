@@ -153,7 +153,7 @@ def print_line(line: str) -> None:
             print(line, flush=True)
         except OSError as error:  # a full disk, or a pipe whose reader has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            warn(f"the log ends here, the tables do not: STDOUT cannot be written ({error.strerror})")
+            warn(f"STDOUT cannot be written ({error.strerror}): the log ends here, the tables continue")
 
 
 def launched_world_size() -> int:
