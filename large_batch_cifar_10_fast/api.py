@@ -1,4 +1,4 @@
-"""The door for other programs and notebooks: train as the command line does, load, predict with and evaluate weights.
+"""The Python interface: train as the command line does; load weights, evaluate them, predict with them.
 
 from large_batch_cifar_10_fast import api
 runs = api.train("muon", runs=5, data="cifar10.npz", save="weights.pt")
@@ -31,7 +31,7 @@ def train(recipe: Path | str = "apple2019", **options: Any) -> pd.DataFrame:
     `recipe` is a name, or FILE.py. Raise ConfigError for invalid options.
     """
     if "help" in options or "version" in options:
-        raise ConfigError("help and version are options of the command line alone: try cifar10-fast train --help")
+        raise ConfigError("help and version are options of the command line only: try cifar10-fast train --help")
     rows = run_program(load_program(str(recipe)), ["--recipe", str(recipe), *as_words(options)])
     table = pd.DataFrame(rows, columns=[*COLUMNS])
     numbers = ["run", "seed", *NUMBERS, "goal_epoch", "goal_seconds"]

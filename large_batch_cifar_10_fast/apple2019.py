@@ -5,8 +5,8 @@
     torchrun --nproc_per_node 8 -m large_batch_cifar_10_fast.apple2019
 
 Published: 94.19% in 7.8 s on eight V100s (n = 50). The file reads in the order in which an image meets its parts.
-To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`. Sections are those of docs/method.md;
-docs/why_it_is_fast.md explains the tricks; points of accuracy at width 16 are from
+To try an idea, copy this file, edit it, and train it with `--recipe FILE.py`. Sections are those of docs/method.md.
+docs/why_it_is_fast.md explains the tricks. Points of accuracy at width 16 are from
 docs/why_it_is_fast.md#what-each-trick-brings.
 """
 
@@ -35,7 +35,7 @@ from large_batch_cifar_10_fast.lab.process import main
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-# For experiments on a CPU: one worker, whose rate is in proportion to the images of a step.
+# For experiments on a CPU: one worker, and a learning rate in proportion to the images of a step.
 SMALL = "--workers 1 --batch_size 128 --ghost_batch 32 --lr_scaler 0.094 --width 8 --epochs 3 --ema_ep 0.4"
 
 
@@ -50,7 +50,7 @@ class Hyp:
     ema_ep: float = 2.0  # epochs at the end with a constant rate
     batch_size: int = 256  # images a worker takes each step
     width: int = 64  # channels of the first block; the others scale with it
-    ghost_batch: int = 0  # images a norm takes together; 0: a 16th of the batch
+    ghost_batch: int = 0  # images that a norm normalizes together; 0: a 16th of the batch
     label_smoothing: float = 0.2  # part of a label that is spread over all classes
     eval_stats: Literal["first", "average"] = "first"  # ghost groups whose statistics evaluation uses
     workers: int = 8  # replicas, each with its own training images
@@ -58,7 +58,7 @@ class Hyp:
     # Class attributes without an annotation are constants, not options.
     half = "fp16"  # precision on a GPU
     small = SMALL  # with --small
-    views = "two"  # a test image and its mirror image: their mean is wrong less often, 1.2 points at width 16
+    views = "two"  # average over a test image and its mirror image: gains 1.2 points at width 16
 
     def __post_init__(self) -> None:
         check_range(self, 1, 100_000, "epochs", "warmup_fraction", "batch_size", "width", "workers")
@@ -80,8 +80,10 @@ class Hyp:
             raise ConfigError(f"{late}: use more --epochs, or give --ema_ep of at most {self.epochs - peak:g}")
 
     def fit_to(self, images: int) -> str:
-        """Return options for a small data set: as many steps as on CIFAR-10, at least eight an epoch if they then have
-        16 images, and as high a rate for each image of a step.
+        """Return options for a small data set.
+
+        They give as many steps as on CIFAR-10, at least eight steps an epoch (if batches of 16 images allow that), and
+        the same learning rate per image of a step.
         """
         published = Hyp()
         batch_size = min(published.batch_size, max(16, images // 8 // 16 * 16))
@@ -112,7 +114,7 @@ PADDING = 4  # pixels by which a crop is shifted, at most
 def plan_epoch(hyp: Hyp, own_images: int, steps: int, team: Team, seed: int, epoch: int) -> list[Tensor]:
     """Return the batch of each step: images of this process, crops and flips, int64 [3, workers * batch_size].
 
-    Each worker has its own images and its own random numbers, whatever process computes it.
+    Each worker has its own images and its own random numbers, independent of the process that computes it.
     """
     plans = []
     for number, worker in enumerate(team.workers):
@@ -126,9 +128,9 @@ def plan_epoch(hyp: Hyp, own_images: int, steps: int, team: Team, seed: int, epo
 
 
 def balanced_assignment(count: int, options: int, draws: torch.Generator) -> Tensor:
-    """Assign one of `options` to each of `count` images, each option equally often, up to one image (int64 [count]).
+    """Assign one of `options` to each of `count` images (int64 [count]). Option counts differ by at most one.
 
-    Independent draws favour some crops, and one side, in each epoch; at width 16 no difference is shown
+    Independent draws would favour some crops and one side in each epoch. At width 16 no difference is shown
     (docs/why_it_is_fast.md#crops-and-flips). Without: data.independent_assignment
     """
     shuffled = torch.randperm(options, generator=draws, device=draws.device)
@@ -152,7 +154,7 @@ class Network(nn.Module):
     """Images [B, 3, 32, 32] to logits [B, classes]; 6,570,880 trained parameters at width 64."""
 
     def __init__(self, hyp: Hyp, classes: int, workers: int = 1) -> None:
-        """`workers` are those whose batches are computed together, one after the other."""
+        """`workers` is the number of workers whose concatenated batches one forward pass computes."""
         super().__init__()
         width = hyp.width
         # Ghost groups of a worker's batch. At width 16 no difference is shown. Without: --ghost_batch 256
@@ -176,7 +178,7 @@ class Network(nn.Module):
 def whiten_and_mix(images: Tensor, filters: Tensor, weight: Tensor) -> Tensor:
     """Convolve with the whitening filters [27, 3, 3, 3], then with a 1x1 `weight` [width, 27, 1, 1].
 
-    On a GPU 27 channels are computed as 32, five of them zeros: tensor cores need multiples of 8.
+    On a GPU the 27 channels are padded to 32 with zeros, because tensor cores need multiples of 8.
     """
     if images.is_cuda:
         filters = F.pad(filters, (0, 0, 0, 0, 0, 0, 0, 5))
@@ -201,7 +203,7 @@ class Residual(nn.Module):
 
 
 def conv_pool_norm(channels_in: int, channels_out: int, norm: Callable[[int], nn.Module]) -> nn.Sequential:
-    """Return convolution, pooling, norm, CELU; pooling first leaves a quarter of the work to the norm.
+    """Return convolution, pooling, norm, CELU. Pooling first saves three quarters of the norm's work.
 
     docs/why_it_is_fast.md#a-small-network-that-pools-early
     """
@@ -225,8 +227,8 @@ def flop(hyp: Hyp, train_images: int) -> float:
 def whiten(network: Network, images: Tensor) -> None:
     """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
 
-    Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate: 1.1 points
-    at width 16 (docs/why_it_is_fast.md#whitening).
+    Neighbouring pixels are alike. These filters decorrelate them, so one learning rate suits all directions. They gain
+    1.1 points at width 16 (docs/why_it_is_fast.md#whitening).
     """
     network.whitening.weight.copy_(layers.whitening_filters(images[:10_000], size=3, epsilon=0.01))
 
@@ -243,7 +245,7 @@ MOMENTUM = 0.9
 def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each image, [B], in float32 at least.
 
-    With label smoothing, weights stop growing once the right class is likely; at width 16 no difference is shown
+    With label smoothing, weights stop growing once the right class is likely. At width 16 no difference is shown
     (docs/why_it_is_fast.md#label-smoothing). Without: --label_smoothing 0
     """
     logits = fast.at_least_float32(logits)
@@ -251,7 +253,7 @@ def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def make_optimizer(hyp: Hyp, network: Network, team: Team) -> Optimizer:
-    """Return Nesterov for weights, and for biases, which learn 64 times as fast."""
+    """Return a Nesterov optimizer with two groups: weights, and biases with a 64 times higher rate."""
     weights = [weight for weight in network.parameters() if weight.ndim > 1]
     biases = [weight for weight in network.parameters() if weight.ndim == 1]
     decay = WEIGHT_DECAY * hyp.lr_scaler * hyp.batch_size
@@ -265,12 +267,12 @@ def make_optimizer(hyp: Hyp, network: Network, team: Team) -> Optimizer:
 
 
 def learning_rate(hyp: Hyp, epoch: float) -> float:
-    """Return the rate at a time in epochs: up to the peak, down, then constant.
+    """Return the learning rate at a time in epochs: it rises to the peak, falls, and stays constant.
 
-    The constant rate at the end takes the place of an average of the weights; at width 16 no difference is shown
+    The constant rate at the end replaces an average of the weights. At width 16 no difference is shown
     (docs/why_it_is_fast.md#learning-rates). Without: --ema_ep 0
     """
-    # The loss is a sum over the batch, so the rate is divided by its size: a mean could round gradients to zero.
+    # The loss is a sum over the batch, so divide the rate by the batch size. Gradients of a mean could round to zero.
     peak = hyp.lr_scaler * (1 / hyp.batch_size)
     end = hyp.lr_scaler * hyp.lr_scaler_end_fraction * (1 / hyp.batch_size)
     knots = (0, hyp.epochs / hyp.warmup_fraction, hyp.epochs - hyp.ema_ep)
@@ -328,11 +330,11 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         return shards
 
     def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor) -> None:
-        """Update the weights once, from one batch of every worker. On a GPU a CUDA graph repeats it, not its Python."""
+        """Update the weights once, from one batch of every worker. On a GPU a CUDA graph replays it."""
         for number, part in enumerate(batch.chunk(machine.micro_batches, dim=1)):
             result = functions.forward(*functions.make_batch(shards.images, shards.labels, part))
             result.loss.backward()
-            if number == 0:  # it begins with worker 0's images, whose statistics count
+            if number == 0:  # this part begins with worker 0's images: only these update the statistics
                 layers.update_running_statistics(network, result.statistics)
             sums.add_(result.sums)
         team.average_gradients(network.parameters())  # over all workers, here and nowhere else
@@ -340,15 +342,15 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         optimizer.zero_grad()
 
     def evaluate(functions: fast.Functions, shards: data.Shards) -> Score:
-        """Return the score on the test images, of which each process evaluates its share."""
+        """Return the score on all test images. Each process evaluates its share."""
         with fast.evaluating(network, precision, team):
             logits = data.predict_all(functions.predict, shards.test_images, hyp.views)
         losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
     forward = partial(forward_pass, hyp, network, precision)
-    examples = [(plan_epoch(hyp, own_images, 1, team, seed=0, epoch=1)[0],)]  # of steps: all are alike
-    # Timed (section 6): load. Not timed: compiling, a step and an evaluation, all on noise; CUDA graphs.
+    examples = [(plan_epoch(hyp, own_images, 1, team, seed=0, epoch=1)[0],)]  # all steps have this shape
+    # Only `load` is timed (section 6), not compilation, not the warm-up on noise, not the capture of CUDA graphs.
     step, validate = machine.set_up(images, model, precision, forward, make_batch, examples, load, train_step, evaluate)
 
     def run(seed: int) -> Iterator[Epoch]:

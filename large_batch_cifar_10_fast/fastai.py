@@ -4,10 +4,10 @@
     bash train_cifar_parallel.sh --recipe fastai                    # the entry on eight V100s: 8 workers of 128 images
     bash train_cifar_parallel.sh --recipe fastai --entry one_gpu    # the entry on one: 1 worker of 512
 
-Large rates regularize, so they are reached slowly, while the momentum falls, and left as slowly
+Large learning rates regularize. The rate rises slowly while the momentum falls, then falls as slowly
 (docs/why_it_is_fast.md#learning-rates).
 
-To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`.
+To try an idea, copy this file, edit it, and train it with `--recipe FILE.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
     workers: int  # replicas, each with its own training images
     batch_size: int  # images a worker takes each step
-    knots: tuple[float, ...]  # epochs, at which rate and momentum have their values
+    knots: tuple[float, ...]  # epochs of the given rates and momenta, interpolated in between
     rates: tuple[float, ...]
     weight_decay: float  # of all parameters
 
@@ -56,7 +56,7 @@ class Hyp:
     """The eight-GPU entry, or the other with --entry one_gpu."""
 
     entry: Literal["eight_gpus", "one_gpu"] = "eight_gpus"  # which of the two entries
-    epochs: int = 0  # the first so many of the schedule, which is not stretched; 0: all, 40 or 30
+    epochs: int = 0  # train only the first epochs of the schedule, which is not stretched; 0: all 40 or 30
     batch_size: int = 0  # images a worker takes each step; 0: 128, or 512 on one GPU
     width: int = 16  # channels of the first convolution; the others scale with it
 
@@ -81,8 +81,8 @@ class Hyp:
 # ---------------------------------------------------------------------------------------------------------------------
 
 PADDING = 4  # pixels by which a crop is shifted, at most
-STRENGTH = 0.25  # by which brightness, contrast and saturation change, at most
-DEGREES = 2.0  # by which an image is rotated, at most
+STRENGTH = 0.25  # largest relative change of brightness, contrast and saturation
+DEGREES = 2.0  # largest rotation of an image
 LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in gray (ITU-R 601, like PIL)
 
 
@@ -90,8 +90,8 @@ def plan_epoch(hyp: Hyp, images: int, team: Team, seed: int, epoch: int) -> list
     """Return the batch of each step, float64 [7, workers * batch_size].
 
     Its rows are images, crops, flips; factors of brightness, contrast and saturation; angles in radians. Each worker
-    has its own images of so many, and its own random numbers, whatever process computes it. Those of its images that
-    fill no batch make a short last one.
+    has its own images and random numbers, independent of the process that computes it. Its remaining images form a
+    short last batch.
     """
     own_images = data.count_own(images, team)
     steps, remaining = divmod(images // hyp.workers, hyp.batch_size)
@@ -112,7 +112,7 @@ def plan_epoch(hyp: Hyp, images: int, team: Team, seed: int, epoch: int) -> list
 
 
 def symmetric_draws(count: int, draws: torch.Generator) -> Tensor:
-    """Draw numbers of -1 to 1 (float32 [count])."""
+    """Draw numbers between -1 and 1 (float32 [count])."""
     return 2 * torch.rand(count, generator=draws, device=draws.device) - 1
 
 
@@ -121,7 +121,7 @@ def make_batch(
 ) -> tuple[Tensor, Tensor]:
     """Return augmented images [B, 3, 32, 32], channels-last, and their labels [B].
 
-    As published: crop, color jitter, rotation, flip. Colors are changed on the scale of 0 to 1.
+    The order is as published: crop, color jitter, rotation, flip. Color jitter works on the scale of 0 to 1.
     """
     rows, crops, flips = batch[:3].long()
     brightness, contrast, saturation, angles = batch[3:].float()
@@ -172,7 +172,7 @@ class Network(nn.Module):
     """Images [B, 3, 32, 32] to logits [B, classes]; 9,658,458 parameters and 1.385 G multiply-adds at width 16."""
 
     def __init__(self, hyp: Hyp, classes: int, workers: int = 1) -> None:
-        """`workers` are those whose batches are computed together, one after the other."""
+        """`workers` is the number of workers whose concatenated batches one forward pass computes."""
         super().__init__()
         width = hyp.width
         a = 6 * width
@@ -207,7 +207,7 @@ class Network(nn.Module):
 # Loss and optimizer
 # ---------------------------------------------------------------------------------------------------------------------
 
-LOSS_SCALE = 512  # multiplies the loss and divides gradients: half precision loses small gradients
+LOSS_SCALE = 512  # multiplies the loss and divides the gradients, because half precision loses small gradients
 
 
 def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class Pass(NamedTuple):
 
 
 def forward_pass(network: Network, precision: fast.Precision, workers: int, images: Tensor, labels: Tensor) -> Pass:
-    """Compute images of so many workers, one worker's batch after the other."""
+    """Return the results for images of `workers` workers, one worker's batch after the other."""
     with precision.autocast():
         logits = network(images)
     losses = losses_of(logits, labels)
@@ -273,7 +273,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         for number, part in enumerate(batch.chunk(machine.micro_batches, dim=1)):
             result = functions.forward(*functions.make_batch(shards.images, shards.labels, part))
             result.loss.backward()
-            if number == 0:  # it begins with worker 0's images, whose statistics count
+            if number == 0:  # this part begins with worker 0's images: only these update the statistics
                 layers.update_running_statistics(network, result.statistics)
             sums.add_(result.sums)
         team.average_gradients(network.parameters(), LOSS_SCALE)  # over all workers, here and nowhere else
@@ -281,7 +281,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         optimizer.zero_grad()
 
     def evaluate(functions: fast.Functions, shards: data.Shards) -> Score:
-        """Return the score on the test images, of which each process evaluates its share."""
+        """Return the score on all test images. Each process evaluates its share."""
         with fast.evaluating(network, precision, team):
             logits = data.predict_all(functions.predict, shards.test_images, "one")
         losses = losses_of(logits, shards.test_labels)
@@ -290,8 +290,8 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     forward = partial(forward_pass, network, precision, workers_at_once)
     load = partial(data.upload, team=team, precision=precision)
     first_epoch = plan_epoch(hyp, train_images, team, seed=0, epoch=1)
-    examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # of steps: the last batch may be short
-    # Timed (docs/method.md, section 6): load. Not timed: compiling, steps and an evaluation on noise.
+    examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # the last batch may be short
+    # Only `load` is timed (docs/method.md, section 6), not compilation or warm-up on noise.
     step, validate = machine.set_up(
         images,
         model,

@@ -1,15 +1,15 @@
 """Muon, 2024 to 2026: a small network with orthogonalized updates, the least work of all recipes.
 
-The recipe is described in docs/recipes.md#muon, its tricks in docs/why_it_is_fast.md; points of accuracy at width 16
-are from docs/why_it_is_fast.md#what-each-trick-brings.
+docs/recipes.md#muon describes the recipe, docs/why_it_is_fast.md its tricks. Points of accuracy at width 16 are from
+docs/why_it_is_fast.md#what-each-trick-brings.
 
     bash train_cifar_parallel.sh --recipe muon              # or muon2024, the recipe that it started from
     python -m large_batch_cifar_10_fast.muon --runs 5       # the same without the launcher, in one process
 
-A run: 9 epochs in steps of 2000 images, four epochs at 24 pixels and five at 32, the last four of them without the
-easiest third of the images. It needs 0.174 PFLOP; the method of 2019 needs 2.01.
+A run has 9 epochs, in steps of 2000 images: four at 24 pixels, then five at 32. The last four epochs skip the easiest
+third of the images. A run needs 0.174 PFLOP; the method of 2019 needs 2.01.
 
-To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`.
+To try an idea, copy this file, edit it, and train it with `--recipe FILE.py`.
 """
 
 import math
@@ -44,17 +44,17 @@ EPOCH_IMAGES = 50_000  # of CIFAR-10
 class Hyp:
     """Our own settings."""
 
-    epochs: int = 9  # passes over the training images, over which the rates fall to 0
+    epochs: int = 9  # passes over the training images; the rates fall to 0 at the end
     batch_size: int = 0  # images a worker takes each step; 0: 2000 divided by the workers
     width: int = 64  # channels of the first block; the others have four times as many
     pixels: tuple[int, ...] = (24, 24, 24, 24, 32, 32, 32, 32, 32)  # resolutions, spread evenly over the epochs
-    kept: tuple[float, ...] = (1, 1, 1, 1, 1, 0.68, 0.68, 0.68, 0.68)  # fractions of the images, likewise
+    kept: tuple[float, ...] = (1, 1, 1, 1, 1, 0.68, 0.68, 0.68, 0.68)  # fractions of the images, spread likewise
     filter_rate: float = 0.24  # Muon's first rate, for the filters
     filter_momentum: float = 0.6  # Muon's momentum
     bias_rate: float = 0.053  # SGD's first rate for biases
     head_rate: float = 0.67  # SGD's first rate for the last layer
     momentum: float = 0.85  # SGD's momentum
-    whitening_epochs: int = -1  # epochs that train the whitening's bias; -1: 1 of 9 (muon2024: 3 of 8)
+    whitening_epochs: int = -1  # epochs that train the whitening bias; -1: 1 of 9 (muon2024: 3 of 8)
     label_smoothing: float = 0.2  # part of a label that is spread over all classes
     norm_momentum: float = 0.4  # weight of a new batch in the running statistics
     views: Literal["one", "two", "six"] = "six"  # views of a test image after the last epoch (data.average_over_views)
@@ -74,9 +74,9 @@ class Hyp:
         check_range(self, 0, 1, "filter_momentum", "label_smoothing", "norm_momentum")
         if not all(9 <= size <= 32 for size in self.pixels):
             pixels = ",".join(map(str, self.pixels))
-            raise ConfigError(f"--pixels {pixels}: sizes must lie in 9 to 32, or three poolings leave nothing")
+            raise ConfigError(f"--pixels {pixels}: sizes must be 9 to 32, because the network pools three times")
         if not all(0 < share <= 1 for share in self.kept):
-            raise ConfigError(f"--kept {','.join(map(str, self.kept))}: shares must lie above 0, and at most be 1")
+            raise ConfigError(f"--kept {','.join(map(str, self.kept))}: each fraction must be above 0 and at most 1")
         if self.batch_size == 0:
             if STEP_IMAGES % self.workers:
                 raise ConfigError(f"--workers {self.workers} does not divide {STEP_IMAGES} images: choose --batch_size")
@@ -87,7 +87,7 @@ class Hyp:
             object.__setattr__(self, "whitening_epochs", max(1, round(self.epochs * self.whitening_share)))
 
     def check_images(self, count: int) -> None:
-        """Raise ConfigError if so many training images are too few."""
+        """Raise ConfigError if `count` training images are too few for one step in each epoch."""
         for epoch, steps in enumerate(steps_by_epoch(self, count), 1):
             if not steps:
                 few = f"epoch {epoch} keeps {spread(self.kept, epoch, self.epochs):g} of {count} images, less than a"
@@ -95,8 +95,9 @@ class Hyp:
                 raise ConfigError(f"{few} step's {needed}: raise --kept, or try {self.fit_to(count)}")
 
     def fit_to(self, images: int) -> str:
-        """Return options for a small data set: at least eight steps an epoch, and as many steps as on CIFAR-10. Rates
-        are for each image of a step, or for updates of a fixed size.
+        """Return options for a small data set: at least eight steps an epoch, and as many steps as on CIFAR-10.
+
+        Rates need no change: they are per image of a step, or for updates of a fixed size.
         """
         batch_size = min(STEP_IMAGES, max(2, images // 8))
         steps = type(self).epochs * (EPOCH_IMAGES // STEP_IMAGES)
@@ -108,9 +109,9 @@ class Hyp:
 class Hyp2024(Hyp):
     """Airbench's recipe with Muon (2024); its authors publish 94.01% on one A100 in 2.59 s."""
 
-    epochs: int = 8  # passes over the training images, over which the rates fall to 0
+    epochs: int = 8  # passes over the training images; the rates fall to 0 at the end
     pixels: tuple[int, ...] = (32,)  # resolutions, spread evenly over the epochs
-    kept: tuple[float, ...] = (1,)  # fractions of the images, likewise
+    kept: tuple[float, ...] = (1,)  # fractions of the images, spread evenly over the epochs
 
     whitening_share = 3 / 8
 
@@ -119,14 +120,14 @@ SETS = {"muon2024": Hyp2024}
 
 
 class Stage(NamedTuple):
-    """What differs between kinds of step: each has compiled code and a CUDA graph of its own."""
+    """The properties of a kind of step. Each kind has its own compiled code and its own CUDA graph."""
 
     resolution: int  # pixels a side
-    trains_whitening: bool  # its bias; later the backward pass ends before the first layer
+    trains_whitening: bool  # its bias is trained; later the backward pass ends before the first layer
 
 
 def stage_of(hyp: Hyp, epoch: int) -> Stage:
-    # Coarse features are learned first and need few pixels: a step at 24 has half of the work. Without: --pixels 32
+    # Coarse features are learned first and need few pixels. At 24 pixels a step has half the work. Without: --pixels 32
     # (docs/why_it_is_fast.md#fewer-pixels-fewer-images)
     resolution = int(spread(hyp.pixels, epoch, hyp.epochs))
     return Stage(resolution, trains_whitening=epoch <= hyp.whitening_epochs)
@@ -152,8 +153,8 @@ PADDING = 2  # pixels by which a crop is shifted, at most
 def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int, epoch: int) -> list[Tensor]:
     """Return the batch of each step: images of this process, crops and flips, int64 [3, workers * batch_size].
 
-    `last_losses` [n] are those of the images when they were last seen, at first infinite. Each worker has its own
-    images and its own random numbers, whatever process computes it.
+    `last_losses` [n] has each image's loss when it was last seen, initially infinity. Each worker has its own images
+    and random numbers, independent of the process that computes it.
     """
     plans = []
     for number, worker in enumerate(team.workers):
@@ -162,9 +163,9 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
         crops = data.independent_assignment(len(rows), (2 * PADDING + 1) ** 2, draws)
         flips = data.independent_assignment(len(rows), 2, draws)  # replaced below; without it, `order` would differ
         order = torch.randperm(len(rows), generator=draws, device=team.device)
-        # Alternating flip: an image is mirrored at random in the first epoch, then in every other one. So two epochs
-        # show both of its sides; independent flips show one side of half of the images twice. At width 16 no difference
-        # was shown (docs/why_it_is_fast.md#crops-and-flips). Without: delete the next two lines.
+        # Alternating flip: the first epoch mirrors images at random, then each image's sides alternate. With
+        # independent flips, half of the images show one side twice in two epochs. At width 16 no difference is shown
+        # (docs/why_it_is_fast.md#crops-and-flips). Without: delete the next two lines.
         first_side = data.independent_assignment(len(rows), 2, data.generator(team.device, seed, worker, 0))
         flips = (first_side + epoch) % 2
         if spread(hyp.kept, epoch, hyp.epochs) < 1:
@@ -174,9 +175,9 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
 
 
 def hardest(losses: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` highest losses, in their order.
+    """Return the indices of the `count` highest losses, in ascending order.
 
-    Late epochs skip the images that were easiest when last seen: they teach little. Without: --kept 1
+    Late epochs skip the images with the smallest losses when last seen, because these teach little. Without: --kept 1
     (docs/why_it_is_fast.md#fewer-pixels-fewer-images)
     """
     return losses.topk(count, sorted=False).indices.sort().values
@@ -188,7 +189,7 @@ def make_batch(images: Tensor, labels: Tensor, batch: Tensor, stage: Stage) -> t
     x = data.crop_and_flip(images, rows, crops, flips, PADDING)
     if stage.resolution < data.SIZE:
         x = F.interpolate(x, size=(stage.resolution, stage.resolution), mode="bilinear", align_corners=False)
-        x = x.contiguous(memory_format=torch.channels_last)  # which compiled interpolation loses
+        x = x.contiguous(memory_format=torch.channels_last)  # compiled interpolation loses this format
     return x, labels[rows]
 
 
@@ -201,7 +202,7 @@ class Network(nn.Module):
     """Images [B, 3, H, W] to logits [B, classes]; 1,971,352 trained parameters at width 64, 0.211 GFLOP forward."""
 
     def __init__(self, hyp: Hyp, classes: int, workers: int = 1) -> None:
-        """`workers` are those whose batches are computed together, one after the other."""
+        """`workers` is the number of workers whose concatenated batches one forward pass computes."""
         super().__init__()
         width = hyp.width
         norm = partial(layers.GhostBatchNorm, groups=workers, momentum=hyp.norm_momentum, eps=1e-12)
@@ -211,7 +212,7 @@ class Network(nn.Module):
             block(width, 4 * width, norm),
             block(4 * width, 4 * width, norm),
         )
-        self.pool = layers.MaxPool()  # over all that is left, whatever the resolution
+        self.pool = layers.MaxPool()  # over all remaining positions, at any resolution
         self.linear = nn.Linear(4 * width, classes, bias=False)
         self.linear.weight.data /= self.linear.weight.data.std()
 
@@ -224,7 +225,7 @@ def block(channels_in: int, channels_out: int, norm: Callable[[int], nn.Module])
     """Return two 3x3 convolutions with norms, from [B, channels_in, S, S] to [B, channels_out, S // 2, S // 2]."""
     return nn.Sequential(
         dirac_init(layers.Convolution(channels_in, channels_out, pooled=True)),
-        layers.MaxPool(2),  # before the norm, which leaves it a quarter of the work
+        layers.MaxPool(2),  # pooling before the norm saves three quarters of its work
         norm(channels_out),
         nn.GELU(),
         dirac_init(layers.Convolution(channels_out, channels_out)),
@@ -234,9 +235,9 @@ def block(channels_in: int, channels_out: int, norm: Callable[[int], nn.Module])
 
 
 def dirac_init(convolution: nn.Conv2d) -> nn.Conv2d:
-    """Let the first filters be the identity, so that the image reaches the head from the first step on.
+    """Set the first filters to the identity, so that the image reaches the head from the first step on.
 
-    The others have PyTorch's initialization. It brings 0.5 points at width 16. Without: return the convolution as it is
+    Other filters keep PyTorch's initialization. Gains 0.5 points at width 16. Without: return the convolution unchanged
     (docs/why_it_is_fast.md#a-small-network-that-pools-early).
     """
     nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
@@ -257,11 +258,11 @@ def flop(hyp: Hyp, train_images: int) -> float:
 def whiten(network: Network, images: Tensor) -> None:
     """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
 
-    Neighbouring pixels are alike. Filters that decorrelate them let all directions be learned at one rate: 1.1 points
-    at width 16 (docs/why_it_is_fast.md#whitening).
+    Neighbouring pixels are alike. These filters decorrelate them, so one learning rate suits all directions. They gain
+    1.1 points at width 16 (docs/why_it_is_fast.md#whitening).
     """
     filters = layers.whitening_filters(images[:5000], size=2, epsilon=5e-4)
-    both_signs = torch.cat([filters, -filters])  # since the activation suppresses negative values
+    both_signs = torch.cat([filters, -filters])  # because the activation suppresses negative values
     network.whitening.weight.copy_(both_signs)
 
 
@@ -269,7 +270,7 @@ def whiten(network: Network, images: Tensor) -> None:
 # Optimizers
 # ---------------------------------------------------------------------------------------------------------------------
 
-WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, over the group's rate
+WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, divided by the group's rate
 
 
 def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
@@ -278,8 +279,8 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     filters = [weight for weight in inner if weight.ndim == 4]
     biases = [weight for weight in inner if weight.ndim == 1]
     # Muon: m = 0.6 m + g;  w = w sqrt(out) / |w|;  w = w - rate * orthogonal(g + 0.6 m). All directions of an update
-    # have about the same size, so that rare ones are learned, too: 3.3 points more than SGD at width 16. A fixed norm
-    # takes the place of weight decay (docs/why_it_is_fast.md#muon).
+    # have about the same size, so the network also learns rare ones: 3.3 points more than SGD at width 16. The fixed
+    # norm replaces weight decay (docs/why_it_is_fast.md#muon).
     of_muon = {"params": filters, "first_rate": hyp.filter_rate, "epochs": hyp.epochs}
     muon = Muon([of_muon], lr=0.0, momentum=hyp.filter_momentum, team=team)
     groups: list[dict] = [
@@ -289,14 +290,14 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     ]
     for group in groups:
         group["weight_decay"] = WEIGHT_DECAY * hyp.batch_size / group["first_rate"]
-        group["first_rate"] *= hyp.workers  # it is for the sum of a step's losses; ours is the mean of workers' sums
+        group["first_rate"] *= hyp.workers  # the rate is for a sum over the step, our gradient is a mean over workers
     optimizers = [muon, SGD(groups, lr=0.0, momentum=hyp.momentum, nesterov=True)]
     fast.keep_rates_on_gpu(optimizers, team)
     return optimizers
 
 
 def set_rates(hyp: Hyp, optimizers: Sequence[Optimizer], epoch: float) -> None:
-    """Set all rates at a time in epochs: they fall linearly from the end of CIFAR-10's first step on."""
+    """Set all rates at a time in epochs. They fall linearly, starting after the first step of CIFAR-10."""
     step = hyp.workers * hyp.batch_size / EPOCH_IMAGES
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -311,7 +312,7 @@ def set_rates(hyp: Hyp, optimizers: Sequence[Optimizer], epoch: float) -> None:
 def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each image, [B], in float32 at least.
 
-    With label smoothing, weights stop growing once the right class is likely: 0.6 points at width 16. Without:
+    With label smoothing, weights stop growing once the right class is likely. Gains 0.6 points at width 16. Without:
     --label_smoothing 0 (docs/why_it_is_fast.md#label-smoothing)
     """
     logits = fast.at_least_float32(logits)
@@ -348,7 +349,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     steps = steps_by_epoch(hyp, len(images.train_images))
     stages = [stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
-    last_losses = torch.full((own_images,), torch.inf, device=team.device)  # of each image, when it was last seen
+    last_losses = torch.full((own_images,), torch.inf, device=team.device)  # of each image when last seen
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes, len(team.workers) // machine.micro_batches)
@@ -366,12 +367,12 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         return shards
 
     def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor, stage: Stage) -> None:
-        """Update the weights once, from one batch of every worker. On a GPU a CUDA graph repeats it, not its Python."""
+        """Update the weights once, from one batch of every worker. On a GPU a CUDA graph replays it."""
         losses: list[Tensor] = []
         for part in batch.chunk(machine.micro_batches, dim=1):
             result = functions.forward(*functions.make_batch(shards.images, shards.labels, part, stage))
             result.loss.backward()
-            if not losses:  # the first part begins with worker 0's images, whose statistics count
+            if not losses:  # the first part begins with worker 0's images: only these update the statistics
                 layers.update_running_statistics(network, result.statistics)
             sums.add_(result.sums)
             losses.append(result.losses)
@@ -383,7 +384,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         last_losses[batch[0]] = torch.cat(losses)
 
     def evaluate(functions: fast.Functions, shards: data.Shards, views: str = hyp.views) -> Score:
-        """Return the score on the test images, of which each process evaluates its share."""
+        """Return the score on all test images. Each process evaluates its share."""
         with fast.evaluating(network, precision, team):
             logits = data.predict_all(functions.predict, shards.test_images, views)
         losses = losses_of(hyp, logits, shards.test_labels)
@@ -391,8 +392,8 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
 
     forward = partial(forward_pass, hyp, network, precision)
     batch = plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=1)[0]
-    examples = [(batch, stage) for stage in dict.fromkeys(stages)]  # of each kind of step
-    # Timed (docs/method.md, section 6): load. Not timed: compiling, steps and an evaluation on noise; CUDA graphs.
+    examples = [(batch, stage) for stage in dict.fromkeys(stages)]  # one of each kind of step
+    # Only `load` is timed (docs/method.md, section 6), not compilation, warm-up on noise or capture of CUDA graphs.
     step, validate = machine.set_up(
         images,
         model,

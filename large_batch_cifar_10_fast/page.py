@@ -1,14 +1,15 @@
-"""David Page, 2018, and Ben Johnson, from whom he started: a pre-activation ResNet-18
+"""Page's recipe of 2018, and Johnson's, from which it started: a pre-activation ResNet-18
 (docs/recipes.md#basenet-page-fastai).
 
     bash train_cifar_parallel.sh --recipe page                      # Page's network and schedule
-    bash train_cifar_parallel.sh --recipe page --starting_point     # with a norm more, and a kink in the rate
+    bash train_cifar_parallel.sh --recipe page --starting_point     # with one more norm, and a jump of the rate
     bash train_cifar_parallel.sh --recipe basenet                   # Johnson's, DAWNBench's first below six minutes
 
-One worker of 128 images. Page's network differs from Johnson's in its shortcuts and in the order of its pooling. He
-removed the first norm and the kink in the rate. His loss is a sum, so his rate is divided by the batch size.
+Both train one worker with batches of 128. David Page's network differs from Ben Johnson's in its shortcuts and in the
+order of its pooling. Page also removed the first norm and the jump of the rate at epoch 15. His loss is a sum, so his
+rate is divided by the batch size.
 
-To try an idea, copy this file, edit it, and train it by `--recipe FILE.py`.
+To try an idea, copy this file, edit it, and train it with `--recipe FILE.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,9 +37,9 @@ from large_batch_cifar_10_fast.lab.process import main
 
 @dataclass(frozen=True)
 class Basenet:
-    """Johnson's settings; a batch of another size does not change the rate."""
+    """Johnson's settings. The rate does not depend on the batch size."""
 
-    epochs: int = 40  # the first so many of the schedule, which is not stretched
+    epochs: int = 40  # train only the first epochs of the schedule, which is not stretched
     batch_size: int = 128  # images of a step
     width: int = 64  # channels of the first stage; the others scale with it
 
@@ -62,8 +63,8 @@ class Basenet:
 class Hyp(Basenet):
     """Page's settings."""
 
-    epochs: int = 35  # the first so many of the schedule, which is not stretched
-    starting_point: bool = False  # Page's first version: one norm and ReLU more, and the kink in the rate
+    epochs: int = 35  # train only the first epochs of the schedule, which is not stretched
+    starting_point: bool = False  # Page's first version: one more norm and ReLU, and the jump of the rate
 
     by_page = True
 
@@ -78,9 +79,9 @@ PADDING = 4  # pixels by which a crop is shifted, at most
 
 
 def plan_epoch(hyp: Basenet, images: int, device: torch.device, seed: int, epoch: int) -> list[Tensor]:
-    """Return the batch of each step: which of so many images, crops and flips, int64 [3, batch_size].
+    """Return the batch of each step: indices of images, crops and flips, int64 [3, batch_size].
 
-    All images are used: those that fill no batch make a short last one.
+    All images are used: the remaining ones form a short last batch.
     """
     draws = data.generator(device, seed, 0, epoch)
     crops = data.independent_assignment(images, (2 * PADDING + 1) ** 2, draws)
@@ -105,7 +106,7 @@ def make_batch(images: Tensor, labels: Tensor, batch: Tensor) -> tuple[Tensor, T
 class Network(nn.Module):
     """Images [B, 3, 32, 32] to logits [B, classes]; 0.460 G multiply-adds at width 64.
 
-    Page's has 5,205,834 parameters. The first norm, in Johnson's and in Page's starting point, adds 128.
+    Page's network has 5,205,834 parameters. Johnson's and Page's starting point have a first norm with 128 more.
     """
 
     def __init__(self, hyp: Basenet, classes: int) -> None:
@@ -146,7 +147,7 @@ class Network(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 MOMENTUM = 0.9
-WEIGHT_DECAY = 5e-4  # of all parameters; Page's is per image of a batch
+WEIGHT_DECAY = 5e-4  # of all parameters; Page multiplies it by the batch size
 
 
 def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -155,7 +156,7 @@ def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def make_optimizer(hyp: Basenet, network: Network, team: Team) -> Optimizer:
-    """Return Nesterov: torch's for Johnson, for Page with the rate inside the velocity."""
+    """Return Nesterov momentum: torch's for Johnson, with the rate inside the velocity for Page."""
     weights = list(network.parameters())
     optimizer: Optimizer
     if hyp.by_page:
@@ -213,7 +214,7 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
     model = fast.Model(network, [optimizer], fresh)
 
     def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor) -> None:
-        """Update the weights once. On a GPU a CUDA graph repeats it: its Python code runs once."""
+        """Update the weights once. On a GPU a CUDA graph replays it."""
         result = functions.forward(*functions.make_batch(shards.images, shards.labels, batch))
         result.loss.backward()
         layers.update_running_statistics(network, result.statistics)
@@ -231,8 +232,8 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
     forward = partial(forward_pass, hyp, network, precision)
     load = partial(data.upload, team=team, precision=precision)
     first_epoch = plan_epoch(hyp, train_images, team.device, seed=0, epoch=1)
-    examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # of steps: the last batch may be short
-    # Timed (docs/method.md, section 6): load. Not timed: compiling, steps and an evaluation on noise; CUDA graphs.
+    examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # the last batch may be short
+    # Only `load` is timed (docs/method.md, section 6), not compilation, warm-up on noise or capture of CUDA graphs.
     step, validate = machine.set_up(images, model, precision, forward, make_batch, examples, load, train_step, evaluate)
 
     def run(seed: int) -> Iterator[Epoch]:

@@ -164,7 +164,7 @@ def test_python_takes_a_path_of_a_program_and_refuses_what_is_for_a_command_line
     runs = api.train(mine, data=tiny_npz, out=tmp_path, no_warmup=True)
     assert runs["recipe"].tolist() == ["mine"]
     for name in ("help", "version"):
-        with pytest.raises(ConfigError, match="options of the command line alone"):
+        with pytest.raises(ConfigError, match="options of the command line only"):
             api.train("muon", **{name: True})
 
 

@@ -79,7 +79,7 @@ def test_processes_of_a_team_share_a_gpu_only_where_nccl_can(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    with pytest.raises(ConfigError, match="2 processes on this machine need as many GPUs, it has 1: start 1"):
+    with pytest.raises(ConfigError, match="2 processes need 2 GPUs, this machine has 1: start 1"):
         devices.take_device()
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
     assert devices.take_device().type == "cuda"
@@ -117,7 +117,7 @@ def test_importing_the_package_changes_no_environment_and_training_replaces_an_u
     result = python("-c", code, cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR="/dev/null/folder")
     assert result.stdout.startswith("set()\n")
     assert result.stdout.endswith("1 run\n"), result.stderr
-    assert "Warning: TORCHINDUCTOR_CACHE_DIR cannot be made" in result.stderr
+    assert "Warning: TORCHINDUCTOR_CACHE_DIR cannot be created" in result.stderr
 
 
 def test_a_cpu_computes_in_bf16_where_that_is_faster_everywhere(monkeypatch):

@@ -206,5 +206,5 @@ def test_muon_takes_a_closure_and_refuses_weights_that_are_no_matrix():
 
     assert Muon([weight], lr=0.5).step(closure) == 2
     assert_close(weight.data, torch.tensor([[0.7, 0.7], [0.7, 0.7]]) - 0.5 * torch.eye(2) * 0.7, atol=0.2, rtol=0)
-    with pytest.raises(ValueError, match=r"^a weight \[3\] is no matrix: give it to SGD or AdamW$"):
+    with pytest.raises(ValueError, match=r"^a weight \[3\] has fewer than two dimensions: give it to SGD or AdamW$"):
         Muon([nn.Parameter(torch.ones(3))])

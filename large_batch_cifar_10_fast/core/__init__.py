@@ -1,1 +1,1 @@
-"""What the programs are made of. Nothing here imports a program, `images` or `lab`."""
+"""The building blocks of the programs. Nothing here imports a program, `images` or `lab`."""

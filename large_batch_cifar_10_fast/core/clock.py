@@ -1,4 +1,4 @@
-"""What a run's time is: seconds by part, read when all devices have finished (method, section 6)."""
+"""The timing of a run: seconds by part, read when all devices have finished (docs/method.md, section 6)."""
 
 import contextlib
 import time
@@ -32,21 +32,21 @@ class Clock:
             self.cpu_seconds += time.process_time() - cpu_start
 
     def begin_run(self) -> None:
-        """Go back to the end of the set-up, which the first call notes: each run counts what was done once for all."""
+        """Reset the clock to the end of the set-up, which counts for each run. The first call stores that time."""
         if self._set_up is None:
             self._set_up = {part: [*laps] for part, laps in self.laps.items()}, self.cpu_seconds
         laps, self.cpu_seconds = self._set_up
         self.laps = defaultdict(list, {part: [*durations] for part, durations in laps.items()})
 
     def last(self, part: str) -> float:
-        """Return the seconds of a part's last lap. Raise ConfigError if a program has timed none."""
+        """Return the seconds of a part's last lap. Raise ConfigError if the program has not timed this part."""
         if not self.laps[part]:
             raise ConfigError(f'the program has timed no {part}: use `with machine.clock.timed("{part}"):`')
         return self.laps[part][-1]
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by part; 0 for those of the training time that a program does not have."""
+        """Seconds by part; 0 for parts of the training time that the program does not have."""
         return dict.fromkeys(PARTS, 0.0) | {part: sum(laps) for part, laps in self.laps.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""Images in memory and on the device: each worker's own, crops and flips, views of a test image (method, section 2)."""
+"""Images in memory and on the device: shards, crops and flips, views of a test image (docs/method.md, section 2)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ CIFAR_10_NORMALIZATION: Normalization = (125.31, 122.95, 113.87), (62.99, 62.09,
 
 @dataclass(frozen=True)
 class Images:
-    """A data set in the order for training: images uint8 [N, 32, 32, 3] (RGB), labels int64 [N] from 0."""
+    """A data set, in the order used for training: images uint8 [N, 32, 32, 3] (RGB), labels int64 [N] from 0."""
 
     name: str  # for logs
     train_images: np.ndarray
@@ -41,7 +41,7 @@ class Images:
 
 
 def random_images(train: int, test: int, classes: int) -> Images:
-    """Return noise of the right shapes, for the warm-up."""
+    """Return random images and labels of the right shapes, for the warm-up."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (train + test, SIZE, SIZE, 3), np.uint8)
     labels = random.integers(0, classes, train + test)
@@ -53,22 +53,22 @@ def random_images(train: int, test: int, classes: int) -> Images:
 
 
 class Shards(NamedTuple):
-    """The images on a process's device: those of its workers, and its share of the test images.
+    """The images on a process's device: its workers' training images and its share of the test images.
 
-    Image i of the data set belongs to worker i % `total_workers`, in all epochs. The order of the data set stays, so
-    that the images of k workers take turns: `shard` finds those of one.
+    Image i of the data set belongs to worker i % `total_workers`, in all epochs. The images keep the order of the data
+    set, so those of a process's workers alternate. `shard` returns the places of one worker's images.
     """
 
     images: Tensor  # [n, 32, 32, 3], normalized
     labels: Tensor  # int64 [n]
-    test_images: Tensor  # [m, 32, 32, 3], normalized; of P processes each has every Pth image
+    test_images: Tensor  # [m, 32, 32, 3], normalized; each of P processes has every Pth image
     test_labels: Tensor
 
 
 def upload(images: Images, clock: Clock, team: Team, precision: Precision) -> Shards:
-    """Copy this process's images to its device, and normalize them. Both are parts of the training time.
+    """Copy this process's images to its device, and normalize them. Both count as training time.
 
-    The images are selected before, and put into page-locked memory, from which a GPU copies them faster.
+    Before that, untimed, the images are selected. For a GPU they are put into page-locked memory, for a faster copy.
     """
     share = slice(team.rank, None, team.world_size)
     mine: slice | np.ndarray = slice(None)  # without a copy in host memory
@@ -89,13 +89,13 @@ def copy_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
 
 
 def in_host_memory(array: np.ndarray, team: Team) -> Tensor:
-    """Return an array as a tensor; for a GPU in page-locked memory."""
+    """Return an array as a tensor, in page-locked memory if it is for a GPU."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory() if team.on_gpu else tensor
 
 
 def normalize(images: Tensor, normalization: Normalization, precision: Precision) -> Tensor:
-    """Convert uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel: in the type of the weights, then of images."""
+    """Normalize uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel, computed in the type of weights."""
     mean, std = normalization
     offset = torch.tensor(mean, dtype=precision.weights, device=images.device)
     scale = torch.tensor(std, dtype=precision.weights, device=images.device)
@@ -103,13 +103,13 @@ def normalize(images: Tensor, normalization: Normalization, precision: Precision
 
 
 def noise_like(images: Images, team: Team) -> Images:
-    """Return as much noise, for a warm-up. A CPU, which does not choose kernels by sizes, gets few test images."""
+    """Return as many random images, for a warm-up. A CPU gets few test images: it chooses no kernels by size."""
     tests = len(images.test_images) if team.on_gpu else team.world_size
     return random_images(len(images.train_images), tests, images.classes)
 
 
 def count_own(images: int, team: Team) -> int:
-    """Return how many of so many images a process's workers own."""
+    """Return how many of `images` images the workers of this process own."""
     return sum(len(range(worker, images, team.total_workers)) for worker in team.workers)
 
 
@@ -122,7 +122,7 @@ def shard(number: int, workers: int, images: int, device: torch.device) -> Tenso
 
 
 def generator(device: torch.device, *key: int) -> Generator:
-    """Return a generator whose stream is independent of those of other keys (NumPy's SeedSequence)."""
+    """Return a generator whose stream is independent of the streams of other keys (NumPy's SeedSequence)."""
     state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
     return Generator(device).manual_seed(int(state >> 1))
 
@@ -138,8 +138,8 @@ def independent_assignment(count: int, options: int, draws: Generator) -> Tensor
 def crop_and_flip(images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor, padding: int) -> Tensor:
     """Return images [n, 32, 32, 3] at these rows, cropped and mirrored: [B, 3, 32, 32], channels last.
 
-    An image is reflect-padded by `padding`; crop 0 begins at its upper left corner, the next a pixel further right,
-    and so on, row by row. It is mirrored where `flips` is 1. All of it is one gather: no padded copy is stored.
+    Each image is reflect-padded by `padding`. Crop 0 begins at the upper left corner, crop 1 a pixel further right, and
+    so on, row by row. Images with a flip of 1 are mirrored. One gather does all this, without storing a padded copy.
     """
     offsets = 2 * padding + 1
     pixels = torch.arange(SIZE, device=images.device)
@@ -153,8 +153,9 @@ def crop_and_flip(images: Tensor, rows: Tensor, crops: Tensor, flips: Tensor, pa
 def split_into_steps(plans: Sequence[Tensor], steps: int, batch_size: int, remaining: int = 0) -> list[Tensor]:
     """Return the batch of each step, [rows, workers * batch_size], from each worker's plan [rows, images].
 
-    A batch has `batch_size` images of each worker, one worker after the other. `remaining` images of each make a short
-    last step; the others are dropped. All batches are alike in memory, as compiled code and CUDA graphs need them.
+    A batch has `batch_size` images of each worker, one worker after the other. `remaining` images of each worker form a
+    short last batch; further images are dropped. All batches have the same memory layout, which compiled code and CUDA
+    graphs require.
     """
     full = steps * batch_size
     by_worker = [plan[:, :full].unflatten(1, (steps, batch_size)) for plan in plans]
@@ -165,7 +166,7 @@ def split_into_steps(plans: Sequence[Tensor], steps: int, batch_size: int, remai
 
 
 def one_of_each_shape(plan: Sequence[Tensor]) -> list[Tensor]:
-    """Return a batch of each shape among an epoch's: a full one, and the short last one if there is one."""
+    """Return one batch of each shape in an epoch: a full batch, and the short last batch if there is one."""
     return list({batch.shape: batch for batch in plan}.values())
 
 
@@ -173,7 +174,7 @@ def one_of_each_shape(plan: Sequence[Tensor]) -> list[Tensor]:
 
 
 def shifted(images: Tensor, pixels: int) -> Tensor:
-    """Shift images [B, 3, H, W] up and left by so many pixels (below 0: down and right), padded by reflection."""
+    """Shift images [B, 3, H, W] up and left by `pixels` (if negative, down and right), padded by reflection."""
     before = max(-pixels, 0)
     after = max(pixels, 0)
     size = images.shape[-1]
@@ -186,18 +187,18 @@ def mirrored(images: Tensor) -> Tensor:
 
 
 def average_over_views(predict: Callable[[Tensor], Tensor], x: Tensor, views: str) -> Tensor:
-    """Return the mean logits of images [B, 3, 32, 32] over one, two or six views, all of which have the same class.
+    """Return the mean logits of images [B, 3, 32, 32] over one, two or six views of each image.
 
-    Two: the image and its mirror image. Six: these, and both shifted by a pixel up and left, and down and right, with
-    half of the weight. A mean is wrong less often than one view: with six, muon gains 1.1 points of accuracy
-    (docs/why_it_is_fast.md#several-views).
+    Two views: the image and its mirror image. Six views: also both shifted by a pixel up and left, and
+    both shifted down and right, with half the weight. A mean is wrong less often than one view: six views gain muon 1.1
+    points (docs/why_it_is_fast.md#several-views).
     """
     if views == "one":
         return predict(x)
     if views == "two":
         return predict(x) / 2 + predict(mirrored(x)) / 2
     if views != "six":
-        raise ConfigError(f"views {views}: there are one, two and six")
+        raise ConfigError(f"views {views}: use one, two or six")
     up_left = shifted(x, 1)
     down_right = shifted(x, -1)
     total = predict(x) / 4 + predict(mirrored(x)) / 4

@@ -1,4 +1,4 @@
-"""The device of a process and what it can do, names of hardware and software, and the number of cores."""
+"""The device of a process and its capabilities, names of hardware and software, and the number of cores."""
 
 import contextlib
 import ctypes
@@ -22,19 +22,19 @@ from .. import ConfigError, first_line, output_of
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 DTYPES |= {"fp64": torch.float64}
-HIDDEN = ("", "-1", "NoDevFiles")  # first entries of CUDA_VISIBLE_DEVICES that hide all GPUs; the last is Slurm's
+HIDDEN = ("", "-1", "NoDevFiles")  # first entries of CUDA_VISIBLE_DEVICES that hide all GPUs; Slurm sets NoDevFiles
 
 
 def count_gpus(device: str = "") -> int:
-    """Return the number of GPUs; 0 with `--device cpu`. Raise ConfigError if there are GPUs that torch cannot use."""
+    """Return the number of GPUs, or 0 with `--device cpu`. Raise ConfigError if torch cannot use a GPU that is here."""
     if device == "cpu":
         return 0
     try:
-        with warnings.catch_warnings(action="ignore"):  # of a GPU without kernels, which is an error below
+        with warnings.catch_warnings(action="ignore"):  # warnings of a GPU without kernels: an error below
             torch.cuda.init()
         built = torch.cuda.get_arch_list()
         count = torch.cuda.device_count()
-        for index in range(count if torch.version.cuda else 0):  # ROCm names its architectures otherwise
+        for index in range(count if torch.version.cuda else 0):  # ROCm names architectures differently
             if not has_kernels(torch.cuda.get_device_capability(index), built):
                 raise RuntimeError(f"{torch.cuda.get_device_name(index)} is none of {' '.join(built)}")
         return count
@@ -49,64 +49,67 @@ def count_gpus(device: str = "") -> int:
 
 
 def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
-    """Return whether code for these architectures runs on a GPU: binaries (sm_80) on the same major version from their
-    minor version on, PTX (compute_90) on all newer GPUs."""
+    """Return whether code built for these architectures runs on a GPU.
+
+    Binaries (sm_80) run on GPUs of the same major version and an equal or later minor version. PTX (compute_90) runs on
+    all equal or later GPUs.
+    """
     codes = [(kind, divmod(int(n), 10)) for kind, n in re.findall(r"(sm|compute)_(\d+)", " ".join(built))]
     return any(code <= capability and (kind == "compute" or code[0] == capability[0]) for kind, code in codes)
 
 
 def text_of_file(name: str) -> str:
-    """Return the text of a file of the system, or nothing where it is missing."""
+    """Return the text of a system file, or an empty string if it is missing."""
     with contextlib.suppress(OSError):
         return Path(name).read_text().strip()
     return ""
 
 
 def take_device(device: str = "") -> torch.device:
-    """Return this process's GPU, or the CPU where there is none or with `--device cpu`. Raise ConfigError.
+    """Return this process's GPU. Return the CPU if there is no GPU or with `--device cpu`.
 
-    Several processes need a GPU each, unless `may_share_gpus`.
+    Raise ConfigError if there are fewer GPUs than processes, unless `may_share_gpus`.
     """
     gpus = count_gpus(device)
     if not gpus:
         return torch.device("cpu")
-    # Of one team; several may share a GPU, since NCCL does not know of another.
+    # The processes of one team. Several teams may share a GPU, because their NCCL groups are separate.
     processes = min(int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if processes > gpus and not may_share_gpus():
-        raise ConfigError(f"{processes} processes on this machine need as many GPUs, it has {gpus}: start {gpus}")
+        raise ConfigError(f"{processes} processes need {processes} GPUs, this machine has {gpus}: start {gpus}")
     gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
     torch.cuda.set_device(gpu)
-    torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are worth finding
+    torch.backends.cudnn.benchmark = True  # shapes never change, so searching for the fastest kernels pays off
     return gpu
 
 
 def may_share_gpus() -> bool:
-    """Return whether processes of a team may share a GPU, which tries their path; times mean nothing.
+    """Return whether processes of a team may share a GPU. This tests their code on one GPU; times mean nothing.
 
-    NCCL 2.30 can, if its variable is set. An earlier one can, if it takes each process for a machine of its own.
+    NCCL 2.30 allows it if its variable is set. Earlier versions allow it if each process looks like a separate machine.
     """
     asked = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     return (asked and torch.cuda.nccl.version()[:2] >= (2, 30)) or "NCCL_HOSTID" in os.environ
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory. The system would clear large blocks again, page by page: a quarter of a step."""
+    """Let glibc keep freed memory. Otherwise the system clears large blocks again, which takes a quarter of a step."""
     with contextlib.suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no blocks apart from the heap
+        mallopt(-4, 0)  # M_MMAP_MAX: allocate all blocks on the heap
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return the end of the heap
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Let float32 convolutions and matrix products use TF32 on a GPU, or not. By default convolutions do."""
+    """Set whether float32 convolutions and matrix products on a GPU use TF32. By default only convolutions do."""
     torch.backends.cudnn.allow_tf32 = allowed
     torch.backends.cuda.matmul.allow_tf32 = allowed
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # with which torch.compile recommends them
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # torch.compile recommends them
 
 
 @contextlib.contextmanager
 def ieee_float32() -> Iterator[None]:
-    """Run the body without TF32, by which torch computes float32 convolutions on a GPU unless it is told not to."""
+    """Run the body without TF32. By default, torch computes float32 convolutions on a GPU in TF32."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     allow_tf32(False)
     try:
@@ -125,7 +128,7 @@ LESS_MEMORY = {
 
 @contextlib.contextmanager
 def out_of_memory_hint(doing: str) -> Iterator[None]:
-    """Turn an out-of-memory error of the body into a ConfigError that names what was done, and what to change."""
+    """Turn an out-of-memory error of the body into a ConfigError that names the activity and the options to change."""
     try:
         yield
     except RuntimeError as error:
@@ -155,7 +158,7 @@ def has_bf16(gpu: torch.device) -> bool:
 
 @cache
 def gains_by_bf16() -> bool:
-    """Return whether this CPU multiplies faster in bfloat16; some have slow instructions for it."""
+    """Return whether this CPU multiplies faster in bfloat16. Some CPUs have slow bfloat16 instructions."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: another torch may lack them
     if not any(hasattr(torch.cpu, name) and getattr(torch.cpu, name)() for name in checks):
         return False
@@ -164,10 +167,10 @@ def gains_by_bf16() -> bool:
 
 
 def count_cores() -> int:
-    """Return the number of cores that this process may use, by its affinity and its container's quota."""
+    """Return the number of cores that this process may use, from its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = text_of_file("/sys/fs/cgroup/cpu.max").split()
-    if not share:  # an older kernel, whose quota is -1 without a limit
+    if not share:  # an older kernel: a quota of -1 means no limit
         folder = "/sys/fs/cgroup/cpu/cpu.cfs"
         share = [text_of_file(f"{folder}_quota_us") or "-1", text_of_file(f"{folder}_period_us") or "1"]
     quota, period = share
@@ -196,7 +199,7 @@ def driver_and_clocks(device: torch.device) -> dict[str, str]:
     """Return a GPU's driver and clocks from nvidia-smi; empty strings without a GPU."""
     if device.type == "cpu":
         return {"driver": "", "clocks": ""}
-    gpu: Any = torch.cuda.get_device_properties(device)  # by its bus: nvidia-smi has indices of its own
+    gpu: Any = torch.cuda.get_device_properties(device)  # select it by its bus: nvidia-smi has its own indices
     bus = f"--id={gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
     driver, *clocks = output_of("nvidia-smi", bus, query, "--format=csv,noheader").split(", ")
@@ -205,7 +208,7 @@ def driver_and_clocks(device: torch.device) -> dict[str, str]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return this process's peak memory in bytes: of the GPU since `reset_peak_memory_stats`, or resident."""
+    """Return this process's peak memory in bytes: GPU memory since `reset_peak_memory_stats`, or resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)  # KiB on Linux

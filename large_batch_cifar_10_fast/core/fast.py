@@ -1,6 +1,6 @@
-"""How a step is made fast: precision, compiled code that is checked, CUDA graphs; and fresh weights in the same memory.
+"""What makes a step fast: precision, compiled and checked code, CUDA graphs. Also: fresh weights in the same memory.
 
-All of it works on tensors and functions. On a CPU, or if a user says so, a function stays as it is.
+Everything works on tensors and functions. CUDA graphs need a GPU; options switch compilation and graphs off.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ Function = TypeVar("Function", bound=Callable)
 
 @dataclass(frozen=True)
 class Precision:
-    """How a network computes on a device: what --precision means there.
+    """The data types of a network on a device, by --precision.
 
-    With `half_weights` fp16 has fp16 weights; else operations cast float32 weights, as they do for bf16.
+    With `half_weights`, fp16 uses fp16 weights. Without, and for bf16, autocast casts float32 weights.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Precision:
 
     @property
     def images(self) -> torch.dtype:
-        """On a GPU the type that the network computes in; on a CPU that of the weights."""
+        """The type of images: on a GPU that of computation, on a CPU that of the weights."""
         return self.compute if self.device.type == "cuda" else self.weights
 
     def autocast(self) -> torch.autocast:
@@ -63,7 +63,7 @@ class Precision:
 
 
 def precision_on_gpu(asked: str, half: str, team: Team) -> str:
-    """Return the precision that was asked for; by default `half`, or fp16 if a GPU has no bf16. All must call this.
+    """Return the requested precision; by default `half`, or fp16 if a GPU has no bf16. All processes must call this.
 
     Raise ConfigError for a precision that a GPU would emulate slowly.
     """
@@ -76,8 +76,10 @@ def precision_on_gpu(asked: str, half: str, team: Team) -> str:
 
 
 def precision_on_cpu(asked: str, team: Team) -> str:
-    """Return the precision that was asked for; by default bf16 if it is faster everywhere, else fp32. All must call
-    this. Raise ConfigError for tf32, which is a GPU's."""
+    """Return the requested precision; by default bf16 if it is faster on all processes, otherwise fp32.
+
+    All processes must call this. Raise ConfigError for tf32, which needs a GPU.
+    """
     if asked == "tf32":
         raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
     gains = team.gather("CPU gains by bf16", str(not asked and gains_by_bf16()))
@@ -86,7 +88,7 @@ def precision_on_cpu(asked: str, team: Team) -> str:
 
 
 def place(network: nn.Module, precision: Precision) -> None:
-    """Move a network to the device, channels-last, in the type of weights; norms stay in float32 at least."""
+    """Move a network to the device, channels-last, in the type of weights. Norms stay in float32 at least."""
     allow_tf32(precision.name == "tf32")
     network.to(precision.device, precision.weights, memory_format=torch.channels_last)  # type: ignore[call-overload]
     if precision.weights == torch.float16:
@@ -96,7 +98,7 @@ def place(network: nn.Module, precision: Precision) -> None:
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Half-precision logits would often tie when they are added up or compared."""
+    """Convert half-precision logits to float32: sums and comparisons of half-precision logits often tie."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -113,7 +115,7 @@ class Model:
         fresh: Callable[[], tuple[nn.Module, Sequence[Optimizer]]],
         keep: Sequence[str] = (),
     ) -> None:
-        """`fresh()` has made these; `keep` names the parameters and buffers that a new run leaves alone."""
+        """`fresh()` makes a new network and optimizers. `keep` names parameters and buffers that a new run keeps."""
         self.network = network
         self.optimizers = optimizers
         self.fresh = fresh
@@ -121,13 +123,13 @@ class Model:
 
     @torch.no_grad()
     def restart(self, seed: int, team: Team) -> None:
-        """Let a run begin as if it were the only one: its seed alone decides its weights and all that it draws.
+        """Begin a run as if it were the first: its seed alone determines its weights and random numbers.
 
-        New values are copied to the same memory, so that compiled code and CUDA graphs stay valid: all parameters and
-        buffers, and the state of the optimizers. State that an optimizer creates in its first step is deleted. On a GPU
-        it is zeroed in place, because a graph may hold its address; NAdam, ASGD and Rprop do not start from zeros, so
-        with graphs their second run differs. Then torch's generators start from seed and rank, for random numbers that
-        a network draws.
+        New values are copied to the same memory, so that compiled code and CUDA graphs stay valid. This concerns all
+        parameters and buffers, and the state of the optimizers. State that an optimizer creates in its first step is
+        deleted. On a GPU it is zeroed in place, because a graph may hold its address. NAdam, ASGD and Rprop do not
+        start from zeros, so with graphs their second run differs. Finally seed and rank start torch's generators, for
+        random numbers of the network, such as dropout.
         """
         torch.manual_seed(seed)
         new_network, new_optimizers = self.fresh()
@@ -135,7 +137,7 @@ class Model:
         tensors = tensors_of(self.network)
         values = tensors_of(new_network)
         for name in self.keep:
-            del values[name]  # an error if there is no such name
+            del values[name]  # raises KeyError for an unknown name
         for name, value in values.items():
             tensors[name].copy_(value)
         for optimizer, new in zip(self.optimizers, new_optimizers, strict=True):
@@ -152,12 +154,12 @@ def tensors_of(network: nn.Module) -> dict[str, Tensor]:
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as a number of so many bytes
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a number in bytes
 
 
 @torch.no_grad()
 def checksum(network: nn.Module) -> str:
-    """Return a number of all parameters, which differs if one bit does. Waits for the device."""
+    """Return a checksum of all parameters, which changes if one bit changes. Wait for the device."""
     total = 0
     for weight in network.parameters():
         bits = weight.detach().flatten().view(INTEGERS[weight.element_size()]).to(torch.int64)
@@ -167,7 +169,7 @@ def checksum(network: nn.Module) -> str:
 
 
 def restore(entries: dict, first: dict) -> None:
-    """Set the entries to their first values; tensors keep their memory."""
+    """Set the entries to their first values. Tensors keep their memory."""
     for name, value in first.items():
         if isinstance(entries.get(name), Tensor):
             entries[name].copy_(torch.as_tensor(value))
@@ -176,7 +178,7 @@ def restore(entries: dict, first: dict) -> None:
 
 
 def forget(state: dict, first: dict, in_place: bool) -> None:
-    """Remove what an optimizer keeps of a weight and did not have at first, or set it to zero in place."""
+    """Delete entries of a weight's state that are not in its first state, or set them to zero in place."""
     for name in [name for name in state if name not in first]:
         if in_place and isinstance(state[name], Tensor):
             state[name].zero_()
@@ -185,7 +187,7 @@ def forget(state: dict, first: dict, in_place: bool) -> None:
 
 
 def keep_rates_on_gpu(optimizers: Iterable[Optimizer], team: Team) -> None:
-    """Keep learning rates on a GPU, where a graph or compiled code reads them, and fuse torch's SGD."""
+    """On a GPU, keep learning rates in tensors, which graphs and compiled code read, and fuse torch's SGD."""
     if not team.on_gpu:
         return
     for optimizer in optimizers:
@@ -200,7 +202,7 @@ def keep_rates_on_gpu(optimizers: Iterable[Optimizer], team: Team) -> None:
 
 def count_flop(network: nn.Module, pixels: int = 32) -> float:
     """Return the floating-point operations of an image's forward and backward pass, by torch's counter."""
-    network.eval().to("meta")  # in evaluation, norms take one image; on "meta" nothing is computed
+    network.eval().to("meta")  # in evaluation mode norms accept one image; on "meta" nothing is computed
     with FlopCounterMode(display=False) as counter:
         network(torch.zeros(1, 3, pixels, pixels, device="meta")).sum().backward()
     return counter.get_total_flops()
@@ -208,29 +210,29 @@ def count_flop(network: nn.Module, pixels: int = 32) -> float:
 
 # ---- torch.compile
 
-# How far off compiled gradients may be, as a share of their length. Rounding in another order reached 0.44 in bf16,
-# 0.22 in fp16 and 0.003 in fp32; a gradient that is lost, doubled or of the wrong sign is off by 1 or more.
+# Largest allowed error of compiled gradients, relative to their norm. Different rounding reached 0.44 in bf16, 0.22 in
+# fp16 and 0.003 in fp32. A gradient that is missing, doubled or has the wrong sign is off by 1 or more.
 GRADIENTS = {"fp64": 1e-5, "fp32": 0.02, "tf32": 0.2, "fp16": 0.5, "bf16": 0.7}
-# Likewise losses, metrics, norm statistics and logits: rounding reached 0.002 in bf16, 4e-6 in fp32.
+# The same for losses, metrics, norm statistics and logits. Rounding reached 0.002 in bf16, 4e-6 in fp32.
 VALUES = {"fp64": 1e-6, "fp32": 0.002, "tf32": 0.02, "fp16": 0.02, "bf16": 0.02}
 
 
 def replace_cache_folder() -> str:
-    """Choose another folder for compiled code if torch's cannot be made. Return why, or ""."""
+    """Choose another folder for compiled code if torch's folder cannot be created. Return the reason, or ""."""
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     try:
         if folder is None:
-            getpass.getuser()  # torch names its folder so
+            getpass.getuser()  # torch's default folder has this name
         else:
             os.makedirs(folder, exist_ok=True)
     except (OSError, KeyError) as error:  # KeyError: the user has no name
         other = os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-        return f"TORCHINDUCTOR_CACHE_DIR cannot be made ({error}): compiled code is kept in {other}"
+        return f"TORCHINDUCTOR_CACHE_DIR cannot be created ({error}): compiled code is kept in {other}"
     return ""
 
 
 def prepare_cache_folder(team: Team) -> None:
-    """Replace an unusable folder, with a warning, before torch imports what needs it, also for uncompiled runs."""
+    """Replace an unusable folder, with a warning. Some imports of torch need it, even in uncompiled runs."""
     unusable = replace_cache_folder()
     if unusable:
         team.warn(unusable)
@@ -244,11 +246,11 @@ def compile_training(
     precision: Precision,
     team: Team,
 ) -> Function:
-    """Return `forward` compiled for each (images, *stage) of `examples`; with a warning as it is, if that fails.
+    """Return `forward` compiled for each (images, *stage) of `examples`. If that fails, warn and return `forward`.
 
-    `forward(images, labels)` returns a NamedTuple of tensors, and lists of tensors, with the `loss` to differentiate.
-    All that each graph computes is compared with the uncompiled results, because a compiler can be wrong without an
-    error (docs/performance.md#a-trap-a-compiler-can-be-wrong-without-an-error): these, and the network's gradients.
+    `forward(images, labels)` returns a NamedTuple of tensors and lists of tensors, with the `loss` to differentiate.
+    These results and the gradients are compared with uncompiled ones, because a compiler can be wrong without an error
+    (docs/performance.md#a-trap-a-compiler-can-be-wrong-without-an-error).
     """
 
     def check(compiled: Callable) -> None:
@@ -256,7 +258,7 @@ def compile_training(
             set_stage(*stage)
             with torch.no_grad(), precision.autocast():
                 predicted = network(images).argmax(1)
-            # All labels are equal, so that gradients add up, and of the most predicted class, so that some are correct.
+            # All labels are the most predicted class: equal, so that gradients add up, and for some images correct.
             labels = predicted.mode().values.expand_as(predicted).contiguous()
             expected = results_of_pass(network, forward, (images, labels))
             check_all_close(results_of_pass(network, compiled, (images, labels)), expected, precision.name)
@@ -267,7 +269,7 @@ def compile_training(
 
 
 def results_of_pass(network: nn.Module, forward: Callable, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return all that a forward pass returns, and the gradients of its loss, by name."""
+    """Return the results of a forward pass and the gradients of its loss, by name."""
     network.zero_grad()
     made = forward(*batch)
     made.loss.backward()
@@ -291,10 +293,10 @@ def compile_evaluation(
 ) -> Callable[[Tensor], Tensor]:
     """Return `predict` of a network, compiled for test images like these.
 
-    It is checked for the stage of each example: each set of frozen parameters has a graph of its own (torch 2.12).
-    With a warning it is the uncompiled one, if that fails.
+    It is checked for the stage of each example, because each set of frozen parameters has its own graph (torch 2.12).
+    If that fails, warn and return the uncompiled function.
     """
-    eager = partial(predict, network)  # float32 comes from the network's last kernel
+    eager = partial(predict, network)  # compiled, the last kernel converts to float32
 
     @torch.no_grad()
     def check(compiled: Callable) -> None:
@@ -309,16 +311,16 @@ def compile_evaluation(
 
     function = try_to_compile("evaluation", eager, check, team)
     network.train()
-    # Shifted views are slices, whose strides would need graphs of their own.
+    # Shifted views are slices. Their strides would need more graphs.
     return lambda images: function(images.contiguous(memory_format=torch.channels_last))
 
 
 class Functions(NamedTuple):
-    """The functions of a step that are worth compiling."""
+    """The functions of a step that are compiled."""
 
-    make_batch: Callable  # of all images, all labels, a batch, and a stage if there are several: to images and labels
-    forward: Callable  # of images and labels, to results of a pass
-    predict: Callable[[Tensor], Tensor]  # of images, to logits
+    make_batch: Callable  # (all images, all labels, batch, *stage) to (images, labels)
+    forward: Callable  # (images, labels) to results of a pass
+    predict: Callable[[Tensor], Tensor]  # images to logits
 
 
 def compile_all(
@@ -331,13 +333,13 @@ def compile_all(
     precision: Precision,
     team: Team,
 ) -> Functions:
-    """Compile what is worth it: on a CPU the forward pass; on a GPU also batches, updates, evaluation.
+    """Compile the forward pass; on a GPU also batches, updates and evaluation.
 
-    `examples` are (batch, *stage) of each kind of step; `noise` are images, labels and test_images of random numbers.
-    Compiled code is compared with uncompiled on them. If it fails, `plain` is returned.
+    `examples` has a (batch, *stage) for each kind of step. `noise` has random images, labels and test_images, on which
+    compiled and uncompiled code are compared. If compiling the forward pass fails, return `plain`.
     """
     team.say("compiling, which takes about a minute; a cache makes the next launch faster")
-    parts = [(batch.chunk(micro_batches, dim=1)[0], *stage) for batch, *stage in examples]  # of a forward pass each
+    parts = [(batch.chunk(micro_batches, dim=1)[0], *stage) for batch, *stage in examples]  # for one forward pass each
     images = [(plain.make_batch(noise.images, noise.labels, *part)[0], *part[1:]) for part in parts]
     forward = compile_training(plain.forward, model.network, images, set_stage, precision, team)
     if forward is plain.forward:
@@ -361,7 +363,7 @@ def compile_all(
 def compile_batches(
     make_batch: Function, examples: Sequence[tuple], noise: Any, micro_batches: int, precision: Precision, team: Team
 ) -> Function:
-    """Return `make_batch` compiled; with a warning as it is, if it makes other batches for one of the examples."""
+    """Return `make_batch` compiled. If its batches differ for an example, warn and return `make_batch`."""
 
     def check(compiled: Callable) -> None:
         for batch, *stage in examples:
@@ -377,12 +379,12 @@ def compile_batches(
 def compile_updates(
     optimizers: Sequence[Optimizer], backward: Callable[[], None], precision: Precision, team: Team
 ) -> None:
-    """Let our optimizers compile their updates, which makes them few launches.
+    """Compile the updates of our optimizers, which then launch few kernels.
 
-    With a warning an optimizer stays as it is, if its first compiled update differs. `backward()` sets gradients.
+    If an optimizer's first compiled update differs, warn and keep it uncompiled. `backward()` sets gradients.
     """
     for number, optimizer in enumerate(optimizers):
-        if not hasattr(optimizer, "compile"):  # torch's
+        if not hasattr(optimizer, "compile"):  # an optimizer of torch
             continue
         plain = dict(vars(optimizer))
         failure = ""
@@ -403,17 +405,17 @@ def compile_updates(
 
 @torch.no_grad()
 def change_by_update(optimizer: Optimizer, precision: Precision) -> dict[str, Tensor]:
-    """Return by how much an update changes weights and momenta, which it leaves as they were."""
+    """Return the changes of weights and momenta by an update, and restore both."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     momenta = [value for weight in weights for value in optimizer.state[weight].values()]
     for group in optimizer.param_groups:
-        set_rate(group, 0.01)  # about as high as a run's, so that half precision does not overflow
+        set_rate(group, 0.01)  # about as high as in a run, so that half precision does not overflow
     tensors = [*weights, *momenta]
     before = [tensor.clone() for tensor in tensors]
     with precision.autocast():
         optimizer.step()
     changes = [(now - then).double().flatten() for now, then in zip(tensors, before, strict=True)]
-    # Named as gradients are: rounding moves an update as far as a gradient.
+    # Named like gradients, for their tolerance: rounding changes an update as much as a gradient.
     found = {
         "gradient of weights by an update": torch.cat(changes[: len(weights)]),
         "gradient of momenta by an update": torch.cat(changes[len(weights) :]),
@@ -424,12 +426,12 @@ def change_by_update(optimizer: Optimizer, precision: Precision) -> dict[str, Te
 
 
 def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], team: Team) -> Any:
-    """Return `eager` compiled, after `check` has called it. If that fails on any process, warn and return `eager`."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on a missing GPU
-    if "TORCH_LOGS" not in os.environ:  # with which a user asks for more than our one line
+    """Return `eager` compiled, after `check` has called it. If that fails on a process, warn and return `eager`."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a missing GPU
+    if "TORCH_LOGS" not in os.environ:  # set by users who want more than our one line
         logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
-    torch._dynamo.config.recompile_limit = 64  # four graphs a stage; beyond the default 8 it would not compile
-    # Else torch 2.10 takes another stage's graph, which computes gradients of frozen parameters, or lacks some.
+    torch._dynamo.config.recompile_limit = 64  # a stage has four graphs; the default limit is 8
+    # Otherwise torch 2.10 uses another stage's graph, with gradients of frozen parameters or without needed ones.
     torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
     marks: set[bool] = set()
 
@@ -441,7 +443,7 @@ def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], tea
     failure = ""
     try:
         marked = torch.compile(lambda *inputs: (eager(*inputs), torch.compiler.is_compiling()), dynamic=False)
-        # The first process of a machine fills the cache for the others. Torch would go on uncompiled, and not say so.
+        # The first process of a machine fills the cache for the others. By default torch would fall back silently.
         with team.after_first_here(f"compiling {what}"), torch._dynamo.config.patch(suppress_errors=False):
             check(compiled)
         if marks != {True}:
@@ -461,12 +463,12 @@ def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], tea
 
 
 def check_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], precision: str) -> None:
-    """Raise ArithmeticError for a tensor that is missing, or differs from the expected one by too large a share."""
+    """Raise ArithmeticError if a tensor is missing, or its relative difference from the expected one is too large."""
     for name, value in expected.items():
         if name not in found:
             raise ArithmeticError(f"the compiled pass has no {name}")
         if not value.isfinite().all():
-            raise ArithmeticError(f"the {name} is not finite uncompiled either")
+            raise ArithmeticError(f"the uncompiled {name} is not finite either")
         off = torch.dist(found[name].double(), value.double()) / value.double().norm()
         if not off <= (GRADIENTS if name.startswith("gradient") else VALUES)[precision]:
             raise ArithmeticError(f"the compiled {name} is {100 * off:.3g}% off")
@@ -476,19 +478,19 @@ def check_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], preci
 
 
 class CudaGraphs:
-    """Take a step by replaying the graph of its kind: the host launches a step once, not each of its kernels.
+    """Replay the graph of a step's kind: the host launches one graph instead of many kernels.
 
-    A graph reads and writes the memory it was captured with: images, weights, momenta, learning rates and sums stay
-    where they are. A batch is copied into the one the graph was captured with.
+    A graph reads and writes the memory of its capture, so images, weights, momenta, learning rates and sums stay in
+    place. Each batch is copied into the captured batch.
     """
 
     def __init__(self) -> None:
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.stream = torch.cuda.Stream()
-        self.pool = torch.cuda.graph_pool_handle()  # of all graphs: none reads what another left
+        self.pool = torch.cuda.graph_pool_handle()  # shared: no graph reads memory that another leaves
 
     def warm_up(self, step: Callable, batch: Tensor, *stage: Any) -> None:
-        """Take a step a few times on the stream of the capture, as torch asks for."""
+        """Take a few steps on the stream of the capture, as torch requires."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for _ in range(3):
@@ -503,7 +505,7 @@ class CudaGraphs:
         self.graphs[batch.shape, *stage] = graph, static
 
     def reset(self) -> None:
-        """Free the graphs. One that holds a collective would let the end of the process group wait for ever."""
+        """Free the graphs. With a captured collective, the end of the process group would wait forever."""
         for graph, _ in self.graphs.values():
             graph.reset()
         self.graphs.clear()
@@ -517,15 +519,15 @@ class CudaGraphs:
 def graph(
     step: Function, examples: Iterable[tuple], set_stage: Callable[..., None], team: Team, enabled: bool = True
 ) -> Function | CudaGraphs:
-    """Return CUDA graphs of `step(batch, *stage)` for each kind of step; on a CPU or if not `enabled`, `step`.
+    """Return CUDA graphs of `step(batch, *stage)` for each kind of step. On a CPU or if not `enabled`, return `step`.
 
-    If a process alone cannot capture one, warn and return `step`. Of several, the others have captured collectives that
-    this one has not: then raise ConfigError. The memory that a run needs is counted from here on.
+    If a capture fails in a single process, warn and return `step`. With several processes, raise ConfigError, because
+    the others have captured collectives. Peak memory is counted from this call on.
     """
     if not team.on_gpu:
         return step
     torch.cuda.reset_peak_memory_stats(team.device)  # before the capture: a replay allocates nothing
-    # NCCL has no timeout inside a graph: on several machines a lost process would leave the others waiting for ever.
+    # NCCL has no timeout inside a graph: if a machine is lost, processes on the others would wait forever.
     if not (enabled and on_one_machine()):
         return step
     graphs = CudaGraphs()
@@ -536,7 +538,7 @@ def graph(
         try:
             graphs.capture(step, batch, *stage)
         except RuntimeError as reason:
-            torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own
+            torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own stream active
             error = first_line(reason)
         error = team.first_failure(f"graph {number}", error)
         if error:
@@ -553,7 +555,7 @@ def graph(
 
 @contextlib.contextmanager
 def evaluating(network: nn.Module, precision: Precision, team: Team) -> Iterator[None]:
-    """Run the body in evaluation mode, with rank 0's statistics, which are worker 0's."""
+    """Run the body in evaluation mode, with rank 0's buffers: the running statistics of worker 0."""
     network.eval()
     team.broadcast(*network.buffers())
     try:
@@ -563,11 +565,11 @@ def evaluating(network: nn.Module, precision: Precision, team: Team) -> Iterator
         network.train()
 
 
-AT_ONCE = 1000  # images evaluated at once on a CPU; on a GPU as many for each 4 GiB. Each takes up to 1.6 MiB in fp32
+AT_ONCE = 1000  # images evaluated at once: on a CPU, or per 4 GiB of a GPU. Each takes up to 1.6 MiB in fp32
 
 
 def evaluation_chunks(count: int, device: torch.device) -> list[int]:
-    """Return how many images a device evaluates at once, by chunk. Most of its memory is left to training."""
+    """Return the number of images in each chunk of an evaluation. Most memory remains free for training."""
     gib = torch.cuda.get_device_properties(device).total_memory >> 30 if device.type == "cuda" else 4
     most = AT_ONCE * max(1, gib) // 4
     return [min(most, count - start) for start in range(0, count, most)]

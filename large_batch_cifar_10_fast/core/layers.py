@@ -13,16 +13,17 @@ from torch import Tensor, nn
 class GhostBatchNorm(nn.Module):
     """Batch norm over each of `groups` equal parts of the batch, from [B, C, H, W] to the same shape.
 
-    Few images have noisy statistics, and large batches lack that noise and generalize worse without it
-    (docs/why_it_is_fast.md#ghost-batches). A group never crosses the boundary of a worker's batch if `groups` is a
-    multiple of the workers that are computed together: so several workers are computed as one larger batch. With one
-    group a worker it is plain batch norm per worker.
+    Statistics of few images are noisy. Large batches lack this noise and generalize worse
+    (docs/why_it_is_fast.md#ghost-batches). Several workers can be computed as one larger batch: if `groups` is a
+    multiple of their number, each group has images of one worker only. With one group per worker this is plain batch
+    norm per worker.
 
-    The bias is trained, the scale only with `scaled`. Both and the statistics are float32 (float64 if the input is).
+    The bias is trained. The scale is trained only with `scaled`. Scale, bias and statistics are float32, or float64 if
+    the input is.
 
-    Unlike nn.BatchNorm2d's, a forward pass in training mode leaves the running statistics alone. It stores mean and
-    unbiased variance of its first `tracked` groups as `batch_statistics`, for `update_running_statistics`. Each tracked
-    group has running statistics of its own, [tracked, C]; evaluation uses their mean.
+    Unlike nn.BatchNorm2d, a forward pass in training mode does not change the running statistics. It stores mean and
+    unbiased variance of the first `tracked` groups as `batch_statistics`, for `update_running_statistics`. Each tracked
+    group has its own running statistics, [tracked, C]. Evaluation uses their mean.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class GhostBatchNorm(nn.Module):
             scale = self.scale(self.running_var.mean(0))
             shift = self.bias - self.running_mean.mean(0) * scale
             return torch.addcmul(shift.view(-1, 1, 1), x.to(shift.dtype), scale.view(-1, 1, 1)).to(x.dtype)
-        # [groups, images, H, W, C], as in memory: the CPU compiler stores intermediate tensors in the order of their
-        # dimensions, and would transpose [..., C, H, W] there and back.
+        # [groups, images, H, W, C], as in memory. The CPU compiler stores intermediate tensors in the order of their
+        # dimensions, so it would transpose [..., C, H, W] there and back.
         grouped = x.permute(0, 2, 3, 1).unflatten(0, (self.groups, -1)).to(self.bias.dtype)
         variance, mean = torch.var_mean(grouped, dim=(1, 2, 3), correction=0)  # [groups, C]
         values = grouped[0, ..., 0].numel()
@@ -73,13 +74,13 @@ def ghost_norms(network: nn.Module) -> list[GhostBatchNorm]:
 
 
 def batch_statistics(network: nn.Module) -> list[Tensor]:
-    """Return mean and variance that each ghost norm found in its last training batch."""
+    """Return the mean and variance of each ghost norm's last training batch."""
     return [statistic for norm in ghost_norms(network) for statistic in norm.batch_statistics]
 
 
 @torch.no_grad()
 def update_running_statistics(network: nn.Module, latest: Iterable[Tensor]) -> None:
-    """Move the running statistics of all ghost norms towards the `batch_statistics` of a pass, in one launch."""
+    """Move the running statistics of all ghost norms towards the `batch_statistics` of a pass, in one kernel launch."""
     norms = ghost_norms(network)
     running: list[Tensor] = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
     if running:
@@ -103,8 +104,8 @@ def whitening_filters(images: Tensor, size: int, epsilon: float) -> Tensor:
     """Return filters [3 size², 3, size, size] whose outputs on these images are uncorrelated, with variance near 1.
 
     `images` [n, H, W, 3] are normalized and unpadded. X has all their patches as rows. The filters are the eigenvectors
-    of X'X / (rows - 1), largest eigenvalue first, divided by sqrt(eigenvalue + epsilon); epsilon keeps weak directions
-    small (docs/why_it_is_fast.md#whitening). Computed in float32, or float64 if the images are.
+    of X'X / (rows - 1), largest eigenvalue first, divided by sqrt(eigenvalue + epsilon). The epsilon keeps weak
+    directions small (docs/why_it_is_fast.md#whitening). All is computed in float32, or float64 if the images are.
     """
     dtype = torch.promote_types(images.dtype, torch.float32)
     patches = images.unfold(1, size, 1).unfold(2, size, 1)  # [n, 30, 30, 3, 3, 3] for 3x3 of 32x32
@@ -118,7 +119,7 @@ def whitening_filters(images: Tensor, size: int, epsilon: float) -> Tensor:
 
 
 class MaxPool(nn.Module):
-    """nn.MaxPool2d(size), from [B, C, H, W] to [B, C, H // size, W // size]; without a size over the whole image."""
+    """nn.MaxPool2d(size): [B, C, H, W] to [B, C, H // size, W // size]. Without a size, pool the whole image."""
 
     def __init__(self, size: int | None = None) -> None:
         super().__init__()
@@ -131,14 +132,15 @@ class MaxPool(nn.Module):
             return MaxPoolFunction.apply(x, size)
         if self.training and not self.size:
             return F.adaptive_max_pool2d(x, 1)
-        return F.max_pool2d(x, size)  # which ONNX has, too
+        return F.max_pool2d(x, size)  # ONNX has this operation, too
 
 
 class MaxPoolFunction(torch.autograd.Function):
-    """MaxPool2d for sides divisible by `size`. Compiled, PyTorch's own scatters gradients: on a CPU one by one, by
-    int64 indices, on a GPU by atomic additions to a zeroed float32 NCHW buffer.
+    """Max-pooling for sides divisible by `size`, faster than PyTorch's when compiled.
 
-    This one stores in a byte which of a window is the largest (the first if equal); the backward pass compares it.
+    Compiled, PyTorch's backward pass scatters gradients: on a CPU one by one, by int64 indices; on a GPU by atomic
+    additions to a zeroed float32 NCHW buffer. This class stores the place of the largest value of a window in a byte
+    (the first of equal values). Its backward pass compares places.
     """
 
     @staticmethod
@@ -158,12 +160,12 @@ class MaxPoolFunction(torch.autograd.Function):
         gradients = unpool(gradient, ctx.size)
         rows = torch.arange(places.shape[1], device=places.device) % ctx.size
         columns = torch.arange(places.shape[2], device=places.device) % ctx.size
-        own = (ctx.size * rows[:, None, None] + columns[:, None]).float()  # a CPU compares int64 one by one
+        own = (ctx.size * rows[:, None, None] + columns[:, None]).float()  # a CPU does not vectorize int64 comparisons
         return torch.where(places.float() == own, gradients, 0).permute(0, 3, 1, 2), None
 
 
 def unpool(x: Tensor, size: int) -> Tensor:
-    """Repeat each value of [B, C, H, W] over its window: [B, H size, W size, C], channels last as in memory."""
+    """Repeat each value of [B, C, H, W] over its window. Return [B, H * size, W * size, C], as in memory."""
     return x.permute(0, 2, 3, 1).repeat_interleave(size, 1).repeat_interleave(size, 2)
 
 
@@ -173,8 +175,8 @@ def unpool(x: Tensor, size: int) -> Tensor:
 class Convolution(nn.Conv2d):
     """A 3x3 convolution from [B, C, S, S] to [B, D, S, S], with a padding of 1 and without bias.
 
-    If it is pooled next, it leaves out the last row and column of an odd side, which pooling drops: up to 15% of a
-    step's work.
+    With `pooled`, pooling by 2 follows and would drop the last row and column of an odd side. So they are not computed,
+    which saves up to 15% of a step's work.
     """
 
     def __init__(self, channels_in: int, channels_out: int, pooled: bool = False) -> None:
@@ -188,7 +190,7 @@ class Convolution(nn.Conv2d):
             return convolve_by_position(x, self.weight, side)
         if side == x.shape[-1]:
             return F.conv2d(x, self.weight, padding=1)
-        if compiled_for_cpu:  # the compiler would compute `pad` under a mask, slowly
+        if compiled_for_cpu:  # compiled `pad` is slow
             x = torch.cat([torch.zeros_like(x[..., :1]), x], 3)
             x = torch.cat([torch.zeros_like(x[..., :1, :]), x], 2)
         else:
@@ -199,8 +201,8 @@ class Convolution(nn.Conv2d):
 def convolve_by_position(x: Tensor, weight: Tensor, side: int) -> Tensor:
     """Return the first `side` rows and columns of a 3x3 convolution with a padding of 1.
 
-    There is a matrix product for each output position, without the taps that fall on padding. On a CPU it makes a step
-    of muon at 24 pixels 7 to 11% faster.
+    Compute one matrix product for each output position, without the taps that fall on padding. On a CPU this makes a
+    step of muon at 24 pixels 7 to 11% faster.
     """
     x = x.permute(0, 2, 3, 1)  # channels last, as in memory
     weight = weight.permute(2, 3, 1, 0)
@@ -215,7 +217,7 @@ def convolve_by_position(x: Tensor, weight: Tensor, side: int) -> Tensor:
 
 
 def window(place: int, size: int) -> tuple[slice, slice]:
-    """Return which of `size` places a filter of three taps sees around a place, and by which taps."""
+    """Return the slice of `size` places that a filter of three taps covers around a place, and the slice of taps."""
     seen = slice(max(place - 1, 0), min(place + 2, size))
     return seen, slice(seen.start - place + 1, seen.stop - place + 1)
 
@@ -233,10 +235,10 @@ NARROWEST = 16
 
 
 class PreactivationBlock(nn.Module):
-    """x + convolution(f(norm(convolution(a)))), with a = f(norm(x)) and an activation f; the first convolution has the
-    stride.
+    """shortcut + convolution(f(norm(convolution(a)))), with a = f(norm(x)) and an activation f.
 
-    The shortcut is x, or a with `shortcut_after_activation`; where the shape changes it is a 1x1 convolution of a.
+    The first convolution has the stride. The shortcut is x, or a with `shortcut_after_activation`. If the shape
+    changes, the shortcut is a 1x1 convolution of a.
     Input [B, channels_in, H, W], output [B, channels_out, H / stride, W / stride].
     """
 

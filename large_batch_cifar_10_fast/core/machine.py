@@ -1,6 +1,6 @@
-"""Where and how a program computes; and its set-up: compile, check, warm up, upload, capture graphs.
+"""Where and how a program computes, and its set-up: compile, check, warm up, upload, capture graphs.
 
-A notebook trains on this process's GPU or CPU by `Machine()`; a launch makes one of its options.
+In a notebook, `Machine()` trains on this process's GPU or CPU. The command line makes a Machine from its options.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,9 +29,9 @@ class Machine:
         micro_batches: int = 1,
         watch: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter,
     ) -> None:
-        """By default this process alone, in a program's precision on a GPU and fp32 on a CPU, compiled on a GPU.
+        """By default, use this process only; on a GPU the program's precision, compiled; on a CPU fp32.
 
-        `graphs`: replay CUDA graphs; `warm_up`: take an untimed step of each kind; `micro_batches`: forward and
+        `graphs`: replay CUDA graphs. `warm_up`: take an untimed step of each kind. `micro_batches`: forward and
         backward passes per step. `watch` iterates over the steps of an epoch, for a progress bar.
         """
         self.team = team or Team(0, 1, take_device())
@@ -45,18 +45,18 @@ class Machine:
         self.watch = watch
         self.clock = Clock(self.team.synchronize)
         fast.prepare_cache_folder(self.team)
-        self.is_compiled = False  # what became of `compile` and `graphs`
+        self.is_compiled = False  # whether compilation succeeded
         self.captured: fast.CudaGraphs | None = None
 
     def assign_workers(self, workers: int) -> Team:
-        """Assign a program's workers to the processes, and return these. Raise ConfigError."""
+        """Assign a program's workers to the processes. Return the team. Raise ConfigError if that is impossible."""
         self.team = self.team.with_workers(workers, self.micro_batches)
         return self.team
 
     def choose_precision(self, half: str, half_weights: bool) -> fast.Precision:
-        """Return the precision; if none was asked for, `half` on a GPU and fp32 on a CPU. Raise ConfigError."""
+        """Return the precision: by default `half` on a GPU, fp32 on a CPU. Raise ConfigError for an invalid one."""
         if self.precision not in ("", *DTYPES):
-            raise ConfigError(f"precision {self.precision!r} is none of {', '.join(DTYPES)}")
+            raise ConfigError(f"precision {self.precision!r} is unknown: use one of {', '.join(DTYPES)}")
         name = self.precision or (fast.precision_on_gpu("", half, self.team) if self.team.on_gpu else "fp32")
         return fast.Precision(name, self.team.device, half_weights)
 
@@ -77,12 +77,12 @@ class Machine:
         """Return `step(batch, *stage)` and `validate(...)`, ready to be timed: compiled, warm, with the images loaded.
 
         They call `train_step(functions, shards, batch, *stage)` and `evaluate(functions, shards, ...)`. `functions` are
-        `make_batch`, `forward` and the network's logits, compiled or not. `shards` are the images on the device, by
-        `load(images, clock)`. `examples` has a (batch, *stage) for each kind of step: each has compiled code and a CUDA
-        graph of its own. `set_stage(*stage)` prepares the network for it.
+        `make_batch`, `forward` and `predict`, compiled or not. `load(images, clock)` returns `shards`, the images on
+        the device. `examples` has a (batch, *stage) for each kind of step. Each kind has its own compiled code and CUDA
+        graph. `set_stage(*stage)` prepares the network for it.
 
-        Only `load` is timed (method, section 6). Not timed: compiling, and a step of each kind, which chooses kernels,
-        both on noise; the capture of CUDA graphs (unless not `graphs`).
+        Only `load` is timed (docs/method.md, section 6). Three things are not timed: compilation, a warm-up step of
+        each kind, which chooses kernels, and the capture of CUDA graphs (if `graphs`). The first two use random images.
         """
         team = self.team
         self.clock = Clock(team.synchronize)

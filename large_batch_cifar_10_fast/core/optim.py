@@ -20,7 +20,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 def interpolate(epoch: float, knots: Sequence[float], values: Sequence[float]) -> float:
     """Interpolate linearly between `values` at `knots` (epochs); constant before the first and after the last.
 
-    Two equal knots make a jump; at that time the later value holds.
+    Two equal knots make a jump. Exactly at the jump, the later value applies.
     """
     return float(np.interp(epoch, knots, values))
 
@@ -31,7 +31,7 @@ def spread(values: Sequence[float], epoch: int, epochs: int) -> float:
 
 
 def set_rate(group: dict, rate: float) -> None:
-    """Set the learning rate of a parameter group; on a GPU it is a tensor, which captured graphs read."""
+    """Set the learning rate of a parameter group; on a GPU the rate is a tensor, which captured graphs read."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:
@@ -46,7 +46,7 @@ class NesterovSGD(Optimizer):
 
         d = -lr * (grad + wd * w);  v = momentum * v + d;  w = w + d + momentum * v
 
-    torch.optim.SGD multiplies the whole velocity by the current rate instead, which differs when the rate changes.
+    torch.optim.SGD multiplies the whole velocity by the current rate. The two differ when the rate changes.
     """
 
     def __init__(self, groups: Iterable[dict], momentum: float) -> None:
@@ -69,7 +69,7 @@ class NesterovSGD(Optimizer):
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors in lists of one dtype each, since torch._foreach is slow on a mixture."""
+    """Return one list of tensors per dtype, because torch._foreach is slow on mixed dtypes."""
     lists: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         lists.setdefault(tensor.dtype, []).append(tensor)
@@ -90,11 +90,11 @@ def nesterov_update(
 
 # ---- Muon
 
-# Coefficients of a step X <- A X + B X(X'X) + C X(X'X)^2, which moves singular values in (0, 1] towards 1. It favours
-# speed over accuracy: after three steps most lie between 0.7 and 1.2.
+# Coefficients of a step X <- A X + B X(X'X) + C X(X'X)^2, which moves singular values in (0, 1] towards 1. They are
+# chosen for speed, not accuracy: after three steps most singular values lie between 0.7 and 1.2.
 A, B, C = 3.4445, -4.7750, 2.0315
 NEWTON_SCHULZ_STEPS = 3
-TINY = 1e-30  # least norm to divide by
+TINY = 1e-30  # smallest norm to divide by
 
 
 class Muon(Optimizer):
@@ -103,17 +103,18 @@ class Muon(Optimizer):
         m = momentum * m + grad;  d = grad + momentum * m
         w = w * sqrt(out) / |w|;  w = w - lr * orthogonal(d)
 
-    All directions of an update have the same size, so that directions that gradients rarely show are learned, too, and
-    the scale of the gradients has no effect (docs/why_it_is_fast.md#muon). For other networks than ours:
-    docs/use_muon.md. torch.optim.Muon (2.9) takes only matrices, one by one, and keeps no norm.
+    All directions of an update have about the same size, so the network also learns rare directions. The scale of the
+    gradients has no effect (docs/why_it_is_fast.md#muon). docs/use_muon.md explains how to use it for other networks.
+    torch.optim.Muon (2.9) takes only matrices, one by one, and keeps no norm.
     """
 
     def __init__(
         self, params: Iterable[Any], lr: float | Tensor = 0.1, momentum: float = 0.6, team: Team | None = None
     ) -> None:
-        """`params` are weights, or groups of them, whose output a norm follows. Raise ValueError for one without norm.
+        """`params` are weights or parameter groups. A normalization layer must follow each weight's layer.
 
-        Each process of a team orthogonalizes some of the matrices. The products are in half precision under autocast.
+        Raise ValueError for a weight that is all zeros or has fewer than two dimensions. Each process of a team
+        orthogonalizes some of the matrices. Under autocast the products are in half precision.
         """
         self.team = team
         self.directions = orthogonal_directions
@@ -124,7 +125,9 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         for weight in self.param_groups[-1]["params"]:
             if weight.ndim < 2:
-                raise ValueError(f"a weight {list(weight.shape)} is no matrix: give it to SGD or AdamW")
+                raise ValueError(
+                    f"a weight {list(weight.shape)} has fewer than two dimensions: give it to SGD or AdamW"
+                )
             self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
     @torch.no_grad()
@@ -150,7 +153,7 @@ class Muon(Optimizer):
 
 
 def as_matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return views [out, rest] of tensors [out, ...] without gaps, in the order of their memory.
+    """Return views [out, rest] of gapless tensors [out, ...], with columns in memory order.
 
     Newton-Schulz commutes with a permutation of columns, so channels-last memory needs no copy.
     """
@@ -158,7 +161,7 @@ def as_matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def orthogonal_directions(grad: Tensors, m: Tensors, momentum: float, team: Team | None) -> list[Tensor]:
-    """Update the momenta. Return the orthogonalized directions of this process's matrices, zeros for the others."""
+    """Update the momenta. Return orthogonalized directions for this process's matrices, zeros for the others."""
     torch._foreach_mul_(m, momentum)
     torch._foreach_add_(m, grad)
     directions = torch._foreach_add(grad, m, alpha=momentum)
@@ -169,7 +172,7 @@ def orthogonal_directions(grad: Tensors, m: Tensors, momentum: float, team: Team
 
 
 def orthogonal_batch(matrices: Tensors) -> list[Tensor]:
-    """Return each matrix orthogonalized, all as one batch: padded with zeros, which Newton-Schulz leaves zero."""
+    """Orthogonalize all matrices as one batch. They are padded with zeros, which Newton-Schulz leaves zero."""
     if not matrices:
         return []
     rows = max(len(matrix) for matrix in matrices)
@@ -190,7 +193,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def move(w: Tensors, directions: Tensors, lr: float | Tensor) -> None:
-    """Restore the norms of the weights, and take a step."""
+    """Scale the weights back to their norms, then take a step."""
     norms = torch._foreach_norm(w)
     torch._foreach_mul_(w, [norm.reciprocal() * math.sqrt(len(matrix)) for norm, matrix in zip(norms, w, strict=True)])
     torch._foreach_add_(w, torch._foreach_mul(directions, -lr))

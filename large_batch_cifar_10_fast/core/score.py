@@ -1,4 +1,4 @@
-"""Figures beside the loss: correct images and mean loss of a pass, and what a run yields after each epoch."""
+"""Metrics: correct images and mean loss of a pass, and the result that a run yields after each epoch."""
 
 from dataclasses import dataclass, field
 from math import isfinite
@@ -39,7 +39,7 @@ def read_score(sums: Tensor, team: Team) -> Score:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What a run yields after each epoch."""
+    """The result that a run yields after each epoch."""
 
     number: int  # from 1
     seconds: float  # of training so far, with the set-up

@@ -1,4 +1,4 @@
-"""The processes of a run: which am I, which workers are mine; average, broadcast, wait; print once for all."""
+"""The processes of a run: rank and workers of each; average, broadcast, synchronize; print once for all."""
 
 import contextlib
 import os
@@ -19,18 +19,18 @@ from .devices import take_device
 
 @dataclass(frozen=True)
 class Team:
-    """The processes that train a run together, and this process's place among them."""
+    """The processes that train a run together, and the rank of this process."""
 
     rank: int
     world_size: int
     device: torch.device
     total_workers: int = 1  # of all processes
-    store: dist.Store | None = None  # for messages; a single process has none
+    store: dist.Store | None = None  # for messages between processes; None for a single process
 
     def with_workers(self, workers: int, micro_batches: int = 1) -> "Team":
-        """Return the same processes with so many workers, whose batch each process computes in `micro_batches` parts.
+        """Return a team of the same processes with `workers` workers.
 
-        Raise ConfigError if workers cannot be split so.
+        Each process computes its workers' batch in `micro_batches` parts. Raise ConfigError if one does not divide.
         """
         if workers % self.world_size:
             fitting = [str(count) for count in range(1, workers + 1) if workers % count == 0]
@@ -54,7 +54,7 @@ class Team:
         return self.rank == 0
 
     @property
-    def is_first(self) -> bool:  # of all teams that share a log: prints its head
+    def is_first(self) -> bool:  # the first of all teams that share a log: it prints the head
         alone = os.environ.get("LOCAL_RANK", "0") == "0"
         return self.is_main and os.environ.get(FIRST, str(int(alone))) == "1"
 
@@ -70,7 +70,7 @@ class Team:
             dist.barrier()
 
     def sum_up(self, tensors: Sequence[Tensor]) -> None:
-        """Add up each tensor, all of one type, over the processes: in place, by one collective."""
+        """Sum each tensor over the processes, in place, with one collective. All tensors have the same dtype."""
         if self.world_size > 1:
             message = torch.cat([tensor.flatten() for tensor in tensors])
             dist.all_reduce(message)
@@ -79,14 +79,14 @@ class Team:
 
     @torch.no_grad()
     def average_gradients(self, weights: Iterable[Tensor], loss_scale: int = 1) -> None:
-        """Replace the gradients of this process's workers, summed, by the mean over all workers.
+        """Replace this process's gradients, which are sums over its workers, by the mean over all workers.
 
-        `loss_scale` is what the loss was multiplied by.
+        `loss_scale` is the factor by which the loss was multiplied.
         """
-        # One collective for each dtype: a compiled backward pass returns all gradients at its end.
+        # One collective per dtype, without overlap: a compiled backward pass returns all gradients at its end.
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            # Gradients have their weights' strides, without gaps, so this flat view needs no copy.
+            # Gradients have the strides of their weights, without gaps, so this flat view needs no copy.
             lines = [g.as_strided((g.numel(),), (1,)) for g in gradients if g.dtype == dtype]
             # As published, divide first: the sum could overflow in half precision.
             divisor = self.total_workers * loss_scale
@@ -109,7 +109,7 @@ class Team:
 
     @contextlib.contextmanager
     def after_first_here(self, key: str) -> Iterator[None]:
-        """Run the body when the first process of this machine has run it, or failed. Use each key once."""
+        """Run the body after the first process of this machine has run it or failed. Use each key once."""
         key = f"{key} on machine {os.environ.get('GROUP_RANK', 0)}"
         is_first_here = self.is_main or os.environ.get("LOCAL_RANK") == "0"
         if self.store and not is_first_here:
@@ -141,7 +141,7 @@ def warn(text: str) -> None:
 
 def show(text: str) -> None:
     """Print a line on STDERR, clear of the progress bar."""
-    if sys.stderr:  # None if it was closed: then print would take STDOUT
+    if sys.stderr:  # None if it was closed: then `print` would use STDOUT
         with tqdm.external_write_mode():
             print(text, file=sys.stderr, flush=True)
 
@@ -153,11 +153,11 @@ def print_line(line: str) -> None:
             print(line, flush=True)
         except OSError as error:  # a full disk, or a pipe whose reader has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            warn(f"the log ends here, the tables do not: STDOUT cannot be written ({error.strerror})")
+            warn(f"STDOUT cannot be written ({error.strerror}): the log ends here, the tables continue")
 
 
 def launched_world_size() -> int:
-    """Return the number of processes from the launcher's or torchrun's environment; 1 without."""
+    """Return the number of processes from the environment of the launcher or torchrun, by default 1."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -168,10 +168,10 @@ def on_one_machine() -> bool:
 
 @contextlib.contextmanager
 def join_team(device: str = "", timeout: int = 3600) -> Iterator[Team]:
-    """Join the processes of this run, and leave them at the end.
+    """Join the process group of this run, and leave it at the end.
 
-    Waits of more than `timeout` seconds raise torch's errors. The rendezvous is a file of our launcher, or as torchrun
-    says.
+    Waiting for more than `timeout` seconds raises an error of torch. The rendezvous is a file of our launcher, or that
+    of torchrun.
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = launched_world_size()
@@ -191,7 +191,7 @@ def join_team(device: str = "", timeout: int = 3600) -> Iterator[Team]:
         dist.init_process_group(backend, None, wait, world_size, rank, group, device_id=own)
     try:
         yield Team(rank, world_size, taken, store=dist.PrefixStore("messages", store))
-    except ConfigError as error:  # the first process that finds it prints it
+    except ConfigError as error:  # only the first process with an error prints it
         error.reported = store.add("errors", 1) > 1
         raise
     dist.destroy_process_group()
