@@ -436,7 +436,10 @@ def test_evaluation_says_what_is_taken_for_what(weights, file, tmp_path, capsys)
     assert sum(map(int, re.findall(r"taken for [^:]+: (\d+) of", printed))) == 36 - correct > 0
     assert Image.open(drawn[0]).width > 500
     assert drawn[1].read_text().startswith("<?xml")
-    for name, line in (("x.nothing", "has none of the endings"), ("no/x.png", "no is no folder, make it first")):
+    for name, line in (
+        ("x.nothing", "must end with .png or another"),
+        ("no/x.png", "no is not a folder: make it first"),
+    ):
         with pytest.raises(ConfigError, match=line):
             evaluate.main([str(weights), "--confusion", str(tmp_path / name)])
 
@@ -460,7 +463,7 @@ def test_classes_are_matched_by_their_names_or_else_by_their_numbers(weights, fi
     assert labels_of(class_names=SHAPES[::-1]) == [1 - label for label in own]
     assert not capsys.readouterr().err
     assert labels_of() == own
-    assert "do not name their classes: the numbers of classes are taken" in capsys.readouterr().err
+    assert "have no class names: classes are matched by number" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="has a class 'dots', and the weights know circles"):
         labels_of(class_names=["circles", "dots"])
 
