@@ -99,7 +99,7 @@ def test_processes_whose_weights_drift_apart_end_the_campaign_without_a_row(few_
     drift = "optimizer.step()\n        network[0].weight.data += 1e-6 * team.rank"
     (tmp_path / "drift.py").write_text((REPO / "tests" / "tiny.py").read_text().replace("optimizer.step()", drift))
     result = train_together(2, "--recipe", "drift.py", "--data", few_npz, "--out", "out", cwd=tmp_path)
-    line = "train: after run 0 the weights of process 1 are not those of process 0, so it does not count: "
+    line = "train: after run 0 the weights of process 1 differ from process 0's, so the run does not count: "
     line += "test memory and links of the machines, or try --no_compile"
     assert result.returncode == 2
     assert result.stderr.splitlines()[1:] == [line]  # after that of few steps
