@@ -102,9 +102,7 @@ def check_processes_agree(options: Options, common: Mapping[str, str], team: Tea
     for rank, other in enumerate(others, 1):
         text = differences(other, first, (*CONDITIONS, *plan))
         if text:
-            raise ConfigError(
-                f"process {rank} differs from process 0 in {text}: give all processes equal options and code"
-            )
+            raise ConfigError(f"process {rank} differs from process 0 in {text}: give all processes the same options")
 
 
 class Campaign:
