@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Measure this code on the GPUs of this machine: GPU tests, 20 runs of apple2019 on one GPU, muon and muon2024 in turn by
-# four starts each, with several GPUs the published 50 runs of apple2019 on all of them, where the time goes with CUDA
-# graphs and without, eight processes on one GPU where NCCL can (2.30 or later), and a page on it.
+# Measure this code on the GPUs of this machine and write a report. The parts are:
+#   - the GPU tests
+#   - 20 runs of apple2019 on one GPU
+#   - muon and muon2024 in turn, with four launches each
+#   - with several GPUs, the published 50 runs of apple2019 on all of them
+#   - profiles of 20 steps, with and without CUDA graphs
+#   - with NCCL 2.30 or later, eight processes on one GPU
 #     bash measure_gpu.sh [--out DIR] [options of training, for instance --data DATA]
-# It takes about ten minutes (the sum of its parts; not timed whole). DIR (gpu_measured) gets report.md, ready to be
-# sent in, a log of each part, the tables of the runs, clocks and power meanwhile, and traces of 20 steps. A part that
-# fails or takes too long does not stop the others; runs that were made count. Ctrl-C ends it.
+# It takes about ten minutes (the sum of its parts). DIR (default gpu_measured) gets report.md, a log of each part, the
+# tables of the runs, clocks and power, and the traces. If a part fails or takes too long, the other parts continue, and
+# its finished runs count. Ctrl-C ends the script.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0 ;; esac
 set -u
@@ -26,9 +30,9 @@ count="import sys; from $package.core.devices import count_gpus; n = count_gpus(
 share="import sys; from $package.core.devices import may_share_gpus; sys.exit(not may_share_gpus())"
 gpus=$("$python" -c "$count" 2>/dev/null) || fail "measure_gpu.sh: no GPU that torch can use: nothing to measure"
 mkdir -p "$out" && out=$(cd "$out" && pwd) && : >"$out/parts.md" || exit 2
-trap 'kill $child $monitor 2>/dev/null; wait; exit 130' INT TERM # timeout ends all processes of a part
+trap 'kill $child $monitor 2>/dev/null; wait; exit 130' INT TERM # `timeout` then kills all processes of its part
 
-part() { # NAME SECONDS COMMAND...: run within the limit; keep a log, and a row with its last line
+part() { # NAME SECONDS COMMAND...: run a command with a time limit; write a log, and a row with its last line
     local name=$1 limit=$2 start=$SECONDS status=0
     shift 2
     timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1 &
@@ -43,7 +47,7 @@ train() { # NAME SECONDS OPTION...: make runs
     part "$1" "$2" bash "$top/train_cifar_parallel.sh" "${options[@]}" "${@:3}"
 }
 
-watched() { # NAME COMMAND...: run it, and meanwhile note clocks (MHz), power (W) and load (%) of the GPUs
+watched() { # NAME COMMAND...: run a command and record clocks (MHz), power (W) and load (%) of the GPUs
     nvidia-smi --query-gpu=clocks.sm,power.draw,utilization.gpu --format=csv,noheader,nounits -lms 500 \
         >"$out/$1.clocks" 2>/dev/null &
     monitor=$!
@@ -51,7 +55,7 @@ watched() { # NAME COMMAND...: run it, and meanwhile note clocks (MHz), power (W
     kill $monitor 2>/dev/null
 }
 
-in_turn() { # RECIPE...: four starts of each with five runs. A start chooses kernels: it is one measurement
+in_turn() { # RECIPE...: four launches of each, with five runs. A launch chooses kernels, so it is one measurement
     local turn recipe
     for turn in 1 2 3 4; do
         for recipe; do
@@ -63,13 +67,13 @@ in_turn() { # RECIPE...: four starts of each with five runs. A start chooses ker
 query=name,driver_version,clocks.max.sm,power.limit,memory.total
 versions='import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())'
 part machine 20 bash -c "nvidia-smi --query-gpu=$query --format=csv,noheader; exec \"\$@\"" - "$python" -c "$versions"
-at_once=() # a test for each core, with pytest-xdist: one by one they take too long
+at_once=() # run the tests in parallel with pytest-xdist, because they take too long in sequence
 "$python" -c "import xdist" 2>/dev/null && at_once=(-n logical --maxprocesses 16)
 part tests 180 "$python" -m pytest -v "$top/tests/test_gpu.py" "${at_once[@]}"
 watched apple2019 train apple2019 240 --nproc 1 --out "$out/apple2019" --recipe apple2019 --runs 20
 watched in_turn in_turn muon muon2024
 [ "$gpus" = 1 ] || watched apple2019_on_all train apple2019_on_all 240 --out "$out/apple2019_on_all" --recipe apple2019 --runs 50
-for recipe in apple2019 muon; do # in folders of their own: --campaign among the options may name finished runs
+for recipe in apple2019 muon; do # each in its own folder, because --campaign in the options may name finished runs
     for graph in "" --no_graph; do
         name=profile_$recipe${graph#-}
         train "$name" 60 --recipe $recipe --profile 20 --nproc 1 --out "$out/$name" $graph
@@ -80,7 +84,7 @@ if NCCL_MULTI_RANK_GPU_ENABLE=1 "$python" -c "$share" 2>/dev/null; then
     train eight_processes 90 --recipe apple2019 --nproc 8 --epochs 2 --ema_ep 0.5 --no_graph --out "$out/eight_processes"
     unset NCCL_MULTI_RANK_GPU_ENABLE NCCL_MAX_CTAS
 fi
-compare() { # NAME CAMPAIGN REFERENCE: status 1 is an answer, too: one is worse
+compare() { # NAME CAMPAIGN REFERENCE: compare two campaigns. Status 1 (one is worse) is not a failure
     part "compare_$1" 20 bash -c '"$@"; [ $? -le 1 ]' - "$python" -m $package compare "$2" "$3"
 }
 compare apple2019 "$out/apple2019/runs.tsv" published

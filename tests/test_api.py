@@ -92,7 +92,7 @@ def test_other_files_than_saved_weights_are_refused_in_one_line(weights, tmp_pat
         with pytest.raises(ConfigError, match=rf"{name} cannot be loaded \([^\n]*$"):
             api.load(tmp_path / name)
     torch.save(torch.load(weights, weights_only=True)["weights"], tmp_path / "old.pt")
-    with pytest.raises(ConfigError, match=r"old\.pt has weights alone, as earlier versions wrote them: read"):
+    with pytest.raises(ConfigError, match=r"old\.pt has only weights, as in earlier versions: read"):
         api.load(tmp_path / "old.pt")
 
 
@@ -114,7 +114,9 @@ def test_weights_of_a_program_of_ones_own_are_loaded_by_its_file(tiny_npz, tmp_p
     text = (REPO / "large_batch_cifar_10_fast" / "muon.py").read_text().replace("nn.GELU()", "nn.SiLU()")
     mine.write_text(text)
     run_here("--recipe", mine, *MUON[2:], "--data", tiny_npz, "--out", tmp_path, "--save", tmp_path / "w.pt")
-    with pytest.raises(ConfigError, match=r"is of a program mine: give its file, program='mine.py' \(--program\)"):
+    with pytest.raises(
+        ConfigError, match=r"was saved by a program mine: give its file, program='mine.py' \(--program\)"
+    ):
         api.load(tmp_path / "w.pt")
     capsys.readouterr()
     score = api.evaluate(tmp_path / "w.pt", tiny_npz, program=mine)
@@ -122,7 +124,7 @@ def test_weights_of_a_program_of_ones_own_are_loaded_by_its_file(tiny_npz, tmp_p
     assert score.loss == pytest.approx(row_of(tmp_path)["validation_loss"], rel=1e-6)
     mine.write_text(text.replace("SiLU", "ELU"))
     api.load(tmp_path / "w.pt", program=mine)
-    assert re.search(r"^Warning: .*w.pt is of another version of mine.py: .*\n$", capsys.readouterr().err)
+    assert re.search(r"^Warning: .*w.pt was saved by another version of mine.py: .*\n$", capsys.readouterr().err)
 
 
 def test_images_of_twelve_classes_train_a_network_of_twelve_and_name_their_normalization(tmp_path, capsys):

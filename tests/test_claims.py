@@ -140,7 +140,7 @@ def test_of_a_run_that_was_made_twice_one_row_is_written(tmp_path, capsys):
         campaign.add_run(0, row | {"campaign": "night"})
         beside.add_run(0, row | {"campaign": "night"})
     assert runs(tmp_path) == [0]
-    assert "another launch has made run 0, too" in capsys.readouterr().err
+    assert "another launch has also made run 0" in capsys.readouterr().err
 
 
 def test_a_file_system_without_record_locks_is_warned_of_once(small, tmp_path, monkeypatch, capsys):

@@ -118,7 +118,7 @@ def test_a_mean_stands_beside_a_difference_of_the_same_runs(written):
     mine = written("mine", [count + 20 + count % 2 for count in [*counts[4:], 9900, 9000]], seed=4)
     text = compare.compare({"mine": mine, "ref": reference}, "ref").text
     line = next(line for line in text.splitlines() if line.startswith("mine ")).split()
-    (pairs,) = re.findall(r"The 8 runs of ref in pairs with mine have a mean of (\S+)\.\n", text)
+    (pairs,) = re.findall(r"The 8 runs of ref that share seeds with mine have a mean of (\S+)\.\n", text)
     assert line[1] == "8"
     assert float(line[2]) - float(pairs) == pytest.approx(float(line[5]), abs=0.0015)
 
@@ -127,7 +127,9 @@ def test_what_fewer_images_leave_open_is_said(tmp_path, compared):
     """By the spread of a proportion: 1,000 images of which 94% are right."""
     mine = write_runs(tmp_path / "mine", 10 * [939, 941], validation_images=1000)
     text = compared(mine, "published")[1]
-    assert "tested on 1000 images, others on 10000: with other 1000 images its mean would be about 0.8 points" in text
+    assert (
+        "tested on 1000 images, others on 10000. Another 1000 images would change its mean by about 0.8 points" in text
+    )
 
 
 def test_a_report_is_a_document_in_markdown(tmp_path, compared):
@@ -194,7 +196,7 @@ def test_all_runs_are_written_with_a_column_for_each_option(tmp_path, compared, 
     ("fields", "share", "sentence"),
     [
         ({}, 1.86, ""),
-        ({}, 1.6, "1.60 CPU seconds a second, the reference 1.90: the machine was busy"),
+        ({}, 1.6, "1.60 CPU seconds per second, the reference 1.90: the machine was busy"),
         ({"launch": "a"}, 1.9, "1 and 10 launches: a launch is one measurement, and each side needs two"),
         ({"device": "H200"}, 1.9, "device H200, the reference's CPU"),
         ({"processes": 2}, 1.9, "processes 2, the reference's 1"),

@@ -132,10 +132,10 @@ def test_what_is_damaged_is_not_unpickled(server, tmp_path):
 @pytest.mark.parametrize("name", ["absent", "explosive"])
 def test_a_failed_download_leaves_nothing_and_says_what_to_do(name, server, tmp_path, monkeypatch):
     monkeypatch.setenv("CIFAR10_URL", server.url + name)
-    said = rf"CIFAR-10 cannot be had in {tmp_path} \(.+\): put {ARCHIVE} there by hand, name .* CIFAR10_URL, or"
+    said = rf"CIFAR-10 cannot be loaded from {tmp_path} \(.+\): put {ARCHIVE} there by hand, name .* CIFAR10_URL, or"
     assert re.match(said, refusal(tmp_path))
     assert not list(tmp_path.iterdir())
-    assert re.match("CIFAR-10 cannot be had in ", refusal("cifar10"))
+    assert re.match("CIFAR-10 cannot be loaded from ", refusal("cifar10"))
     assert not cifar.DATA.exists()
 
 
@@ -222,7 +222,7 @@ def test_only_images_of_ones_own_are_shuffled_and_each_worker_gets_all_classes(t
     ("name", "content", "message"),
     [
         ("test_images", TEST[0][:, :28], r"uint8 \[6, 28, 32, 3\], not"),
-        ("train_labels", 50 * TRAIN[1] + 551, "labels are of 1002 classes"),
+        ("train_labels", 50 * TRAIN[1] + 551, "labels have 1002 classes"),
         ("test_images", np.array([Explosive()], dtype=object), "allow_pickle=False"),
         ("class_names", np.array([*"abcdefghi"]), r"class_names are <U1 \[9\], not 10 different texts"),
     ],
@@ -260,10 +260,10 @@ BLUE = PIXELS[0] * np.array([1, 1, 0], np.uint8)
         ("test_images", PIXELS[2] // 128, "all pixels are 0 or 1"),
         ("test_images", np.concatenate([PIXELS[2][4:], *4 * [FIRST]]), "4 of 300 test images are also training"),
         ("test_images", np.concatenate([PIXELS[2][3:], *3 * [FIRST]]), None),  # a hundredth
-        ("train_images", BLUE, "blue is the same in all pixels: was a channel lost"),
-        ("train_labels", np.maximum(TENTHS, 1), "no training image has label 0, and 10 classes are"),
+        ("train_images", BLUE, "blue is the same in all pixels: check that no channel was lost"),
+        ("train_labels", np.maximum(TENTHS, 1), "no training image has label 0, so one of 10 classes is"),
         ("train_labels", np.append(TENTHS[1:], 255), "245 of the labels 0 to 255 have no training image, 10 .* by 255"),
-        ("test_labels", np.full(300, 4), "no test image has label 0: are the test images"),
+        ("test_labels", np.full(300, 4), "no test image has label 0: check that the test images"),
     ],
 )
 def test_images_and_labels_that_cannot_be_right_have_one_warning_each(part, content, doubt):

@@ -127,12 +127,12 @@ def test_all_campaigns_meet_the_same_machine_in_turn(launches, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--try", "epochs=8 silu.py"], "silu.py is no file; FILE.py comes first"),
+        (["--try", "epochs=8 silu.py"], "silu.py is not a file: write FILE.py first"),
         (["--try", "holdout=0"], "--holdout is not for variants"),
-        (["--try", "epochs=8", "--runs", "2"], "so few say nothing of their spread"),
+        (["--try", "epochs=8", "--runs", "2"], "too few to estimate their spread"),
         (["--try", "filtre_rate=1"], "no option --filtre_rate=1; did you mean --filter_rate"),
-        (["--try", "epochs=8", "--try", "epochs=8"], "has the name epochs=8, as another has"),
-        (["--report"], "--report shows what is there"),
+        (["--try", "epochs=8", "--try", "epochs=8"], "has the name epochs=8 of another variant"),
+        (["--report"], "--report only shows finished runs"),
     ],
 )
 def test_what_cannot_be_an_experiment_is_one_line_and_nothing_is_written(words, message, tmp_path, error_line):
@@ -148,14 +148,14 @@ def test_another_baseline_or_fewer_runs_are_refused_once_there_is_a_run(launches
     capsys.readouterr()
     other = ["--recipe", "muon", "--width", "16", "--out", str(out)]
     assert "with the baseline --recipe muon --holdout=10000" in error_line(main, other)
-    assert "--runs 3 is less than the 4 that are finished" in error_line(main, [*map(str, WORDS), "--out", str(out)])
+    assert "--runs 3 is less than the 4 finished runs" in error_line(main, [*map(str, WORDS), "--out", str(out)])
 
 
 def test_a_variant_is_left_out_and_counts_once_it_has_runs(launches, tmp_path, error_line, capsys):
     """One without a run, as of a mistake, is forgotten; a plan of too many runs can become a shorter one."""
     out = tmp_path / "out"
     run_main(*WORDS, "--try", "epochs=7", "--try", "filter_rate=0.12", "--try", "filter_rate=0.48", out=out)
-    assert "All 3 intervals" in capsys.readouterr().out
+    assert "The 3 intervals" in capsys.readouterr().out
     experiment.write_plan(replace(experiment.read_plan(out), looks=[{"runs": 600, "variants": 3}]), out)
     launches.clear()
     assert run_main(*WORDS, "--drop", "filter_rate=0.48", out=out) == 0
@@ -163,10 +163,10 @@ def test_a_variant_is_left_out_and_counts_once_it_has_runs(launches, tmp_path, e
     shown = capsys.readouterr().out
     assert "Not finished" not in shown
     assert "planned 600 runs of 3 variant(s), now 3 runs of 1 variant(s)." in shown
-    assert "All 2 intervals of a table hold together" in shown
+    assert "The 2 intervals of a table have 99% confidence together" in shown
     assert [*experiment.read_plan(out).variants] == ["filter_rate=0.12"]
     words = [*map(str, WORDS), "--out", str(out), "--drop", "epochs=7"]
-    assert "--drop epochs=7 is no variant of" in error_line(main, words)
+    assert "--drop epochs=7 is not a variant of" in error_line(main, words)
 
 
 def test_a_grid_makes_a_variant_of_each_cell_but_the_baselines(launches, tmp_path, capsys, error_line):
@@ -175,7 +175,9 @@ def test_a_grid_makes_a_variant_of_each_cell_but_the_baselines(launches, tmp_pat
     cells = ["filter_rate=0.12+width=16", "filter_rate=0.12+width=64", "filter_rate=0.24+width=16"]
     assert [*experiment.read_plan(tmp_path / "out").variants] == cells
     shown = capsys.readouterr().out
-    best = re.search(r"Highest mean: (\S+), which .* Within noise of it: (.*) \(99% intervals, all 3 together\)", shown)
+    best = re.search(
+        r"Highest mean: (\S+) \(likely .* Within noise of it: (.*) \(99% intervals, all 3 together\)", shown
+    )
     assert best[1] in cells
     assert {*best[2].split(", ")} == {*cells} - {best[1]}
     for axis in ("width", "width=16,", "=3"):
@@ -189,7 +191,7 @@ def test_what_is_within_noise_of_the_best(tmp_path):
     write_results(tmp_path, counts)
     logs = {name: read_log(f"{tmp_path}/runs.tsv:{name}") for name in counts}
     text = experiment.best_and_equals(logs)
-    assert text.startswith("Highest mean: best, which is likely too high: it was chosen by these runs. Within noise")
+    assert text.startswith("Highest mean: best (likely too high, because the same runs chose it). Within noise")
     assert text.endswith(" of it: near (99% intervals, all 2 together).")
 
 
@@ -250,7 +252,7 @@ def test_at_the_start_it_says_what_the_runs_will_find(launches, tmp_path, capsys
     rows = pd.read_csv(tmp_path / "out" / "runs.tsv", sep="\t").query("campaign == 'baseline'")
     spread = (rows["validation_count"] / 100)[:3].std()
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "standard deviation" in line]
-    found = re.search("deviation of (.*) points: by it, 4 runs of each find a difference of (.*) points four", line)
+    found = re.search("deviation of (.*) points, so 4 runs of each find a difference of (.*) points four", line)
     assert float(found[1]) == pytest.approx(spread, rel=0.05)
     quantiles = stats.t.ppf(0.995, 3) + stats.t.ppf(0.8, 3)
     assert float(found[2]) == pytest.approx(quantiles * spread * np.sqrt(2 / 4), rel=0.05)
@@ -262,7 +264,9 @@ def test_runs_that_differ_by_chance_too_much_are_said_to_find_nothing(tmp_path):
     write_results(tmp_path, {"baseline": [1000, 9000, 5000], "a": [9000, 1500, 5000]})
     logs = {name: read_log(f"{tmp_path}/runs.tsv:{name}") for name in ("baseline", "a")}
     text = compare.compare(logs, "baseline").text
-    assert re.search(r"one of \S+ points .* which nothing makes: runs differ too much by chance, so lower the ", text)
+    assert re.search(
+        r"difference of \S+ points .* no change is so large, because runs differ too much by chance: lower", text
+    )
 
 
 def test_a_variant_that_fails_does_not_stop_the_others(launches, tmp_path, capsys):
@@ -355,7 +359,7 @@ def test_the_tables_are_those_of_compare_best_first_and_the_test_images_come_las
     assert report.text in shown
     assert [report.accuracy[name].word for name in ("a", "b")] == ["better", "worse"]
     assert "Not finished: 5 runs of each are planned." in shown
-    assert shown.partition("come last, once:\n")[2].splitlines()[:2] == [
+    assert shown.partition("last, and only once:\n")[2].splitlines()[:2] == [
         "  cifar10-fast train --recipe muon --campaign=baseline --runs=5",
         "  cifar10-fast train --recipe muon --epochs=8 --campaign=a --runs=5",
     ]

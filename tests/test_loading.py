@@ -201,11 +201,14 @@ def test_fields_of_these_kinds_are_options_and_are_read_again_from_tables_and_we
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("widths: list[int] = None", r"Hyp.widths is of type list\[int\], which is no option's: use int, float"),
-        ("sizes: tuple[int, ...] = ()", "Hyp.sizes is empty, which no option can be"),
+        ("widths: list[int] = None", r"Hyp.widths has the invalid type list\[int\]: use int, float"),
+        ("sizes: tuple[int, ...] = ()", "Hyp.sizes is empty by default"),
         ("order: 'OrderedDict' = None", "a type in Hyp is unknown .*OrderedDict.*: import it"),
         ("seed: int = 0", "Hyp.seed is an option of all programs"),
-        ("nesterov: bool = True", "Hyp.nesterov could not be switched off: use no_nesterov = False"),
+        (
+            "nesterov: bool = True",
+            "Hyp.nesterov is True, so it cannot be set to False: use no_nesterov = False",
+        ),
     ],
 )
 def test_a_field_that_can_be_no_option_is_one_line_when_the_program_is_loaded(line, message, tmp_path):

@@ -77,5 +77,5 @@ def test_a_table_that_pandas_has_saved_is_continued(tiny_npz, tmp_path):
     run_here(*small, 2)
     assert len(read_log(str(path)).runs) == 2
     path.write_text(path.read_text().replace("night\t0.0\t", "night\t0.5\t"))
-    with pytest.raises(ConfigError, match=r"line 2: '0.5' is no run or seed; correct it"):
+    with pytest.raises(ConfigError, match=r"line 2: '0.5' is not a run or seed; correct it"):
         run_here(*small, 2)

@@ -191,7 +191,7 @@ def test_files_that_are_no_photos_leave_the_split_as_it_is(tmp_path, capsys):
     mixed = read_folder(tmp_path / "mixed")
     for array in clean:
         np.testing.assert_array_equal(mixed[array], clean[array])
-    three = r"(\S+/a\d+.xml \(no JPEG, PNG or WebP\)(, )?){3}"
+    three = r"(\S+/a\d+.xml \(not JPEG, PNG or WebP\)(, )?){3}"
     said = rf"Warning: 40 of 52 files cannot be read as photos: {three} and 37 more\n"
     assert re.fullmatch(said, capsys.readouterr().err)
 
@@ -266,10 +266,10 @@ def test_photos_that_cannot_be_read_are_named_and_counted(tmp_path, capsys):
 
 BROKEN = {  # what is done to a folder, and the line that it gives
     "/empty has no photos: add some, or": lambda folder: (folder / "empty").mkdir(),
-    "class 'circles' has no photos that can be read: give it some, JPEG": lambda folder: [
+    "class 'circles' has no photos that can be read: add JPEG": lambda folder: [
         path.write_text("no") for path in (folder / "circles").iterdir()
     ],
-    "class 'circles' has one photo that can be read: give at least two": lambda folder: [
+    "class 'circles' has one photo that can be read: give two or more": lambda folder: [
         path.write_text("no") for path in list((folder / "circles").iterdir())[1:]
     ],
     r"has a class 'a\\nb': rename it": lambda folder: (folder / "circles").rename(folder / "a\nb"),
@@ -314,7 +314,7 @@ def test_a_file_is_written_to_no_folder_of_photos_and_replaces_nothing_else(fold
     for source, target, line in (
         (folder, folder / "circles" / "x.npz", "cannot be written there"),
         (folder, tmp_path / "x.jpg", "does not end with .npz"),
-        (file, tmp_path / "x.npz", "is no folder"),
+        (file, tmp_path / "x.npz", "is not a folder"),
     ):
         with pytest.raises(ConfigError, match=line):
             main([str(source), str(target)])
@@ -436,7 +436,10 @@ def test_evaluation_says_what_is_taken_for_what(weights, file, tmp_path, capsys)
     assert sum(map(int, re.findall(r"taken for [^:]+: (\d+) of", printed))) == 36 - correct > 0
     assert Image.open(drawn[0]).width > 500
     assert drawn[1].read_text().startswith("<?xml")
-    for name, line in (("x.nothing", "has none of the endings"), ("no/x.png", "no is no folder, make it first")):
+    for name, line in (
+        ("x.nothing", "must end with .png or another"),
+        ("no/x.png", "no is not a folder: make it first"),
+    ):
         with pytest.raises(ConfigError, match=line):
             evaluate.main([str(weights), "--confusion", str(tmp_path / name)])
 
@@ -460,7 +463,7 @@ def test_classes_are_matched_by_their_names_or_else_by_their_numbers(weights, fi
     assert labels_of(class_names=SHAPES[::-1]) == [1 - label for label in own]
     assert not capsys.readouterr().err
     assert labels_of() == own
-    assert "do not name their classes: the numbers of classes are taken" in capsys.readouterr().err
+    assert "have no class names: classes are matched by number" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="has a class 'dots', and the weights know circles"):
         labels_of(class_names=["circles", "dots"])
 

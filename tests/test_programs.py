@@ -192,8 +192,8 @@ def test_a_file_that_is_no_program_is_one_line(text, message, tmp_path):
 def test_a_copy_has_a_name_of_its_own_in_tables_and_in_python(tmp_path):
     """So that weights and tables of a copy are never taken for ours, and it replaces no library."""
     for name, recipe, message in (
-        ("muon", "muon", "has a recipe muon, as we have: give it another name"),
-        ("mine", "muon2024", "has a recipe muon2024, as we have"),
+        ("muon", "muon", "has a recipe with our name muon: give it another name"),
+        ("mine", "muon2024", "has a recipe with our name muon2024"),
         ("my muon", "my muon", "has a recipe 'my muon': use letters, digits"),
     ):
         program = load_program(str(copy_with("muon", [], tmp_path / f"{name}.py")))

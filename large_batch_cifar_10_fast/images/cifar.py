@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 by torchvision: found, or downloaded, checked by MD5, unpacked."""
+"""Find CIFAR-10 and CIFAR-100, or download them by torchvision. Check their MD5s and unpack them."""
 
 import contextlib
 import io
@@ -40,7 +40,7 @@ SOURCES = (
 
 
 def find_source(path: Path) -> tuple[Path, Source]:
-    """Return the folder that has a data set, or to which it is downloaded, and which it is. Raise ConfigError."""
+    """Return the folder for a data set, and its source. Raise ConfigError."""
     try:
         return find(path)
     except OSError as error:  # too long a name, or a folder that may not be read
@@ -62,7 +62,7 @@ def find(path: Path) -> tuple[Path, Source]:
         return path, SOURCES[0]
     if path.is_dir():
         photos = f"`cifar10-fast photos {shlex.quote(str(path))} photos.npz` makes a file of photos"
-        raise ConfigError(f"--data {path} has {', '.join(others[:3])}, and a download needs an empty folder; {photos}")
+        raise ConfigError(f"--data {path} has {', '.join(others[:3])}, but a download needs an empty folder; {photos}")
     found = "is another file" if path.exists() else "does not exist"
     archives = " or ".join(source.archive for source in SOURCES)
     raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, or an empty folder for a download")
@@ -81,9 +81,9 @@ def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
 
 
 def fetch(folder: Path, source: Source) -> None:
-    """Download and unpack what is missing of a data set, whose MD5s are checked. Raise ConfigError.
+    """Download and unpack the missing files of a data set, and check their MD5s. Raise ConfigError.
 
-    One process of a machine does so, the others wait. After a failure, a folder that is new is removed.
+    One process of a machine does this, the others wait. After a failure, a new folder is removed.
     """
     from torchvision import datasets
     from torchvision.datasets.utils import check_integrity, extract_archive
@@ -107,7 +107,7 @@ def fetch(folder: Path, source: Source) -> None:
         raise
     except Exception as error:  # torchvision, urllib and tarfile raise nearly anything
         hint = f"put {source.archive} there by hand, name a mirror in {variable}, or try --demo"
-        raise ConfigError(f"{source.name} cannot be had in {folder} ({first_line(error)}): {hint}") from error
+        raise ConfigError(f"{source.name} cannot be loaded from {folder} ({first_line(error)}): {hint}") from error
     finally:
         if is_new:
             with contextlib.suppress(OSError):  # it is not empty
@@ -115,9 +115,9 @@ def fetch(folder: Path, source: Source) -> None:
 
 
 def download(url: str, archive: Path, md5: str) -> None:
-    """Download an archive by torchvision, whose progress bar is shown on terminals only.
+    """Download an archive by torchvision. Show its progress bar on terminals only.
 
-    It gets its name when it is whole: what an interrupted download leaves is never taken for it.
+    The file gets its name when it is complete, so an interrupted download is never used.
     """
     from torchvision.datasets.utils import download_url
 

@@ -1,4 +1,4 @@
-"""Warnings of images and labels that cannot be right, each with its likely cause."""
+"""Warn of suspicious images and labels, with a likely cause."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ def doubts_of(images: Images) -> list[str]:
     found = []
     tests = len(images.test_images)
     if images.train_images.max() <= 1 or images.test_images.max() <= 1:
-        found.append("all pixels are 0 or 1: images are bytes from 0 to 255")
+        found.append("all pixels are 0 or 1: scale images to bytes from 0 to 255")
     train_hash = hash_images(images.train_images)
     test_hash = hash_images(images.test_images)
     copies = int(np.isin(test_hash, train_hash).sum())
@@ -22,7 +22,7 @@ def doubts_of(images: Images) -> list[str]:
         channels = zip(("red", "green", "blue"), some.T, strict=True)
         empty = [name for name, values in channels if np.ptp(values) == 0]
         if empty:
-            found.append(f"{' and '.join(empty)} is the same in all pixels: was a channel lost on the way?")
+            found.append(f"{' and '.join(empty)} is the same in all pixels: check that no channel was lost")
     return found + doubts_of_labels(images)
 
 
@@ -31,16 +31,18 @@ def doubts_of_labels(images: Images) -> list[str]:
     absent = np.flatnonzero(np.bincount(images.train_labels, minlength=classes) == 0)
     untested = np.flatnonzero(np.bincount(images.test_labels, minlength=classes) == 0)
     if absent.tolist() == [0]:
-        return [f"no training image has label 0, and {classes} classes are trained: labels are counted from 0"]
+        return [f"no training image has label 0, so one of {classes} classes is empty: number the labels from 0"]
     if len(absent):
         gaps = f"{len(absent)} of the labels 0 to {classes - 1} have no training image, {absent[0]} among them"
-        return [f"{gaps}: count labels without gaps, and leave out images without a label, which some mark by 255"]
+        return [
+            f"{gaps}: number the labels without gaps, and leave out unlabeled images (some data sets mark them by 255)"
+        ]
     if len(untested) and len(images.test_labels) > 20 * classes:
-        return [f"no test image has label {untested[0]}: are the test images all of a few classes?"]
+        return [f"no test image has label {untested[0]}: check that the test images have all classes"]
     return []
 
 
 def hash_images(images: np.ndarray) -> np.ndarray:
-    """Return a number for each image (int64 [n]), which equal images share."""
+    """Return a hash of each image (int64 [n])."""
     factors = np.random.default_rng(0).integers(2**62, size=384)
     return images.reshape(len(images), -1).view(np.int64) @ factors

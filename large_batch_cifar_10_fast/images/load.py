@@ -19,7 +19,7 @@ ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")  # of a 
 def load_images(data: str = str(DATA), holdout: int = 0) -> Images:
     """Read `--data` into memory; download CIFAR-10 or CIFAR-100 if it is missing. Raise ConfigError.
 
-    With `holdout` the last training images take the place of the test images.
+    With `holdout` the last training images replace the test images.
     """
     path = Path(data)
     if data == SYNTHETIC:
@@ -42,8 +42,8 @@ def fetch_images(data: str) -> None:
 def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[str] = (), holdout: int = 0) -> Images:
     """Return a data set of the ARRAYS, in the order for training. Raise ConfigError.
 
-    CIFAR's own order is a random one, and the shapes' too. Others are shuffled, always alike: worker i % 8 takes image
-    i, and whitening the first ones, so sorted by class each worker would see some classes only.
+    CIFAR's images and the shapes have a random order already. Other images are shuffled, always in the same order:
+    worker i % 8 takes image i, and whitening takes the first images, so they must not be sorted by class.
     """
     train_images, train_labels, test_images, test_labels = arrays
     training_digest, digest = digests_of(arrays)
@@ -79,11 +79,11 @@ def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[s
 
 
 def count_without(holdout: int, labels: np.ndarray) -> int:
-    """Return how many training images are left without the last ones. Raise ConfigError if they lack a class."""
+    """Return the number of remaining training images. Raise ConfigError if they lack a class."""
     count = len(labels) - holdout
     if count < 1 or set(labels[:count]) != set(labels):
         total = f"of {len(labels)} training images"
-        raise ConfigError(f"--holdout {holdout} {total} leaves none of a class to train on: keep out fewer")
+        raise ConfigError(f"--holdout {holdout} {total} leaves none of a class for training: use a smaller number")
     return count
 
 
@@ -110,7 +110,7 @@ def digests_of(arrays: Sequence[np.ndarray]) -> tuple[str, str]:
 
 
 def read_npz(path: Path) -> tuple[list[np.ndarray], list[str]]:
-    """Read a .npz file of ARRAYS, images uint8 [N, 32, 32, 3] and labels [N], and of `class_names`, which may lack.
+    """Read a .npz file of ARRAYS (images uint8 [N, 32, 32, 3], labels [N]) and optional `class_names`.
 
     Return the arrays, labels as int64, and the names. Raise ConfigError.
     """
@@ -129,7 +129,7 @@ def read_npz(path: Path) -> tuple[list[np.ndarray], list[str]]:
 
 
 def check_arrays(arrays: Sequence[np.ndarray]) -> None:
-    """Raise ValueError for arrays that are no data set."""
+    """Raise ValueError if arrays are not a data set."""
     for images, labels in (arrays[:2], arrays[2:]):
         if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3) or not len(images):
             raise ValueError(f"images are {images.dtype} {list(images.shape)}, not uint8 [N, 32, 32, 3]")
@@ -137,9 +137,11 @@ def check_arrays(arrays: Sequence[np.ndarray]) -> None:
             raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}, not integers [{len(images)}]")
         last = int(arrays[1].max())
         if labels.min() < 0 or labels.max() > last:
-            raise ValueError(f"labels are {labels.min()} to {labels.max()}, not 0 to {last}, training's largest")
+            raise ValueError(
+                f"labels are {labels.min()} to {labels.max()}, not 0 to {last}, the largest training label"
+            )
         if not 1 <= last < 1000:
-            raise ValueError(f"labels are of {last + 1} classes, not of 2 to 1000")
+            raise ValueError(f"labels have {last + 1} classes, not 2 to 1000")
 
 
 def check_names(names: np.ndarray | None, classes: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Photos of one's own: a folder per class, of JPEG, PNG and WebP files of any size, as images of 32x32 pixels.
+"""Read your own photos: a folder per class, with JPEG, PNG and WebP files of any size, as images of 32x32 pixels.
 
 photos/CLASS/PHOTO          a fifth of each class are test images, always the same
 photos/train/CLASS/PHOTO    and photos/test/CLASS/PHOTO, or photos/val/CLASS/PHOTO
@@ -33,9 +33,9 @@ Pictures = dict[str, dict[Path, np.ndarray]]  # the pictures of each class, by t
 
 
 def find_photos(folder: Path) -> tuple[Classes, Classes]:
-    """Return the files of the training and test photos of a folder; if it has no such parts, all files and none.
+    """Return the files of the training and test photos of a folder. Without such parts, return all files and none.
 
-    Raise ConfigError if they are no data set.
+    Raise ConfigError if they are not a data set.
     """
     try:
         parts = find_parts(folder)
@@ -56,7 +56,7 @@ def find_photos(folder: Path) -> tuple[Classes, Classes]:
 def find_parts(folder: Path) -> tuple[Path, Path] | None:
     """Return the folders of training and test photos, or None if no folder has such a name.
 
-    Without test photos, validation photos take their place. Raise ConfigError if a part is missing or there twice.
+    Without test photos, use validation photos. Raise ConfigError if a part is missing or occurs twice.
     """
     found: dict[str, Path] = {}
     for path in visible(folder):
@@ -81,7 +81,7 @@ def find_parts(folder: Path) -> tuple[Path, Path] | None:
 
 
 def check_no_parts(folders: Sequence[Path]) -> None:
-    """Raise ConfigError if these folders have the same two or more folders and no files, as parts of a data set."""
+    """Raise ConfigError if these folders look like parts of a data set: all have the same folders, and no files."""
     names = [[path.name for path in visible(folder)] for folder in folders]
     has_folders = all(path.is_dir() for path in visible(folders[0]))
     if has_folders and len(names[0]) > 1 and all(each == names[0] for each in names):
@@ -99,7 +99,7 @@ def files_of_classes(folder: Path) -> Classes:
     folders = [path for path in visible(folder) if path.is_dir()]
     if not 2 <= len(folders) <= MOST_CLASSES:
         found = f"{len(folders)} folder{'s' * (len(folders) != 1)} with photos of a class"
-        raise ConfigError(f"{folder} has {found}: give 2 to {MOST_CLASSES}, each named as its class")
+        raise ConfigError(f"{folder} has {found}: give 2 to {MOST_CLASSES}, each with the name of its class")
     classes = {}
     for path in folders:
         if not path.name.isprintable():
@@ -111,9 +111,9 @@ def files_of_classes(folder: Path) -> Classes:
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and the folders in it, and links that lead nowhere. Raise OSError.
+    """Yield the files in a folder and its subfolders, and broken links. Raise OSError.
 
-    Hidden files, links to folders, and what is no file are left out.
+    Leave out hidden files, links to folders, and special files.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -131,8 +131,8 @@ def walk(folder: Path) -> Iterator[Path]:
 def read_picture(path: Path | str) -> np.ndarray:
     """Return a picture as uint8 [32, 32, 3] (RGB): its shorter side scaled to 32 pixels, then its middle.
 
-    It is turned as its camera says, and transparent parts become white. Pillow raises nearly anything if it is none, or
-    if its header promises more pixels than a picture has.
+    It is rotated by its EXIF orientation, and transparent parts become white. For a damaged or huge file, Pillow raises
+    nearly any exception.
     """
     with Image.open(path, formats=FORMATS) as picture:
         picture.draft(None, (4 * SIZE, 4 * SIZE))  # a large JPEG is decoded at a fraction of its size, which is fast
@@ -143,8 +143,8 @@ def read_picture(path: Path | str) -> np.ndarray:
 def as_rgb(picture: Image.Image) -> Image.Image:
     """Return a picture in RGB, on white where it is transparent.
 
-    Gray pictures of 16 bits, which `convert` would clip, are scaled by their range: microscopes and scanners write 8 or
-    12 bits to such files, which would be almost black.
+    Gray pictures of 16 bits are scaled by their range, because `convert` would clip them. Microscopes and scanners
+    write 8 or 12 bits to such files; without this scale they would be almost black.
     """
     if picture.mode.startswith("I"):
         values = np.asarray(picture)
@@ -161,9 +161,9 @@ def as_rgb(picture: Image.Image) -> Image.Image:
 
 
 def read_photos(train: Classes, test: Classes) -> dict[str, np.ndarray]:
-    """Return the arrays of a .npz file of these photos. Without test photos, a fifth of each class become these.
+    """Return the arrays of a .npz file of these photos. Without test photos, a fifth of each class become test photos.
 
-    Raise ConfigError if a class has too few that can be read.
+    Raise ConfigError if a class has too few readable photos.
     """
     if test:
         parts = {"train": read_classes(train, "train photos"), "test": read_classes(test, "test photos")}
@@ -184,20 +184,20 @@ def read_classes(classes: Classes, what: str) -> Pictures:
     for name, files in classes.items():
         found[name] = {file: images[file] for file in files if file in images}
         if not found[name]:
-            raise ConfigError(f"class {name!r} has no {what} that can be read: give it some, JPEG, PNG or WebP")
+            raise ConfigError(f"class {name!r} has no {what} that can be read: add JPEG, PNG or WebP files")
     return found
 
 
 def split(classes: Pictures) -> dict[str, Pictures]:
-    """Return training and test pictures: of each class a fifth are for the test, and at least one.
+    """Return training and test pictures. A fifth of each class, and at least one picture, are test pictures.
 
-    Hashes of their names choose them, so that new photos make test photos of few that were trained on.
+    Hashes of the names choose them. So if photos are added later, few training photos become test photos.
     """
     train = {}
     test = {}
     for name, images in classes.items():
         if len(images) < 2:
-            raise ConfigError(f"class {name!r} has one photo that can be read: give at least two, to train and to test")
+            raise ConfigError(f"class {name!r} has one photo that can be read: give two or more, to train and to test")
         ranked = sorted(images, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
         chosen = {*ranked[: max(1, round(TEST_SHARE * len(images)))]}
         train[name] = {file: image for file, image in images.items() if file not in chosen}
@@ -206,13 +206,13 @@ def split(classes: Pictures) -> dict[str, Pictures]:
 
 
 def decode(files: Sequence[Path], what: str) -> dict[Path, np.ndarray]:
-    """Return the pictures of those files that can be read, and name the others on STDERR."""
+    """Return the pictures of the readable files. Warn of the others."""
 
     def read_or_say(path: Path) -> np.ndarray | str:
         try:
             return read_picture(path)
         except UnidentifiedImageError:
-            return f"{path} (no JPEG, PNG or WebP)"
+            return f"{path} (not JPEG, PNG or WebP)"
         except Exception as error:  # Pillow raises nearly anything for a damaged file
             return f"{path} ({str(error) or type(error).__name__})"
 

@@ -1,8 +1,8 @@
-"""The runs of a campaign: which are finished, which this launch takes, and under which conditions they are made.
+"""The runs of a campaign: the finished ones, the ones that this launch takes, and their conditions.
 
-Launches beside each other share the runs of a campaign without knowing of each other. A process claims a run before it
-makes it: run N is a record lock on byte N of the file .campaigns/NAME.json. Its text has the conditions of the launches
-that are alive; finished runs have theirs in their rows.
+Parallel launches share the runs of a campaign, but do not communicate. A process claims a run before it makes it: the
+claim on run N is a record lock on byte N of the file .campaigns/NAME.json. The text of this file has the conditions of
+the running launches. The rows of finished runs have their conditions.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def conditions(
     sizes: Mapping[str, str],
     team: Team,
 ) -> dict[str, str]:
-    """Return what all rows of a launch have in common, as texts: recipe, images, code, device, versions."""
+    """Return the values that all rows of a launch share, as texts: recipe, images, code, device, versions."""
     names = " and ".join(sorted(set(team.gather("device", hardware_name(team.device)))))
     teams = teams_on_this_machine(team)
     prefix = f"{teams} teams of " if teams > 1 else ""
@@ -96,13 +96,13 @@ def conditions(
 
 
 def check_processes_agree(options: Options, common: Mapping[str, str], team: Team) -> None:
-    """Raise ConfigError if a process was started with other conditions than the first."""
+    """Raise ConfigError if the conditions of a process differ from those of the first process."""
     plan = {name: str(getattr(options, name)) for name in ("seed", "runs", "no_warmup")}
     first, *others = map(json.loads, team.gather("conditions", json.dumps({**common, **plan})))
     for rank, other in enumerate(others, 1):
         text = differences(other, first, (*CONDITIONS, *plan))
         if text:
-            raise ConfigError(f"process {rank} differs from process 0 in {text}: give all machines the same")
+            raise ConfigError(f"process {rank} differs from process 0 in {text}: give all processes the same options")
 
 
 class Campaign:
@@ -149,7 +149,7 @@ class Campaign:
     # ---- Conditions
 
     def agree(self, values: Mapping[str, str]) -> Row:
-        """Add conditions that the campaign does not have yet. Return all that it has. Raise ConfigError."""
+        """Add conditions that the campaign lacks. Return all its conditions. Raise ConfigError."""
         with locked_byte(self.file, WRITER):
             agreed = {"campaign": self.name, "run": "0", **values, **self.known_conditions()}
             agreed["runs"] = str(max(self.runs, int(agreed.get("runs", 0))))  # asked for, which `status` shows
@@ -162,14 +162,14 @@ class Campaign:
         return agreed
 
     def known_conditions(self) -> Row:
-        """Return the conditions of launches that are alive, else of a finished run; none if there is neither."""
+        """Return the conditions of running launches; without these, of a finished run; without both, none."""
         with contextlib.suppress(ValueError):  # nothing, or half a text of a launch that was killed
             return json.loads(os.pread(self.file, 1 << 20, 0))
         first = next(iter(self.rows.values()), None)
         return as_of_run_0(first) if first else {}
 
     def begin(self, common: Mapping[str, str], program: ModuleType) -> None:
-        """Agree on the conditions. Raise ConfigError if those of the campaign are others."""
+        """Agree on the conditions. Raise ConfigError if they differ from the campaign's."""
         self.common |= common
         agreed = self.agree({name: common[name] for name in (*AGREED, "commit")})
         known = [agreed, *self.rows.values()]
@@ -177,13 +177,13 @@ class Campaign:
         check_conditions(known, self.common, AGREED)
 
     def computed_with(self, compile: bool, no_graph: bool) -> None:
-        """Note how steps are computed. Raise ConfigError if the campaign's are computed otherwise."""
+        """Record how steps are computed. Raise ConfigError if this differs from the campaign's earlier runs."""
         self.common |= {"compile": str(compile), "no_graph": str(no_graph)}
         agreed = self.agree({name: self.common[name] for name in (*AGREED, *COMPUTED, "commit")})
         check_conditions([agreed, *self.rows.values()], self.common, COMPUTED)
 
     def check_code(self, known: Iterable[Row], program: ModuleType) -> None:
-        """Raise ConfigError, after the changed lines, if conditions differ in nothing but the texts of what runs."""
+        """Show the changed lines and raise ConfigError, if conditions differ only in the text of the code."""
         for row in map(as_of_run_0, known):
             text = differences(self.common, row, AGREED)
             if text and text == differences(self.common, row, ["code", "core"]):
@@ -208,14 +208,15 @@ class Campaign:
         self.epochs.append({**self.common, "run": run, **epoch})
 
     def add_run(self, run: int, row: Mapping[str, object]) -> None:
-        """Append a finished run; wait for a full disk, and raise LostError if it stays full.
+        """Append a finished run. If the disk is full, wait. If it stays full, raise LostError.
 
-        Where locks have no effect, another launch may have made the run, too: then warn.
+        Without record locks, another launch may have made the same run: then warn.
         """
         with contextlib.suppress(ConfigError):  # of a table that someone edited: first this row must be written
             self.read_rows()
         if run in self.rows:
-            warn(f"another launch has made run {run}, too: use an --out of its own, since locks have no effect here")
+            doubled = f"another launch has also made run {run}, because locks have no effect here"
+            warn(f"{doubled}: give each launch its own --out")
             return
         self.rows[run] = {name: str(value) for name, value in {**self.common, **row}.items()}
         accuracy = float(self.rows[run]["validation_accuracy"])
@@ -235,7 +236,7 @@ class Campaign:
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], about: Row, for_use: Mapping[str, object]) -> None:
-    """Write weights, the row of their run, and what it takes to use them. Wait for a full disk, or raise LostError."""
+    """Write weights, the row of their run, and the data `for_use`. If the disk stays full, raise LostError."""
     on_cpu = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
     content = io.BytesIO()  # to a file torch.save raises errors that do not say why
     torch.save({"weights": on_cpu, "about": about, **for_use}, content)

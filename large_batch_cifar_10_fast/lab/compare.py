@@ -1,12 +1,15 @@
-"""Compare campaigns with a reference: what differs, means with 99% confidence intervals, and what they show.
+"""Compare campaigns with a reference: differences in conditions, means with 99% confidence intervals, and verdicts.
 
     cifar10-fast compare night/runs.tsv day/runs.tsv published
 
-The last is the reference, unless --reference names one. A runs.tsv alone is shown, not compared: each of its campaigns,
-whether it is running, and how long it still takes. Each is a runs.tsv (FILE:CAMPAIGN for another campaign than its
-last, FILE:* for all), several of them that are taken together (`a/runs.tsv,b/runs.tsv` or the pattern '*/runs.tsv'), a
-run log, a DAWNBench table, or `published`: Apple's 50 runs of apple2019 on CIFAR-10. Exit status: 0 none is shown to be
-worse, 1 one is worse (in accuracy, or in time on the same devices), 2 unreadable.
+The reference is the last campaign, or the one that --reference names. A single runs.tsv is not compared: the command
+lists its campaigns and their progress. A campaign is one of
+  FILE             the last campaign of a runs.tsv, a run log, or a DAWNBench table
+  FILE:CAMPAIGN    a campaign of a runs.tsv; FILE:* is all of them as one
+  a/runs.tsv,b/runs.tsv or '*/runs.tsv'    several tables as one
+  published        Apple's 50 runs of apple2019 on CIFAR-10
+
+Exit status: 0 none is worse, 1 one is worse (in accuracy, or in time on the same devices), 2 unreadable.
 """
 
 import math
@@ -30,16 +33,17 @@ LARGE = 5  # points of accuracy: runs that find no less are of little use
 TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
 BUSY = 0.95  # of the other side's CPU seconds a second: less is no equal share of the machine
 MEANINGS = {
-    "code": "the program was changed, or is another",
-    "core": "core/ or images/, which all programs use, were changed",
+    "code": "the programs differ",
+    "core": "core/ or images/ differ, which all programs use",
     "digest": "the images differ",
 }
 HEAD = ("n", "mean ± std", "difference", "99% interval", "p", "verdict")
-LOOKING = "p holds for a number of runs chosen before looking. Adding runs until p is small finds chance differences."
+LOOKING = "p is valid if you chose the number of runs before you looked. "
+LOOKING += "If you add runs until p is small, you will find differences that are chance."
 
 
 class Verdict(NamedTuple):
-    """What the runs of a campaign show beside the reference's, in one quantity."""
+    """The verdict on a campaign in one quantity, compared with the reference."""
 
     word: str  # better, worse, equivalent, no difference shown; "-" if they are not compared
     found: Comparison | None = None
@@ -57,7 +61,7 @@ class Report(NamedTuple):
 def compare(
     logs: Mapping[str, Log], reference: str, margin: float = MARGIN, tests: int = 0, markdown: bool = False
 ) -> Report:
-    """Compare logs, by name, with the one that is the reference. `tests` are made together; by default all these."""
+    """Compare logs with the reference log, all by name. Bonferroni's correction is for `tests`, or one per log."""
     as_table = in_markdown if markdown else in_columns
     base = logs[reference]
     sides = {name: log for name, log in logs.items() if name != reference}
@@ -150,11 +154,11 @@ def few_launches(mine: Log, reference: Log) -> str:
 
 
 def busy_machine(mine: Log, reference: Log) -> str:
-    """Return how one side had less of the CPU than the other, or "". On a GPU this says little about times."""
+    """Return a text if one side had less of the CPU than the other, or "". On a GPU this says little about times."""
     if not mine.conditions.get("device", "").startswith("CPU"):
         return ""
     a, b = ((log.runs["cpu_seconds"] / log.runs["seconds"]).mean() for log in (mine, reference))
-    shares = f"{a:.2f} CPU seconds a second, the reference {b:.2f}"
+    shares = f"{a:.2f} CPU seconds per second, the reference {b:.2f}"
     return f"{shares}: the machine was busy, or one side waits more" if min(a, b) < BUSY * max(a, b) else ""
 
 
@@ -164,7 +168,7 @@ def judge(
     """Compare two samples, unless something forbids it."""
     found = None if why_not else compare_means(mine, reference, tests)
     if found and found.low == found.high != 0:
-        return Verdict("-", why_not="all differences are equal, which few runs on few images may have by chance")
+        return Verdict("-", why_not="all differences are equal, which can be chance with few runs or images")
     if not found:
         return Verdict("-", why_not=why_not or "a single run has no spread")
     return Verdict(verdict(found, more_is_better, margin), found)
@@ -225,7 +229,7 @@ def differing_lines(sides: Mapping[str, Log], base: Log) -> str:
 
 
 def program_text(log: Log) -> list[str]:
-    """Return the lines of the program that its campaign stored; none if it did not."""
+    """Return the lines of the program that the campaign stored, or none."""
     code = log.conditions.get("code", "")
     for path, _ in find_files(log.name):
         text = Path(path).with_name(f"source-{code}.py")
@@ -237,7 +241,7 @@ def program_text(log: Log) -> list[str]:
 def table_of(
     title: str, samples: Mapping[str, pd.Series], verdicts: Mapping[str, Verdict], reference: str
 ) -> list[tuple[str, ...]]:
-    """Return a quantity of all campaigns as cells. Beside a difference stands the mean of the runs that it is of."""
+    """Return the table of a quantity as cells. A line with a paired difference has the mean of the paired runs."""
     cells: list[tuple[str, ...]] = [(title, *HEAD)]
     for name, sample in samples.items():
         verdict = verdicts.get(name)
@@ -306,34 +310,33 @@ def meaning(
     unclear = [each.found for each in verdicts[ACCURACY].values() if each.found and each.word.startswith("no ")]
     if unclear:
         largest = max(found.detectable for found in unclear)
-        found = f"one of {largest:.2g} points of accuracy would be found four times in five"
+        found = f"these runs find a difference of {largest:.2g} points of accuracy four times in five"
         notes.append(f"No difference shown: {found}{hint_if_large(largest)}.")
     notes.append("± is the standard deviation over runs.")
     if any(found.pairs for found in compared.values()):
         notes.append("Differences of accuracy are means over pairs of runs with the same seed (Student's t test).")
     if not all(found.pairs for found in compared.values()):
-        notes.append("Differences of accuracy without common seeds are between means of all runs (Welch's t test).")
+        notes.append("Without common seeds, differences of accuracy are between means of all runs (Welch's t test).")
     for name, pair in compared.items():
         if 0 < pair.pairs < base.count:
-            notes.append(
-                f"The {pair.pairs} runs of {reference} in pairs with {name} have a mean of {pair.reference:.3f}."
-            )
+            shared = f"The {pair.pairs} runs of {reference} that share seeds with {name}"
+            notes.append(f"{shared} have a mean of {pair.reference:.3f}.")
     notes.append(
         f"Equivalent: the interval lies within {margin:g} points of accuracy, or {TIME_MARGIN:.0%} of the time."
     )
-    notes.append("Better or worse: it does not, and it leaves out 0.")
+    notes.append("Better or worse: the interval does not, and it excludes 0.")
     if tests > 1:
         notes.append(
-            f"All {tests} intervals of a table hold together with 99% (Bonferroni); p is multiplied by {tests}."
+            f"The {tests} intervals of a table have 99% confidence together (Bonferroni); p is multiplied by {tests}."
         )
     if any(differences(log.conditions, base.conditions, ["images", "digest"]) for log in sides.values()):
-        notes.append("Images may differ: the intervals are of chance over runs, not of how hard the images are.")
+        notes.append("Images may differ: the intervals cover chance over runs, but not the difficulty of the images.")
     notes += fewer_images(logs)
     return [*notes, LOOKING]
 
 
 def fewer_images(logs: Mapping[str, Log]) -> list[str]:
-    """Say of campaigns that were tested on fewer images than others how far their mean depends on the images."""
+    """Return a note on each campaign that was tested on fewer images than others: how far its mean depends on them."""
     counts = {name: int(log.conditions.get("test_images", 0)) for name, log in logs.items()}
     most = max(counts.values())
     notes = []
@@ -342,17 +345,18 @@ def fewer_images(logs: Mapping[str, Log]) -> list[str]:
             share = accuracies(logs[name]).mean() / 100
             error = 100 * math.sqrt(share * (1 - share) / count)
             few = f"{name} was tested on {count} images, others on {most}"
-            chance = f"with other {count} images its mean would be about {error:.1g} points higher or lower"
-            notes.append(f"{few}: {chance} (standard deviation), which no interval here covers.")
+            chance = f"Another {count} images would change its mean by about {error:.1g} points (standard deviation)"
+            notes.append(f"{few}. {chance}. The intervals do not cover this.")
     return notes
 
 
 def hint_if_large(detectable: float) -> str:
-    """Return what to do if so many points of accuracy are the least that runs can find."""
+    """Return what to do if runs can only find a large difference, in points of accuracy."""
     if detectable < LARGE:
         return ""
-    cause = "which few changes make" if detectable < 100 else "which nothing makes"
-    return f", {cause}: runs differ too much by chance, so lower the learning rate, or train on more images or epochs"
+    cause = "few changes are so large" if detectable < 100 else "no change is so large"
+    advice = "lower the learning rate, or train on more images or epochs"
+    return f"; {cause}, because runs differ too much by chance: {advice}"
 
 
 # ---- The command
@@ -361,9 +365,11 @@ def hint_if_large(detectable: float) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = command_parser(__doc__)
     parser.add_argument("campaigns", nargs="+", metavar="CAMPAIGN")
-    parser.add_argument("--reference", default="", metavar="CAMPAIGN", help="with which the others are compared")
+    parser.add_argument(
+        "--reference", default="", metavar="CAMPAIGN", help="campaign to compare with (default: the last)"
+    )
     parser.add_argument("--margin", type=float, default=MARGIN, help="points of accuracy that are equivalent (0.1)")
-    parser.add_argument("--markdown", action="store_true", help="tables as Markdown, to put into a document")
+    parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write all runs, with a column for each option")
     options = parser.parse_args(arguments)
     if not options.margin > 0:

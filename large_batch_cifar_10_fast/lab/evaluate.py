@@ -1,8 +1,8 @@
-"""Test weights that --save wrote: accuracy of each class, what is taken for what, and the surest errors.
+"""Test saved weights: accuracy of each class, confusions, and the most confident errors.
 
     cifar10-fast evaluate weights.pt --data photos.npz --confusion confusion.png --errors errors.png
 
-All test images of --data are predicted in float32, with the test-time augmentation of the recipe.
+It predicts all test images of --data in float32, with the test-time augmentation of the recipe.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def count_confusions(labels: Tensor, answers: Tensor, classes: int) -> Tensor:
 
 
 def largest_confusions(counts: Tensor, classes: Sequence[str]) -> list[str]:
-    """Return texts of the most frequent errors, by their number."""
+    """Return texts of the most frequent confusions, most frequent first."""
     errors = counts - counts.diag().diag()
     frequent = errors.flatten().topk(min(MOST_CONFUSIONS, errors.numel()))
     texts = []
@@ -60,7 +60,7 @@ def as_table(counts: Tensor, classes: Sequence[str]) -> str:
 
 
 def draw_confusions(counts: Tensor, classes: Sequence[str]) -> Figure:
-    """Draw the matrix: a row for each class, with the shares of its images that were taken for each class."""
+    """Draw the confusion matrix: each row has a class, and the shares of its images by predicted class."""
     is_small = len(classes) <= MOST_WRITTEN
     size = max(5.0, 0.42 * len(classes)) if is_small else min(24.0, max(8.0, 0.16 * len(classes)))
     figure = Figure(figsize=(size + 1.5, size + 1), dpi=150, layout="constrained")
@@ -82,7 +82,7 @@ def draw_confusions(counts: Tensor, classes: Sequence[str]) -> Figure:
 
 
 def draw_errors(images: Tensor, labels: Tensor, probabilities: Tensor, classes: Sequence[str]) -> Figure:
-    """Draw the errors with the highest probabilities, surest first."""
+    """Draw the errors with the highest probabilities, highest first."""
     sure, answers = probabilities.max(1)
     wrong = (answers != labels).nonzero()[:, 0]
     surest = wrong[sure[wrong].argsort(descending=True, stable=True)][:ERRORS].tolist()
@@ -100,12 +100,12 @@ def draw_errors(images: Tensor, labels: Tensor, probabilities: Tensor, classes: 
 
 
 def check_picture(path: Path, option: str) -> None:
-    """Raise ConfigError if a picture could not be written, before anything takes time."""
+    """Raise ConfigError early if a picture could not be written."""
     formats = FigureCanvasAgg.filetypes
     if path.suffix[1:].lower() not in formats:
-        raise ConfigError(f"{option} {path} has none of the endings {', '.join(formats)}: choose one, .png say")
+        raise ConfigError(f"{option} {path} must end with .png or another of {', '.join(formats)}")
     if not path.resolve().parent.is_dir():
-        raise ConfigError(f"{option} {path} cannot be written: {path.parent} is no folder, make it first")
+        raise ConfigError(f"{option} {path} cannot be written: {path.parent} is not a folder: make it first")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -114,8 +114,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--data", default=str(DATA), help="as for training (default: CIFAR-10)")
     parser.add_argument("--device", default="", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     parser.add_argument("--program", default="", help="FILE.py of a program of your own")
-    parser.add_argument("--confusion", type=Path, metavar="PICTURE", help="what is taken for what: .png, .svg or .pdf")
-    parser.add_argument("--errors", type=Path, metavar="PICTURE", help="the surest errors, in the same formats")
+    parser.add_argument("--confusion", type=Path, metavar="PICTURE", help="the confusion matrix: .png, .svg or .pdf")
+    parser.add_argument("--errors", type=Path, metavar="PICTURE", help="the most confident errors, in the same formats")
     options = parser.parse_args(arguments)
     for option, path in (("--confusion", options.confusion), ("--errors", options.errors)):
         if path:

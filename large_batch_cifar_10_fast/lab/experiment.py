@@ -1,12 +1,12 @@
-"""From an idea to a verdict: make runs of a baseline and of variants in turn, and say which are better.
+"""Make runs of a baseline and of variants in turn, and say which variants are better.
 
     cifar10-fast experiment --recipe muon --width 16 --runs 6 --try "filter_rate=0.12" --try "my_muon.py epochs=8"
 
-The baseline is a recipe with options, as for `train`. A variant is options that change it, or a program FILE.py, with
-options if need be. --grid filter_rate=0.12,0.24 --grid width=16,24 makes a variant of each pair of values. All are
-tested on training images that are kept out (--holdout), so that the test images are still new at the end. The same
-command continues an experiment that was interrupted; more --runs or --try add to it, which is a second look; --drop
-leaves a variant out. --out gets the tables and logs of the runs, and a picture.
+The baseline is a recipe with options, as for `train`. A variant is a list of options, a program FILE.py, or both.
+--grid filter_rate=0.12,0.24 --grid width=16,24 makes a variant of each pair of values. All runs are tested on training
+images that are kept out (--holdout), so the test images are still new at the end. The same command continues an
+interrupted experiment. More --runs or --try extend it; this is a second look. --drop leaves a variant out. The folder
+--out has the tables and logs of the runs, and a picture.
 """
 
 import itertools
@@ -78,10 +78,10 @@ def words_of_variant(text: str) -> tuple[str, list[str]]:
     except ValueError as error:  # an opened quotation
         raise ConfigError(f'--try "{text}": {error}') from error
     if program and not Path(program).expanduser().is_file():
-        raise ConfigError(f'--try "{text}": {program} is no file; FILE.py comes first, then name=value')
+        raise ConfigError(f'--try "{text}": {program} is not a file: write FILE.py first, then name=value')
     for option in options:
         if not re.match(r"\w+(=|$)", option):
-            raise ConfigError(f'--try "{text}": {option} is no option like name=value')
+            raise ConfigError(f'--try "{text}": {option} is not of the form name=value')
     words = [f"--{option}" for option in options]
     names = options
     if program:
@@ -93,7 +93,7 @@ def words_of_variant(text: str) -> tuple[str, list[str]]:
 
 
 def cells_of(baseline: Sequence[str], axes: Sequence[str]) -> list[str]:
-    """Return a variant for each combination of values, but for the baseline's own. Raise ConfigError."""
+    """Return a variant for each combination of values, except the baseline's own. Raise ConfigError."""
     columns = []
     for axis in axes:
         option, sign, values = axis.partition("=")
@@ -108,13 +108,15 @@ def cells_of(baseline: Sequence[str], axes: Sequence[str]) -> list[str]:
 def make_plan(baseline: Sequence[str], texts: Sequence[str], dropped: Sequence[str], runs: int, out: Path) -> Plan:
     """Return the plan of an experiment, new or continued. Raise ConfigError if it cannot be one.
 
-    Of an earlier plan's variants, those are kept that have a run and are not dropped.
+    Variants of an earlier plan stay if they have a run and are not dropped.
     """
     variants: dict[str, list[str]] = {}
     for text in texts:
         name, words = words_of_variant(text)
         if name in variants or name == BASELINE:
-            raise ConfigError(f'--try "{text}" has the name {name}, as another has: leave it out, or rename the file')
+            raise ConfigError(
+                f'--try "{text}" has the name {name} of another variant: leave it out, or rename the file'
+            )
         variants[name] = words
     made = {name: len(rows) for name, rows in rows_of(out).items()}
     begun = read_plan(out) if made else None  # without a run there is nothing to continue
@@ -124,17 +126,17 @@ def make_plan(baseline: Sequence[str], texts: Sequence[str], dropped: Sequence[s
         raise ConfigError(f"{out} has an experiment with the baseline {was}: give the same, or another --out")
     for name, words in variants.items():
         if name in made and before.variants.get(name, words) != words:
-            raise ConfigError(f"{out} has another variant {name}: choose another --out")
+            raise ConfigError(f"{out} has a different variant {name}: choose another --out")
     unknown = [name for name in dropped if name not in before.variants]
     if unknown:
-        raise ConfigError(f"--drop {unknown[0]} is no variant of {out}, which has {', '.join(before.variants)}")
+        raise ConfigError(f"--drop {unknown[0]} is not a variant of {out}: name one of {', '.join(before.variants)}")
     kept = {name: words for name, words in before.variants.items() if name in made}
     variants = {name: words for name, words in {**kept, **variants}.items() if name not in dropped}
     if not variants:
         raise ConfigError('there is nothing to compare: give a variant, like --try "filter_rate=0.12"')
     most = max((made.get(name, 0) for name in (BASELINE, *variants)), default=0)
     if runs < most:
-        raise ConfigError(f"--runs {runs} is less than the {most} that are finished: give as many or more")
+        raise ConfigError(f"--runs {runs} is less than the {most} finished runs: give {most} or more")
     look = {"runs": runs, "variants": len(variants)}
     looks = before.looks if before.looks[-1:] == [look] else [*before.looks, look]
     return Plan(list(baseline), variants, looks)
@@ -154,11 +156,11 @@ def read_plan(out: Path) -> Plan | None:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise an error for what is no plan of ours."""
+    """Raise an error if a plan has no looks, or values of wrong types."""
     words = [*plan.baseline, *(word for added in plan.variants.values() for word in added)]
     counts = [look[name] for look in plan.looks for name in ("runs", "variants")]
     if not counts or {*map(type, words)} != {str} or {*map(type, counts)} != {int}:
-        raise ValueError("it is no plan of an experiment")
+        raise ValueError("it is not the plan of an experiment")
 
 
 def write_plan(plan: Plan, out: Path) -> None:
@@ -172,7 +174,7 @@ def write_plan(plan: Plan, out: Path) -> None:
 
 
 def check_commands(plan: Plan) -> None:
-    """Raise ConfigError for a command line that a program would refuse."""
+    """Raise ConfigError for an invalid command line."""
     for name in OWN + ALIKE:
         given = plan.campaigns if name in OWN else plan.variants
         if any(re.fullmatch(f"--{name}(=.*)?", word) for words in given.values() for word in words):
@@ -246,12 +248,12 @@ class Part:
 
 
 def make_runs(plan: Plan, out: Path, teams: int) -> dict[str, str]:
-    """Make the missing runs. Each team takes a part of a campaign; then the next, of the one with the fewest runs, so
-    that all meet the same machine.
+    """Make the missing runs. Return how campaigns failed.
 
-    A part has as many runs as take ten times the time of a start, but at most half of a campaign, and a team's share of
-    what is left. A variant that fails is left out from then on, and nothing is made without the baseline. Return how
-    campaigns failed.
+    Each team takes a part of the campaign with the fewest runs, then the next part. So the campaigns take turns, and
+    all run on the machine in the same state. The runs of a part take ten times as long as its start. But a part has at
+    most half of a campaign, and at most a team's share of the remaining runs. A variant that fails gets no more runs.
+    If the baseline fails, the experiment stops.
     """
     failed: dict[str, str] = {}
     making: dict[int, Part] = {}
@@ -300,7 +302,7 @@ def make_runs(plan: Plan, out: Path, teams: int) -> dict[str, str]:
 
 
 def start_part(plan: Plan, out: Path, name: str, runs: int, teams: int, team: int) -> Part:
-    """Start a team on the missing ones of the first so many runs of a campaign. Raise ConfigError."""
+    """Start a team on the missing runs of a campaign of `runs` runs. Raise ConfigError."""
     path = out / f"{name}.log"
     words = [*precision_of(out), *plan.campaigns[name], f"--campaign={name}", f"--runs={runs}", f"--out={out}"]
     try:
@@ -315,16 +317,16 @@ def words_of_runs(before: int, target: int) -> str:
 
 
 def say_progress(plan: Plan, out: Path, before: int, seconds: float) -> None:
-    """Say how many runs are made, and about how long the others take, by those of the last seconds."""
+    """Print how many runs are finished, and an estimate for the others from the last `seconds`."""
     planned = plan.runs * len(plan.campaigns)
     made = sum(len(rows) for name, rows in rows_of(out).items() if name in plan.campaigns)
     if made > before:
         minutes = (planned - made) * seconds / (made - before) / 60
-        print(f"{made} of {planned} runs are made; the others take about {minutes:.0f} minutes", file=sys.stderr)
+        print(f"{made} of {planned} runs are finished; the others take about {minutes:.0f} minutes", file=sys.stderr)
 
 
 def say_what_is_found(plan: Plan, out: Path) -> bool:
-    """Say on STDERR which difference the planned runs would find, by the spread of the baseline's; return if known."""
+    """Print the difference that the planned runs can find, from the baseline's spread. Return whether it is known."""
     if len(rows_of(out).get(BASELINE, [])) < ENOUGH:
         return False
     log = read_log(f"{out}/runs.tsv:{BASELINE}")
@@ -332,7 +334,7 @@ def say_what_is_found(plan: Plan, out: Path) -> bool:
         return False
     spread = accuracies(log).std()
     least = detectable(math.sqrt(2 / plan.runs) * spread, plan.runs - 1, len(plan.variants))
-    text = f"the baseline's runs have a standard deviation of {spread:.2g} points: by it, {plan.runs} runs of each find"
+    text = f"the baseline's runs have a standard deviation of {spread:.2g} points, so {plan.runs} runs of each find"
     print(f"{text} a difference of {least:.2g} points four times in five{hint_if_large(least)}", file=sys.stderr)
     return True
 
@@ -355,7 +357,7 @@ def read_logs(plan: Plan, out: Path) -> dict[str, Log]:
 
 
 def best_and_equals(logs: Mapping[str, Log]) -> str:
-    """Return which campaign has the highest mean, and which are within noise of it; "" of fewer than three."""
+    """Return which campaign has the highest mean, and which are within noise of it; "" for fewer than three."""
     compared = {name: accuracies(log) for name, log in logs.items() if not log.diverged}
     if len(compared) < 3:
         return ""
@@ -367,11 +369,11 @@ def best_and_equals(logs: Mapping[str, Log]) -> str:
             near.append(name)
     within = f"Within noise of it: {', '.join(near)}" if near else "None is within noise of it"
     together = f"99% intervals, all {len(compared) - 1} together"
-    return f"Highest mean: {best}, which is likely too high: it was chosen by these runs. {within} ({together})."
+    return f"Highest mean: {best} (likely too high, because the same runs chose it). {within} ({together})."
 
 
 def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict]) -> str:
-    """Return what is known of the looks, and what is to be done last."""
+    """Return notes on the best variant, the looks, and the final test."""
     notes = [best_and_equals(logs)] if len(logs) > 2 else []
     if len(logs) < len(plan.campaigns) or any(log.count < plan.runs for log in logs.values()):
         notes.append(f"Not finished: {plan.runs} runs of each are planned. --drop NAME leaves a variant out.")
@@ -379,11 +381,11 @@ def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict
         look = ORDINALS.get(len(plan.looks), f"{len(plan.looks)}th")
         texts = ["{runs} runs of {variants} variant(s)".format(**look) for look in plan.looks]
         notes.append(f"{look} look: planned {', then '.join(texts[:-1])}, now {texts[-1]}.")
-        notes.append("Each look finds chance differences; the intervals hold for a single one.")
+        notes.append("Each look can find differences that are chance; the intervals hold for one look.")
     else:
         notes.append("Runs and variants were planned before the first run (experiment.json).")
     better = [name for name, verdict in verdicts.items() if verdict.word == "better"][:1]
-    notes.append("The test images come last, once:")
+    notes.append("Use the test images last, and only once:")
     for name in (BASELINE, *better):
         words = [word for word in plan.campaigns[name] if not word.startswith("--holdout")]
         words += [f"--campaign={name}", f"--runs={plan.runs}"]
@@ -395,7 +397,7 @@ def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict
 
 
 def swept_option(plan: Plan, logs: Mapping[str, Log]) -> tuple[str, dict[str, float]]:
-    """Return the option of which two or more variants are values, and its value by campaign; or "" and nothing."""
+    """Return the option that two or more variants set, and its value by campaign; or "" and {}."""
     pairs = {}
     for name, words in plan.variants.items():
         option, _, value = words[0].removeprefix("--").partition("=")
@@ -500,12 +502,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--try", dest="variants", action="append", default=[], metavar="CHANGE", help="a variant")
     parser.add_argument("--grid", action="append", default=[], metavar="NAME=VALUES", help="a variant for each value")
     parser.add_argument("--drop", action="append", default=[], metavar="NAME", help="leave out a variant that has runs")
-    parser.add_argument("--runs", type=int, default=12, help="runs of each, chosen before looking (12)")
+    parser.add_argument("--runs", type=int, default=12, help="runs of each, chosen before you look (12)")
     parser.add_argument("--out", type=Path, default=Path("experiment"), help="folder of the experiment (experiment)")
     parser.add_argument("--holdout", type=int, default=HOLDOUT, help="training images to test on (10000)")
     parser.add_argument("--margin", type=float, default=MARGIN, help="points of accuracy that are equivalent (0.1)")
-    parser.add_argument("--markdown", action="store_true", help="tables as Markdown, to put into a document")
-    parser.add_argument("--report", action="store_true", help="make no runs: show those that are there")
+    parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
+    parser.add_argument("--report", action="store_true", help="make no runs; show the finished ones")
     options, baseline = parser.parse_known_args(arguments)
     if not options.margin > 0:
         parser.error(f"--margin {options.margin} must be greater than 0")
@@ -513,16 +515,16 @@ def main(arguments: Sequence[str]) -> int:
     failed: dict[str, str] = {}
     if options.report:
         if baseline or options.variants or options.grid or options.drop:
-            raise ConfigError("--report shows what is there: give it no more than --out and --margin")
+            raise ConfigError("--report only shows finished runs: give no options but --out, --margin and --markdown")
         plan = read_plan(out)
         if not plan:
-            raise ConfigError(f"--report: there is no experiment in {out}: name its folder by --out")
+            raise ConfigError(f"--report: there is no experiment in {out}: name its folder with --out")
     else:
         if options.runs < 3:
-            raise ConfigError(f"--runs {options.runs}: so few say nothing of their spread, give at least 3")
+            raise ConfigError(f"--runs {options.runs} is too few to estimate their spread: give at least 3")
         if options.holdout < 1:
             raise ConfigError(
-                f"--holdout {options.holdout}: keep out at least one training image, or test images decide"
+                f"--holdout {options.holdout} would choose on the test images: keep out at least one training image"
             )
         words = [*baseline, f"--holdout={options.holdout}"]
         variants = [*options.variants, *cells_of(words, options.grid)]

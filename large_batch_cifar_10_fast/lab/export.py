@@ -2,9 +2,9 @@
 
     cifar10-fast export weights.pt model.onnx
 
-It needs `pip install onnx onnxscript`. Input `images` is uint8 [n, 32, 32, 3] (RGB) for any n. Output `probabilities`
-is float32 [n, classes], the mean over the views that the recipe evaluates; or with --logits `logits` of the images as
-they are, for less work. The file's metadata have `classes`, the names of the classes as JSON, and `recipe`.
+It needs `pip install onnx onnxscript`. The input `images` is uint8 [n, 32, 32, 3] (RGB) for any n. The output
+`probabilities` is float32 [n, classes], with the recipe's test-time augmentation. With --logits, the output is `logits`
+without test-time augmentation, which is faster. The file's metadata are `classes` (class names as JSON) and `recipe`.
 """
 
 import json
@@ -35,11 +35,11 @@ class Probabilities(nn.Module):
 
 
 def export_onnx(model: Classifier, path: Path, logits: bool = False) -> None:
-    """Write a network to an ONNX file. Raise ConfigError if packages lack, or the network cannot be exported."""
+    """Write a network to an ONNX file. Raise ConfigError if packages are missing or the export fails."""
     if path.suffix.lower() != ".onnx":
-        raise ConfigError(f"{path} does not end with .onnx: choose a name that does, to overwrite nothing else")
+        raise ConfigError(f"{path} does not end with .onnx: choose another name")
     if not path.resolve().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: {path.parent} is no folder, make it first")
+        raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder: make it first")
     try:
         import onnx
         import onnxscript  # noqa: F401  # which torch needs
@@ -74,7 +74,9 @@ def main(arguments: Sequence[str]) -> None:
     parser = command_parser(__doc__)
     parser.add_argument("weights", help="file that --save wrote")
     parser.add_argument("onnx", type=Path, metavar="FILE.onnx")
-    parser.add_argument("--logits", action="store_true", help="of the images as they are, instead of probabilities")
+    parser.add_argument(
+        "--logits", action="store_true", help="write logits without test-time augmentation, instead of probabilities"
+    )
     parser.add_argument("--program", default="", help="FILE.py of a program of your own")
     options = parser.parse_args(arguments)
     export_onnx(load(options.weights, options.program), options.onnx, options.logits)

@@ -1,4 +1,4 @@
-"""The lines of a launch: on STDOUT the log, on STDERR progress. And what is written of each epoch and run."""
+"""Print the log of a launch to STDOUT and its progress to STDERR. Write each epoch and run to the tables."""
 
 import contextlib
 import math
@@ -36,9 +36,9 @@ LONG_SILENCE = 60  # seconds after which an epoch is one all the same
 
 
 class Recorder:
-    """What a launch writes and shows, on rank 0.
+    """The output of a launch, on rank 0.
 
-    Of several teams on a machine, all print their runs, and the first one the head of the log.
+    With several teams on a machine, each team prints its runs. The first team also prints the head of the log.
     """
 
     def __init__(self, options: Options, team: Team, common: dict[str, str], campaign: Campaign | None) -> None:
@@ -57,8 +57,8 @@ class Recorder:
     def ready(self, machine: Machine, epochs: int, flop: float) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
 
-        A run has so many epochs and floating-point operations.
-        Raise ConfigError if the runs finished before were compiled, or replayed graphs, and now that failed.
+        `epochs` and `flop` (floating-point operations) are those of a run.
+        Raise ConfigError if earlier runs were compiled or used graphs, and this launch does not.
         """
         self.machine = machine
         self.run_epochs = epochs
@@ -108,7 +108,7 @@ class Recorder:
             self.show_epoch(epoch, rate)
 
     def show_epoch(self, epoch: Epoch, rate: float) -> None:
-        """Without a terminal, show an epoch as a line if it took ten seconds, or none was shown for a minute."""
+        """Without a terminal, print an epoch if it took ten seconds, or if a minute passed without a line."""
         clock = self.machine.clock
         is_long = clock.last("training") + clock.last("validation") >= LONG_EPOCH
         if self.bar.disable and (is_long or time.monotonic() - self.shown > LONG_SILENCE):
@@ -118,9 +118,9 @@ class Recorder:
             show(f"{text}{epoch.seconds:.0f} s of training so far")
 
     def finish(self, last: Epoch, images: int, for_use: Mapping[str, object]) -> None:
-        """Write and print a finished run, which trained on so many images: its row, its curve, and the last weights.
+        """Write and print a finished run: its row, its curve, and the weights of the last run.
 
-        `for_use` is saved with the weights.
+        The run trained on so many images. `for_use` is saved with the weights.
         """
         if not self.campaign:
             return
@@ -146,7 +146,9 @@ class Recorder:
             with warned("timing_log.tsv"):
                 self.campaign.write_curve(self.epochs)
             if self.campaign.has_others:
-                print_line(f"# timing_log.tsv in {self.campaign.out} has this run now, not another campaign's")
+                print_line(
+                    f"# timing_log.tsv in {self.campaign.out} now has this run, and no longer another campaign's"
+                )
         if self.run == self.options.runs - 1 and self.options.save:
             save_weights(Path(self.options.save), last.network.state_dict(), finished, for_use)
         if last.diverged:
@@ -169,7 +171,7 @@ class Recorder:
         row = self.campaign.rows.get(last)
         by_another = row and row["launch"] != self.common["launch"] and last not in self.finished_before
         if self.options.save and by_another:
-            warn(f"--save {self.options.save}: another launch made run {last}, and has its weights")
+            warn(f"--save {self.options.save}: another launch made run {last}, so its weights are not saved here")
         if rows := self.requested_rows():
             print_summary(rows)
 
@@ -192,7 +194,7 @@ class Recorder:
             own = "normalized by the training images' own mean {} and std {}".format(*images.normalization)
             print_line(f"# {images.classes} classes, {own}")
         if images.is_shuffled:
-            print_line("# training images in a random order that is always the same, whatever their own")
+            print_line("# training images are shuffled, in the same order each time")
         for doubt in doubts_of(images):
             warn(f"--data {self.options.data}: {doubt}")
         print_line(f"# recipe {common['recipe']} {common['options']}")
@@ -202,12 +204,12 @@ class Recorder:
             print_line(f"# campaign {common['campaign']}, {finished}")
 
     def requested_rows(self) -> list[Row]:
-        """Return the rows of the finished runs that this launch was asked for."""
+        """Return the rows of the finished runs among the first --runs."""
         rows = self.campaign.rows if self.campaign else {}
         return [rows[run] for run in sorted(rows) if run < self.options.runs]
 
     def warn_of_hours(self, expected: float) -> None:
-        """Warn if the missing runs take long, which take about so many seconds each."""
+        """Warn if the missing runs take long. `expected` is the estimate for one run, in seconds."""
         missing = self.campaign.missing if self.campaign and self.team.is_first else []
         if expected > LONG and missing and not self.options.demo:
             hours = expected * len(missing) / 3600
@@ -250,7 +252,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def warned(name: str) -> Iterator[None]:
-    """Warn once if the body cannot write a file. The runs go on."""
+    """Warn once if the body cannot write a file. Training continues."""
     try:
         yield
     except (OSError, ConfigError) as error:

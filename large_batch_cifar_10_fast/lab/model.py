@@ -1,4 +1,4 @@
-"""A trained network for use: weights that --save wrote, with normalization, names of classes and views."""
+"""A trained network for use: saved weights with normalization, class names and test-time augmentation."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -48,9 +48,9 @@ class Classifier(nn.Module):
 
     @torch.no_grad()
     def logits(self, images: Tensor | np.ndarray) -> Tensor:
-        """Return logits [n, C], the mean over the views that the program evaluates at the end of a run.
+        """Return logits [n, C], with the recipe's test-time augmentation.
 
-        Raise ConfigError for other images than bytes [n, 32, 32, 3], or one [32, 32, 3].
+        Raise ConfigError unless images are uint8 [n, 32, 32, 3], or one [32, 32, 3].
         """
         images = as_images(images).to(next(self.network.parameters()).device)
         if not len(images):
@@ -75,7 +75,7 @@ def as_images(images: Any) -> Tensor:
         tensor = tensor[None]
     if tensor.dtype != torch.uint8 or tensor.shape[1:] != (32, 32, 3):
         kind = str(tensor.dtype).removeprefix("torch.")
-        how = "give bytes (0 to 255), uint8 [n, 32, 32, 3] of RGB, as api.read_picture makes of a file"
+        how = "give bytes (0 to 255), uint8 [n, 32, 32, 3] of RGB; api.read_picture reads a file"
         raise ConfigError(f"images are {kind} {list(tensor.shape)}: {how}")
     return tensor
 
@@ -83,16 +83,18 @@ def as_images(images: Any) -> Tensor:
 def load(weights: Path | str, program: Path | str = "") -> Classifier:
     """Return the network that --save wrote, on the CPU, in float32 and evaluation mode.
 
-    Our own programs are found by name; of another, `program` is the file. Raise ConfigError for another file.
+    `program` is the file of a program of your own. Raise ConfigError if `weights` are no such file.
     """
     try:
         saved = torch.load(weights, map_location="cpu", weights_only=True)
         if isinstance(saved, dict) and saved and all(isinstance(value, Tensor) for value in saved.values()):
             how = "read it with torch.load(FILE, weights_only=True) and load_state_dict of the program's Network"
-            raise ConfigError(f"{weights} has weights alone, as earlier versions wrote them: {how}")
+            raise ConfigError(f"{weights} has only weights, as in earlier versions: {how}")
         name = saved["about"]["recipe"]
         if not program and name not in PROGRAMS:
-            raise ConfigError(f"{weights} is of a program {name}: give its file, program='{name}.py' (--program)")
+            raise ConfigError(
+                f"{weights} was saved by a program {name}: give its file, program='{name}.py' (--program)"
+            )
         code = load_program(str(program or name))
         model = Classifier(saved, code)
     except ConfigError:
@@ -105,14 +107,14 @@ def load(weights: Path | str, program: Path | str = "") -> Classifier:
     ]
     if changed:
         other = " and ".join(changed)
-        warn(f"{weights} is of another version of {other}: if the network changed, so do predictions")
+        warn(f"{weights} was saved by another version of {other}: if the network changed, predictions change")
     if not all(weight.isfinite().all() for weight in saved["weights"].values()):
-        warn(f"{weights} has numbers that are not finite, since its run diverged: it predicts nothing")
+        warn(f"{weights} has numbers that are not finite, because its run diverged: its predictions are useless")
     return model.eval()
 
 
 def test_images(model: Classifier, data: str) -> tuple[Tensor, Tensor]:
-    """Return the test images of `data`, uint8 [n, 32, 32, 3], and the places of their classes among the model's.
+    """Return the test images of `data`, uint8 [n, 32, 32, 3], and their labels as indices of the model's classes.
 
     Raise ConfigError for a class that the model does not know.
     """
@@ -130,7 +132,7 @@ def test_images(model: Classifier, data: str) -> tuple[Tensor, Tensor]:
         few = f"the weights know {len(model.classes)} classes, and {data} has {len(names)}"
         raise ConfigError(f"{few}: give images of the same classes")
     else:
-        warn(f"the weights or {data} do not name their classes: the numbers of classes are taken for the same")
+        warn(f"the weights or {data} have no class names: classes are matched by number")
     return torch.from_numpy(images.test_images), labels
 
 

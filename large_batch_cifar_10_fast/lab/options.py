@@ -32,14 +32,14 @@ class Options:
 
     runs: int = 1  # runs, each with fresh weights; run i uses seed + i
     seed: int = 0  # seed of run 0
-    campaign: str = ""  # name of the campaign, of which missing runs are made (default: date and time)
-    resume: bool = False  # short for --campaign with the name of the last one in --out
+    campaign: str = ""  # name of the campaign; its missing runs are made (default: date and time)
+    resume: bool = False  # continue the last campaign in --out
     data: str = str(DATA)  # cifar10, cifar100 (downloaded), synthetic, or FILE.npz, which `photos` makes of a folder
-    holdout: int = 0  # test on the last N training images, which are then not trained on; 0: on the test images
+    holdout: int = 0  # test on the last N training images instead of the test images; 0: off
     out: str = "."  # folder for runs.tsv, epochs.tsv and timing_log.tsv
     save: str = ""  # file for the weights and running statistics of the last run
-    device: Literal["", "cuda", "cpu"] = ""  # the GPUs if there are any, else the CPU
-    precision: Literal["", "fp16", "bf16", "tf32", "fp32", "fp64"] = ""  # default: on GPUs Hyp.half, else bf16 or fp32
+    device: Literal["", "cuda", "cpu"] = ""  # default: the GPUs if there are any, otherwise the CPU
+    precision: Literal["", "fp16", "bf16", "tf32", "fp32", "fp64"] = ""  # default: GPU Hyp.half, CPU bf16 or fp32
     micro_batches: int = 1  # forward and backward passes per step; more need less memory
     compile: bool = False  # compile the network (default on GPUs, and on a CPU for runs over ten minutes)
     no_compile: bool = False  # do not compile
@@ -47,8 +47,8 @@ class Options:
     no_warmup: bool = False  # skip the untimed warm-up; the first run is then slower
     small: bool = False  # the recipe at a small size, for experiments on a CPU (docs/experiments.md)
     demo: bool = False  # the default recipe, small, on synthetic images, in fp32 and not compiled
-    profile: int = 0  # steps to profile, of a first epoch and instead of runs: trace.json and the costliest kernels
-    nproc: int = 0  # processes on this machine (of a team); 0: as many as fit its GPUs or cores
+    profile: int = 0  # profile so many steps instead of making runs: write trace.json, print the costliest kernels
+    nproc: int = 0  # processes of a team on this machine; 0: as many as fit its GPUs or cores
     teams: int = 1  # groups of processes that share the runs, each with its own GPUs or cores
     timeout: int = 3600  # seconds that processes wait for each other
 
@@ -61,7 +61,9 @@ class Options:
         for name in ("data", "out", "save"):
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))  # a shell leaves `--out=~/x` alone
             if not os.path.abspath(getattr(self, name)).isprintable():
-                raise ConfigError(f"--{name} {getattr(self, name)!a} cannot stand in a table: use printable characters")
+                raise ConfigError(
+                    f"--{name} {getattr(self, name)!a} has characters that cannot be printed: choose another name"
+                )
         if not re.fullmatch(r"[\w.:+=-]{0,100}", self.campaign):
             raise ConfigError(f"--campaign {self.campaign!a}: use letters, digits and . : + = - _, at most 100")
         if self.compile and self.no_compile:
@@ -103,7 +105,7 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
     add_options(parser.add_argument_group("settings"), Options)
     parser.add_argument("--version", action="version", version=version())
     if any(word.endswith("=--") for word in arguments):  # of which versions of Python make different things
-        raise ConfigError("-- is no value of an option")
+        raise ConfigError("-- is not a value of an option: give another")
     if "--small" in arguments:
         small = getattr(hyp, "small", "")
         if not small:
@@ -115,13 +117,13 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
     given = vars(found)
     if "demo" in given:
         if not demo:
-            raise ConfigError(f"--demo is apple2019, small, not {name}: leave out one of them")
+            raise ConfigError(f"--demo trains a small apple2019, not {name}: leave out --demo or --recipe")
         given = demo | given
     return make(Options, given), make(hyp, given)
 
 
 def hint_for_option(word: str, hyp: Any) -> str:
-    """Return which options may be meant by one that there is not: the nearest, or the recipe's learning rates."""
+    """Return a hint for an unknown option: the nearest option, or the recipe's learning rates."""
     option = word.partition("=")[0]
     rates = [f"--{field.name}" for field in fields(hyp) if re.search("(^|_)(lr|rate)(_|$)", field.name)]
     if rates and re.fullmatch("--((.*_)?lr(_.*)?|(learning_)?rate)", option):
@@ -147,13 +149,15 @@ def check_fields(name: str, hyp: Any) -> None:
         if field.default is MISSING:
             raise ConfigError(f"recipe {name}: Hyp.{field.name} has no default: write {field.name}: TYPE = VALUE")
         if field.default == ():
-            raise ConfigError(f"recipe {name}: Hyp.{field.name} is empty, which no option can be: use X | None = None")
+            raise ConfigError(f"recipe {name}: Hyp.{field.name} is empty by default: use X | None = None")
         if field.default is True:
-            raise ConfigError(f"recipe {name}: Hyp.{field.name} could not be switched off: use no_{field.name} = False")
+            raise ConfigError(
+                f"recipe {name}: Hyp.{field.name} is True, so it cannot be set to False: use no_{field.name} = False"
+            )
         if kind is not bool and not reader_of(field.name, kind):
             shown = kind.__name__ if isinstance(kind, type) and not get_args(kind) else kind
             known = "int, float, str, bool, a Literal, tuple[X, ...] or X | None"
-            raise ConfigError(f"recipe {name}: Hyp.{field.name} is of type {shown}, which is no option's: use {known}")
+            raise ConfigError(f"recipe {name}: Hyp.{field.name} has the invalid type {shown}: use {known}")
 
 
 def make(owner: Any, given: dict[str, Any]) -> Any:
@@ -213,7 +217,7 @@ def without_none(kind: Any) -> Any:
 
 
 def choices_of(kind: Any) -> list | None:
-    """Return the values that an option of this type has; None if they are not a few that the type lists."""
+    """Return the choices of an option of this type; None if the type does not list them."""
     if is_optional(kind):
         choices = choices_of(without_none(kind))
         return [*choices, None] if choices else None
@@ -228,7 +232,7 @@ def partial_named(name: str, function: Callable, *arguments: Any) -> Callable[[s
 
 
 def read_choice(choices: Sequence[Any], text: str) -> Any:
-    """Return the choice with this text; the text itself if there is none, which argparse refuses."""
+    """Return the choice with this text. If there is none, return the text; argparse then reports an error."""
     for choice in choices:
         with contextlib.suppress(ValueError):
             if type(choice)(text) == choice:
@@ -241,7 +245,7 @@ def read_list(name: str, kind: type, text: str) -> tuple:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
         what = "whole numbers, like 24,24,28,32" if kind is int else "numbers, like 1,1,0.7"
-        raise ConfigError(f"--{name} {text} is no list of {what}") from None
+        raise ConfigError(f"--{name} {text} is not a list of {what}") from None
 
 
 def read_or_none(reader: Callable[[str], Any], text: str) -> Any:
@@ -266,7 +270,7 @@ def as_pairs(options: Any) -> str:
 
 
 def from_texts(texts: Mapping[str, object], owner: Any) -> dict[str, object]:
-    """Return those of stored options that are fields of a dataclass, also if they are texts."""
+    """Return the stored options that are fields of a dataclass. Their values may be texts."""
     found = {}
     for field in fields(owner):
         if field.name in texts:
@@ -278,7 +282,7 @@ def from_texts(texts: Mapping[str, object], owner: Any) -> dict[str, object]:
 
 
 def as_words(options: Mapping[str, object]) -> list[str]:
-    """Return options as words of a command line. None and False are options that are not given."""
+    """Return options as words of a command line. Leave out options that are None or False."""
     words = []
     for name, value in options.items():
         if value is True:
@@ -294,7 +298,7 @@ def check_save(save: str) -> None:
     try:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if save and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            raise OSError(f"{folder} is not a folder that you may write")
+            raise OSError(f"{folder} is not a folder with write access")
         # torch.save writes this name first.
         if save and path.exists() and not (path.is_file() and b"/data.pkl" in path.open("rb").read(300)):
             raise OSError("it would replace another file")

@@ -1,10 +1,10 @@
-"""Make a .npz file of photos, to train on by `--data`: scaled to 32x32 pixels, with the names of their folders.
+"""Make a .npz file of photos for `--data`: images of 32x32 pixels, with their folders' names as classes.
 
     cifar10-fast photos FOLDER photos.npz
 
-FOLDER/CLASS/PHOTO: a fifth of each class are test images, always the same; or FOLDER/train/CLASS/PHOTO and
-FOLDER/test/CLASS/PHOTO (or training, testing, val). Photos are JPEG, PNG and WebP of any size. Nothing is written to
-FOLDER.
+If FOLDER has photos as CLASS/PHOTO, a fifth of each class become test images, always the same ones. Or it has parts:
+train/CLASS/PHOTO and test/CLASS/PHOTO (or training, testing, val). Photos are JPEG, PNG and WebP files of any size. The
+command does not change FOLDER.
 """
 
 import shutil
@@ -26,11 +26,11 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     file = options.file.resolve()
     if not options.folder.is_dir():
-        raise ConfigError(f"{options.folder} is no folder: name one with a folder of photos for each class")
+        raise ConfigError(f"{options.folder} is not a folder: name one with a folder of photos for each class")
     if file.suffix != ".npz":
         raise ConfigError(f"{options.file} does not end with .npz: choose a name that does")
     if not file.parent.is_dir() or file.is_relative_to(options.folder.resolve()):
-        raise ConfigError(f"{options.file} cannot be written there: choose another folder that exists")
+        raise ConfigError(f"{options.file} cannot be written there: choose a folder that exists, outside of the photos")
     train, test = find_photos(options.folder)
     needed = sum(map(len, (*train.values(), *test.values()))) * SIZE**2 * 3  # bytes, at most
     free = shutil.disk_usage(file.parent).free

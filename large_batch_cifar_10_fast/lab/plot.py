@@ -2,8 +2,8 @@
 
     cifar10-fast plot night/runs.tsv day/runs.tsv --panels accuracy work --published --out picture.png
 
-Each is what `compare` reads; of `runs.tsv:*` each campaign is drawn. Lines are medians over runs, with those that are
-not finished, and their shade is the range. Panels without data are left out.
+`compare --help` describes CAMPAIGN. For `runs.tsv:*` the command draws each campaign of the table. Lines are medians
+over runs and shades are ranges; both include unfinished runs. Panels without data are left out.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def table_of(log: Log, label: str, color: str) -> pd.DataFrame:
 
 
 def draw_medians(axes: Axes, table: pd.DataFrame, x: str, y: str, **how: Any) -> None:
-    """Draw the median over runs of a column against another, and its range; of the training loss its median alone."""
+    """Draw the median over runs of a column against another, and its range. The training loss has no range."""
     values = table.groupby(x)[y]
     low = values.min()
     high = values.max()
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = command_parser(__doc__)
     parser.add_argument("files", nargs="+", metavar="CAMPAIGN")
     parser.add_argument("--panels", nargs="+", choices=PANELS, default=[*PANELS], help="default: all")
-    parser.add_argument("--labels", nargs="+", metavar="LABEL", help="one for each campaign that is drawn, in order")
+    parser.add_argument("--labels", nargs="+", metavar="LABEL", help="names of the campaigns, in order")
     parser.add_argument("--published", action="store_true", help="add the published runs of apple2019, in grey")
     parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
     options = parser.parse_args(arguments)

@@ -1,11 +1,11 @@
-"""Say what pictures show, by weights that --save wrote.
+"""Predict the classes of pictures with saved weights.
 
     cifar10-fast predict weights.pt cat.jpg dog.png FOLDER --csv table.csv
 
-A line for each picture, also of a folder: its file, and the three most probable classes with their probabilities. A
-picture of any size is scaled to 32x32 pixels as photos are for training.
+The command prints a line for each picture: the file, and the three most probable classes with their probabilities. It
+reads all pictures in a folder. Pictures of any size are scaled to 32x32 pixels, like photos for training.
 
-Exit status: 0, 1 if some pictures cannot be read, or 2 if none can.
+Exit status: 0 all pictures are read, 1 some cannot be read, 2 none can be read.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ MOST = 3  # classes of a line
 
 
 def find_pictures(paths: Sequence[Path]) -> list[Path]:
-    """Return these files, and those in these folders. Raise ConfigError."""
+    """Return the files among these paths, and all files in the folders among them. Raise ConfigError."""
     found = []
     try:
         for path in paths:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser(__doc__)
     parser.add_argument("weights", help="file that --save wrote")
     parser.add_argument("pictures", nargs="+", type=Path, metavar="PICTURE", help="JPEG, PNG or WebP, or a folder")
-    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="table of the same classes")
+    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write the classes to a table")
     parser.add_argument("--program", default="", help="FILE.py of a program of your own")
     options = parser.parse_args(arguments)
     pictures = find_pictures(options.pictures)

@@ -15,7 +15,7 @@ from .program import load_program, recipe_of, run_program
 
 
 def main() -> None:
-    """Run the program that is this process's main file. It is loaded anew: what runs is the text that is recorded."""
+    """Load the program in this process's main file again and run it, so the recorded text is the text that runs."""
     if FINDER.folder:
         raise ConfigError("the program calls main() when it is loaded: put it under `if __name__ == '__main__':`")
     with exit_process():

@@ -1,4 +1,4 @@
-"""--profile N: where the time of N steps goes, instead of a run."""
+"""--profile N: measure N steps by kernel instead of making runs."""
 
 import os
 from collections.abc import Iterator, Sequence

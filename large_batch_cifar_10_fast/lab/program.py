@@ -1,4 +1,4 @@
-"""From a command line to the missing runs of a campaign: what the last line of each program calls.
+"""Make the missing runs of a campaign from a command line. The last line of each program calls this module.
 
 A program is a Python file with
 
@@ -141,7 +141,7 @@ def make_runs(
             if last.diverged:
                 break
         if last is None:
-            raise ConfigError("the program's run(seed) has yielded no epoch: yield an Epoch after each")
+            raise ConfigError("run(seed) of the program has yielded no Epoch: yield one after each epoch")
         check_weights_agree(last.network, number, team)
         recorder.finish(last, images, for_use)
         number = next_run(campaign, team, f"after run {number}")
@@ -154,7 +154,7 @@ def check_weights_agree(network: nn.Module, run: int, team: Team) -> None:
     sums = team.gather(f"weights of run {run}", checksum(network))
     others = [rank for rank, each in enumerate(sums) if each != sums[0]]
     if others:
-        wrong = f"after run {run} the weights of process {others[0]} are not those of process 0, so it does not count"
+        wrong = f"after run {run} the weights of process {others[0]} differ from process 0's, so the run does not count"
         raise ConfigError(f"{wrong}: test memory and links of the machines, or try --no_compile")
 
 
@@ -181,10 +181,10 @@ def as_trained_on(images: Images, options: Options, team: Team) -> Images:
 
 
 def warn_of_weights(options: Options, campaign: Campaign) -> None:
-    """Warn if --save names a file that is not there, and the run whose weights it gets is finished."""
+    """Warn if the file --save is missing, but the run with its weights is already finished."""
     last = options.runs - 1
     if options.save and not os.path.exists(options.save) and last in campaign.rows:
-        warn(f"--save {options.save}: run {last} is finished, and its weights are not made again")
+        warn(f"--save {options.save}: run {last} is already finished, so its weights cannot be saved")
 
 
 # ---- The command line
@@ -234,18 +234,18 @@ def recipe_of(arguments: Sequence[str], default: str = "apple2019") -> str:
 
 
 def read_command(program: ModuleType, arguments: Sequence[str]) -> tuple[str, Options, Any]:
-    """Return the recipe's name, the options and the hyper-parameters that a command line asks of a program.
+    """Return the recipe's name, the options and the hyper-parameters of a command line.
 
-    A recipe is named as its program's file, or is one of the program's further `SETS` of hyper-parameters.
+    A recipe has the name of its program's file, or a name in the program's further `SETS` of hyper-parameters.
     """
     own = file_of(program).stem
     sets = sets_of(program)
     recipe = recipe_of(arguments, own)
     name = Path(recipe).stem if recipe.endswith(".py") else recipe
     if name not in sets:
-        raise ConfigError(f"--recipe {recipe} is not of {file_of(program).name}, which has {', '.join(sets)}")
+        raise ConfigError(f"--recipe {recipe} is not in {file_of(program).name}: use {', '.join(sets)}")
     if name in PROGRAMS and file_of(program).resolve().parent != PACKAGE:  # its results would be taken for ours
-        raise ConfigError(f"{file_of(program)} has a recipe {name}, as we have: give it another name")
+        raise ConfigError(f"{file_of(program)} has a recipe with our name {name}: give it another name")
     if not re.fullmatch(r"[\w.+-]+", name):
         raise ConfigError(f"{file_of(program)} has a recipe {name!a}: use letters, digits and . + - _")
     demo = getattr(program, "DEMO", {}) if name == own else {}
@@ -266,18 +266,18 @@ def file_of(program: ModuleType) -> Path:
 
 
 def hyp_class(recipe: str) -> Any:
-    """Return the class of a recipe's hyper-parameters; None if it is none of ours."""
+    """Return the class of hyper-parameters of one of our recipes; None for another recipe."""
     return sets_of(load_program(recipe))[recipe] if recipe in PROGRAMS else None
 
 
 def stored_hyp(program: ModuleType, recipe: str, values: Mapping[str, object]) -> Any:
-    """Return the hyper-parameters that were stored with weights or in a table, also as texts. Raise ConfigError."""
+    """Return hyper-parameters that were stored with weights or in a table, perhaps as texts. Raise ConfigError."""
     hyp = sets_of(program).get(recipe, program.Hyp)
     return parse_options(as_words(from_texts(values, hyp)), recipe, hyp, {})[1]
 
 
 def flop_of_conditions(conditions: Mapping[str, str], images: int) -> float:
-    """Return the floating-point operations of a run of ours, by its recipe and options; NaN if it is not ours."""
+    """Return the floating-point operations of a run from its recipe and options; NaN if the recipe is not ours."""
     recipe = conditions.get("recipe", "")
     if recipe not in PROGRAMS:
         return math.nan
@@ -294,9 +294,11 @@ def workers_of(hyp: Any) -> int:
 
 
 def check_counts(count: int, tests: int, team: Team, hyp: Any) -> None:
-    """Raise ConfigError if so many training images are too few for a step, or test images for a process to have one."""
+    """Raise ConfigError if there are too few training images for a step, or fewer test images than processes."""
     if tests < team.world_size:
-        raise ConfigError(f"{team.world_size} processes need as many test images, not {tests}: use fewer processes")
+        raise ConfigError(
+            f"{team.world_size} processes need one test image each, there are {tests}: use fewer processes"
+        )
     needed = team.total_workers * hyp.batch_size
     if needed > count:
         step = f"{team.total_workers} workers x --batch_size {hyp.batch_size} = {needed} images a step"
@@ -310,13 +312,13 @@ def warn_of_few_steps(count: int, team: Team, hyp: Any) -> None:
     images_of_step = team.total_workers * hyp.batch_size
     steps = count // images_of_step
     if steps < FEW_STEPS and images_of_step > SMALL_STEP:
-        team.warn(f"{count} training images make {steps} steps an epoch, which teach little: {hint_for(count, hyp)}")
+        team.warn(f"{count} training images make {steps} steps an epoch, too few to learn: {hint_for(count, hyp)}")
 
 
 def hint_for(count: int, hyp: Any) -> str:
-    """Return what to do about so few training images."""
+    """Return advice for so few training images."""
     if count >= FEWEST and hasattr(hyp, "fit_to"):
-        return f"try {hyp.fit_to(count)} (as many steps as on CIFAR-10, at as high a rate for each image)"
+        return f"try {hyp.fit_to(count)} (as many steps and the same rate per image as on CIFAR-10)"
     return "use a smaller batch, fewer workers or more images"
 
 
@@ -342,7 +344,7 @@ def sizes_of(program: ModuleType, hyp: Any, images: Images, flop: float) -> dict
 
 
 def estimate_seconds(flop: float, processes: int, precision: str) -> float:
-    """Return about how long a run takes on the cores of so many processes."""
+    """Return an estimate of the seconds of a run on the cores of so many processes."""
     cores = torch.get_num_threads() * processes
     return flop / (CORE * cores) / (BF16 if precision == "bf16" else 1)
 
@@ -350,7 +352,8 @@ def estimate_seconds(flop: float, processes: int, precision: str) -> float:
 def choose_computation(options: Options, half: str, flop: float, team: Team) -> Options:
     """Choose precision and compilation where they were not given. All processes must call this.
 
-    The demo is in fp32 and not compiled. Else a GPU compiles, and a CPU if a run takes ten minutes by an estimate.
+    The demo is in fp32 and not compiled. Otherwise a GPU compiles. A CPU compiles if a run takes an estimated ten
+    minutes or more.
     """
     asked = options.precision or ("fp32" if options.demo else "")
     precision = precision_on_gpu(asked, half, team) if team.on_gpu else precision_on_cpu(asked, team)
@@ -360,7 +363,7 @@ def choose_computation(options: Options, half: str, flop: float, team: Team) -> 
 
 
 def in_precision_of(campaign: Campaign | None, options: Options, team: Team) -> Options:
-    """Return the options with the precision that the campaign's first launch chose: a busy machine measures another.
+    """Return the options with the precision of the campaign's first launch, because a busy machine may choose another.
 
     All processes must call this.
     """

@@ -1,4 +1,4 @@
-"""Results: read those of a campaign into one `Log`.
+"""Read the results of a campaign into one `Log`.
 
 A campaign's results are its runs.tsv (several are taken together), the lines on STDOUT (ours and the published ones),
 or a DAWNBench table, such as timing_log.tsv.
@@ -100,7 +100,7 @@ def each_campaign(source: str) -> list[str]:
 
 
 def campaigns_in(path: Path) -> list[str]:
-    """Return the campaign of each row of a runs.tsv or epochs.tsv; of another file, or none, nothing."""
+    """Return the campaign of each row of a runs.tsv or epochs.tsv; [] for another or missing file."""
     text = read_text(path) if path.is_file() else ""
     if not text.startswith("campaign\t"):
         return []
@@ -111,8 +111,8 @@ def campaigns_in(path: Path) -> list[str]:
 def read_log(source: str, unfinished: bool = False) -> Log:
     """Read `published`, a file by its content, or several runs.tsv (`a/runs.tsv,b/runs.tsv` or `*/runs.tsv`) as one.
 
-    `FILE:CAMPAIGN` reads another campaign of a runs.tsv than its last, `FILE:*` all as one. With `unfinished` the
-    epochs of unfinished runs count, too, and a runs.tsv may have no finished run. Raise ConfigError for a damaged file.
+    `FILE` reads the last campaign of a runs.tsv, `FILE:CAMPAIGN` another, and `FILE:*` all as one. With `unfinished`
+    epochs of unfinished runs count, and a runs.tsv may have no finished run. Raise ConfigError for a damaged file.
     """
     several = [file for part in source.split(",") for file in find_files(part) or [(part, "")]]
     files = find_files(source) or [*dict.fromkeys(several)]
@@ -133,7 +133,7 @@ def read_log(source: str, unfinished: bool = False) -> Log:
             return from_runs(source, tables, unfinished)
     except (OSError, ValueError, KeyError) as error:  # a folder, a picture; errors of pandas name the line
         raise ConfigError(f"{source}: cannot be read ({first_line(error)})") from error
-    raise ConfigError(f"{source}, line 1: neither run log, nor runs.tsv, nor DAWNBench table")
+    raise ConfigError(f"{source}, line 1: it is not a run log, a runs.tsv or a DAWNBench table")
 
 
 def read_text(path: Path) -> str:
@@ -183,7 +183,8 @@ def make_log(name: str, runs: pd.DataFrame, conditions: dict[str, str], epochs: 
 def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame], unfinished: bool) -> Log:
     """Read the named, the last or all (`*`) campaigns of each table, as one.
 
-    Raise ConfigError if conditions differ or a seed recurs, or for a campaign without runs, which `unfinished` allows.
+    Raise ConfigError if conditions differ or a seed occurs twice. Without `unfinished`, also raise it for a campaign
+    without runs.
     """
     parts: dict[tuple[str, str], pd.DataFrame] = {}
     left_out = []
@@ -206,7 +207,9 @@ def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame], unfin
     for line, row in alike.to_dict("index").items():
         other = conditions_of(row)
         if differing := differences(other, conditions, [n for n in other if n not in (*MAY_DIFFER, "images")]):
-            raise ConfigError(f"{line} differs from {alike.index[0]} in {differing}: they cannot be taken together")
+            raise ConfigError(
+                f"{line} differs from {alike.index[0]} in {differing}: they cannot be read as one campaign"
+            )
         conditions = other | conditions
     for seed, lines in rows.groupby("seed").groups.items():
         if len(lines) > 1:
@@ -275,7 +278,7 @@ def from_lines(path: str, text: str) -> Log:
 
 
 def from_rounded(path: str, table: pd.DataFrame, summary: str, conditions: dict[str, str]) -> Log:
-    """Return the log of printed runs. By accuracies of three decimals only a summary can count the runs at 94%."""
+    """Return the log of printed runs. If accuracies have three decimals, only the summary tells the runs at 94%."""
     runs = numbers(table, {"accuracy": (0, 1), **SECONDS, **LOSSES})
     if table["accuracy"].str.partition(".")[2].str.len().max() >= 4:
         return make_log(path, runs, conditions)
@@ -284,7 +287,7 @@ def from_rounded(path: str, table: pd.DataFrame, summary: str, conditions: dict[
 
 
 def conditions_of(found: Mapping[Any, str]) -> dict[str, str]:
-    """Select what may explain a difference, each option of the recipe by itself."""
+    """Select the conditions that may explain a difference. Each option of the recipe is one condition."""
     names = [name for name in ("images", *SIZES, *CONDITIONS, *MAY_DIFFER) if found.get(name) and name != "options"]
     options = from_pairs(found.get("options", ""))
     tests = {"test_images": found["validation_images"]} if found.get("validation_images") else {}
@@ -311,7 +314,7 @@ def short_names(logs: Sequence[Log]) -> list[str]:
 
 
 def end_of_common_part(names: Sequence[str]) -> int:
-    """Return the place behind the last separator of what all names begin with; 0 if there is none."""
+    """Return the position after the last separator in the common beginning of all names; 0 if there is none."""
     end = 0
     for place, letters in enumerate(zip(*names, strict=False), 1):
         if len({*letters}) > 1:

@@ -1,4 +1,4 @@
-"""The text of what runs: digests over it, and a copy beside each campaign's tables."""
+"""The text of the code that runs: its digests, and a copy beside each campaign's tables."""
 
 import difflib
 import hashlib
@@ -42,7 +42,7 @@ def digest(texts: Mapping[str, bytes]) -> str:
 
 
 def digests(program: ModuleType) -> dict[str, str]:
-    """Return the conditions `code`, of a program and what it imports, and `core`, of core/ and images/."""
+    """Return the digests `code`, of a program and its imports, and `core`, of core/ and images/."""
     return {"code": digest(texts_of(program)), "core": digest(core_texts())}
 
 
@@ -50,7 +50,7 @@ MOST_LINES = 40  # of texts that differ
 
 
 def changed_lines(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Return the lines in which two texts differ, with - before old and + before new ones; of many the first."""
+    """Return the first MOST_LINES lines that differ, with - before old and + before new ones."""
     changes = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]  # after two lines of names
     lines = [f"  {line[0]} {line[1:]}".rstrip() for line in changes if not line.startswith("@@")]
     more = len(lines) - MOST_LINES
@@ -106,17 +106,17 @@ def refuse_change(program: ModuleType, folder: Path, row: Mapping[str, str], adv
 
 
 def store(program: ModuleType, folder: Path) -> None:
-    """Write the program's text to source-CODE.py, and what no commit holds of the others to archives. Raise OSError.
+    """Write the program's text to source-CODE.py, and other texts that no commit holds to archives. Raise OSError.
 
-    source-CODE.zip has what the program imports, core-CORE.zip has core/ and images/, named by their `digests`. All are
-    as they were loaded: warn of files that were changed since.
+    source-CODE.zip has the program's imports, core-CORE.zip has core/ and images/. CODE and CORE are `digests`. Warn of
+    files that were changed after they were loaded.
     """
     texts = texts_of(program)
     core = core_texts()
     names = digests(program)
     for name, file in (files_of(program) | {name_of_ours(file): file for file in TEXTS}).items():
         if name in texts | core and not (file.exists() and file.read_bytes() == loaded_text(file)):
-            warn(f"{name} was changed after it was loaded: the text that was loaded runs, and is stored")
+            warn(f"{name} was changed after it was loaded: the loaded text runs and is stored")
     own = next(iter(texts))
     path = folder / f"source-{names['code']}.py"
     if not path.exists():

@@ -36,8 +36,8 @@ class Comparison:
 def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comparison | None:
     """Compare the means of two samples, indexed by seed (NaN: unknown); None if one has a single value.
 
-    Over common seeds they are compared in pairs, by Student's test, if at least half of the runs of a side have one;
-    else all runs by Welch's, which lets variances differ.
+    If at least half of the runs of a side have common seeds, these runs are compared in pairs by Student's test.
+    Otherwise all runs are compared by Welch's test, which allows different variances.
     """
     if min(len(mine), len(reference)) < 2:
         return None
@@ -65,7 +65,7 @@ def detectable(error: float, df: float, tests: int) -> float:
 
 
 def verdict(found: Comparison, more_is_better: bool, margin: float) -> str:
-    """Say what an interval shows: equivalent if it lies within the margin, else better or worse if it leaves out 0."""
+    """Return equivalent if the interval lies within the margin, otherwise better or worse if it excludes 0."""
     if -margin < found.low and found.high < margin:
         return "equivalent"
     if not found.low <= 0 <= found.high:

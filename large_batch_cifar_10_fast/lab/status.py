@@ -1,4 +1,4 @@
-"""One's own table: what each of its campaigns has shown so far, whether it is running, and how long it still takes."""
+"""List the campaigns of a runs.tsv: results so far, whether they are running, and the remaining time."""
 
 import contextlib
 import csv
@@ -20,7 +20,7 @@ HEAD = ("campaign", "runs", "accuracy, %", "best", "worst", "seconds", "CPU seco
 
 
 def status_of(source: str) -> list[tuple[str, ...]]:
-    """Return a line for each campaign of a runs.tsv, or for another log, below a HEAD, as cells. Raise ConfigError."""
+    """Return HEAD and a line of cells for each campaign of a runs.tsv, or for another log. Raise ConfigError."""
     named = []
     for path, campaign in find_files(source) or [(source, "")]:
         if campaign not in ("", "*") or not campaigns_in(Path(path)):
@@ -52,7 +52,7 @@ def line_of(log: Log) -> tuple[str, ...]:
 
 
 def plan_of(table: Path, campaign: str) -> tuple[int, bool]:
-    """Return how many runs were asked for at last, 0 if that is unknown, and whether a launch is alive."""
+    """Return the --runs of the last launch (0: unknown), and whether a launch is running."""
     path = table.parent / ".campaigns" / f"{campaign}.json"
     planned = 0
     is_running = False
@@ -75,7 +75,7 @@ def can_lock(descriptor: int) -> bool:
 
 
 def state_of(log: Log, planned: int, is_running: bool) -> str:
-    """Return whether a campaign is complete or running; then about how long it takes, as its last launch goes."""
+    """Return whether a campaign is complete or running, and the remaining time from the speed of the last launch."""
     missing = planned - log.count
     if planned and missing <= 0:
         return "complete"
@@ -101,7 +101,7 @@ def write_runs(sources: Sequence[str], path: Path) -> None:
             new = [name for name in options if name not in table]
             tables.append(table.drop(columns="options").join(options[new]))
     if not any(map(len, tables)):
-        raise ConfigError(f"--csv {path}: there are no finished runs of a runs.tsv: name one that has some")
+        raise ConfigError(f"--csv {path}: there are no finished runs in a runs.tsv: name one that has some")
     try:
         pd.concat(tables).to_csv(path, index=False)
     except OSError as error:

@@ -1,6 +1,6 @@
 """The tables of a campaign: runs.tsv, epochs.tsv and timing_log.tsv, and the conditions that its runs share.
 
-A campaign is its name. A launch makes those of its runs that runs.tsv lacks and that no other launch is making.
+A campaign is a named set of runs. A launch makes the runs that runs.tsv lacks and that no other launch is making.
 """
 
 import math
@@ -87,7 +87,7 @@ def reached_goal(row: Mapping[str, object]) -> bool:
 def differences(one: Mapping[str, str], other: Mapping[str, str], names: Iterable[str]) -> str:
     """Return where two rows differ, as `precision (bf16, not fp32), epochs (9, not 8)`, or "".
 
-    A value that is missing equals any. The recipe's options are compared one by one.
+    A missing value equals all values. The recipe's options are compared one by one.
     """
     found = []
     for name in names:
@@ -186,7 +186,7 @@ class Reader:
 def whole_number(text: str) -> str:
     """Return a whole number as we write it; pandas may have made `0.0` of `0`. Raise ValueError."""
     if not re.fullmatch(r"\d+(\.0+)?", text):
-        raise ValueError(f"{text[:40]!r} is no run or seed")
+        raise ValueError(f"{text[:40]!r} is not a run or seed")
     return text.partition(".")[0]
 
 
@@ -206,9 +206,9 @@ def new_name() -> str:
 
 
 def campaign_named(out: Path, name: str, resume: bool) -> str:
-    """Return the name of a campaign: this one, with `resume` the last one's, or a new one of date, time and chance.
+    """Return the name of a campaign: `name`, or with `resume` the last campaign's, or a new name.
 
-    Raise ConfigError if there is none to resume.
+    Raise ConfigError if there is no campaign to resume.
     """
     if name or not resume:
         return name or new_name()
@@ -219,7 +219,7 @@ def campaign_named(out: Path, name: str, resume: bool) -> str:
 
 
 def check_conditions(rows: Iterable[Row], now: Mapping[str, str], names: Sequence[str]) -> None:
-    """Raise ConfigError if a campaign's rows were made under other conditions than a run would be now."""
+    """Raise ConfigError if the conditions of a campaign's rows differ from the conditions `now`."""
     for row in rows:
         text = differences(now, as_of_run_0(row), names)
         if text:
@@ -295,7 +295,7 @@ class Table:
             with open(f"{self.path}.broken", "ab") as aside:
                 aside.write(half + b"\n")
             file.truncate(length - len(half))
-            warn(f"the last row of {self.path} was half-written: it is in {self.path}.broken now")
+            warn(f"the last row of {self.path} was half-written: it was moved to {self.path}.broken")
 
 
 def write_timing_log(path: Path, epochs: Iterable[tuple[float, float]]) -> None:

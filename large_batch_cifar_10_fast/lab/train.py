@@ -93,7 +93,7 @@ def environment_of_processes(threads: int) -> dict[str, str]:
 
 
 def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) -> int:
-    """Return --nproc, or the most processes of a team that divide the workers, each with a GPU or core of its own."""
+    """Return --nproc, or the largest divisor of the workers for which each process has its own GPU or core."""
     places = max(1, (gpus or cores) // teams)
     if gpus and nproc > places and not may_share_gpus():
         given = f"--nproc {nproc}" + f" --teams {teams}" * (teams > 1)
@@ -149,7 +149,7 @@ class Processes:
         self.end()
 
     def wait(self) -> Launch:
-        """Wait until the last ends, or one fails. Raise ConfigError for what they refuse."""
+        """Wait until all processes end, or one fails. Raise ConfigError for an invalid request."""
         ended = None
         while not ended:
             time.sleep(0.05)
@@ -157,7 +157,7 @@ class Processes:
         return ended
 
     def ended(self) -> Launch | None:
-        """Return how the processes ended, once all have, or one failed. Raise ConfigError for what they refuse."""
+        """Return how the processes ended, or None while they run. Raise ConfigError for an invalid request."""
         codes = [process.poll() for process in self.running]
         failed = [process for process in self.running if process.returncode]
         if failed:
@@ -178,7 +178,7 @@ class Processes:
 
 
 def check_locks(folder: Path) -> None:
-    """Raise ConfigError for a folder without locks, which the rendezvous of several processes takes there."""
+    """Raise ConfigError for a folder without locks. The rendezvous of several processes needs them."""
     try:
         with open(folder / "lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
