@@ -220,7 +220,7 @@ class Campaign:
             return
         self.rows[run] = {name: str(value) for name, value in {**self.common, **row}.items()}
         accuracy = float(self.rows[run]["validation_accuracy"])
-        self.table.waiting.append(self.table.line(self.rows[run]))
+        self.table.add(self.rows[run])
         what = f"run {run} of {self.table.path} (seed {row['seed']}, accuracy {accuracy:.4f})"
         write_patiently(self.table.write, what, "is lost: make room, and start again")
 

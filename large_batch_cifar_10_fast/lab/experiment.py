@@ -374,7 +374,8 @@ def best_and_equals(logs: Mapping[str, Log]) -> str:
 
 def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict]) -> str:
     """Return notes on the best variant, the looks, and the final test."""
-    notes = [best_and_equals(logs)] if len(logs) > 2 else []
+    best = best_and_equals(logs)
+    notes = [best] if best else []
     if len(logs) < len(plan.campaigns) or any(log.count < plan.runs for log in logs.values()):
         notes.append(f"Not finished: {plan.runs} runs of each are planned. --drop NAME leaves a variant out.")
     if len(plan.looks) > 1:

@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import fcntl
 import json
 import re
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from .. import ConfigError
+from ..files import claim
 from .campaign import LAUNCHES
 from .results import Log, campaigns_in, each_campaign, find_files, read_log
 from .table import from_pairs
@@ -59,19 +59,10 @@ def plan_of(table: Path, campaign: str) -> tuple[int, bool]:
     with contextlib.suppress(OSError, ValueError):  # it was deleted, or may not be opened, or is being written
         planned = int(json.loads(path.read_text()).get("runs", 0))
         with path.open("rb+") as file:
-            is_running = not can_lock(file.fileno())
+            is_running = not claim(file.fileno(), LAUNCHES, path)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # of an experiment
         planned = max(planned, json.loads(table.with_name("experiment.json").read_text())["looks"][-1]["runs"])
     return planned, is_running
-
-
-def can_lock(descriptor: int) -> bool:
-    """Return whether no launch has its lock on the file of a campaign."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, LAUNCHES)
-    except OSError:
-        return False
-    return True
 
 
 def state_of(log: Log, planned: int, is_running: bool) -> str:

@@ -252,11 +252,12 @@ class Table:
 
         Raise ConfigError for a table with other columns, and OSError as the disk does; `write` tries again.
         """
-        self.waiting += map(self.line, rows)
+        self.add(*rows)
         self.write()
 
-    def line(self, row: Mapping[str, object]) -> str:
-        return "\t".join(str(row[name]) for name in self.columns) + "\n"
+    def add(self, *rows: Mapping[str, object]) -> None:
+        """Let rows wait for the next `write`."""
+        self.waiting += ["\t".join(str(row[name]) for name in self.columns) + "\n" for row in rows]
 
     def write(self) -> None:
         """Append the rows that wait. Raise as `append` does."""
