@@ -265,12 +265,9 @@ def make_runs(plan: Plan, out: Path, teams: int) -> dict[str, str]:
     try:
         while True:
             for team in [team for team in range(teams) if team not in making]:
-                open_ones = [name for name in asked if asked[name] < plan.runs and name not in failed]
-                if open_ones:
-                    name = min(open_ones, key=lambda each: asked[each])
-                    left = sum(plan.runs - asked[each] for each in open_ones)
-                    size = min(size, (plan.runs + 1) // 2, -(-left // teams))
-                    target = min(asked[name] + size, plan.runs)
+                part_to_make = next_part(asked, failed, plan.runs, size, teams)
+                if part_to_make:
+                    name, target = part_to_make
                     print(f"{name}: {words_of_runs(asked[name], target)} of {plan.runs}", file=sys.stderr)
                     asked[name] = target
                     making[team] = start_part(plan, out, name, target, teams, team)
@@ -299,6 +296,21 @@ def make_runs(plan: Plan, out: Path, teams: int) -> dict[str, str]:
     finally:
         for part in making.values():
             part.end()
+
+
+def next_part(
+    asked: Mapping[str, int], failed: Mapping[str, str], runs: int, size: int, teams: int
+) -> tuple[str, int] | None:
+    """Return the campaign with the fewest of its `runs`, and how many it has with the next part; None if all are asked.
+
+    A part has `size` runs, but at most half of a campaign, and a team's share of what is left.
+    """
+    left = {name: runs - count for name, count in asked.items() if count < runs and name not in failed}
+    if not left:
+        return None
+    name = max(left, key=lambda each: left[each])
+    share = -(-sum(left.values()) // teams)
+    return name, min(asked[name] + min(size, (runs + 1) // 2, share), runs)
 
 
 def start_part(plan: Plan, out: Path, name: str, runs: int, teams: int, team: int) -> Part:
