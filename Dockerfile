@@ -1,6 +1,8 @@
 # Not built or run by us yet; the workflow in .github builds it.
 #     docker build -t cifar10-fast .
 #     docker run --gpus all --shm-size 1g -v "$PWD/data:/cifar10-fast/data" -v "$PWD:/results" cifar10-fast --runs 5
+# As your own user: docker run --user "$(id -u):$(id -g)" -e HOME=/tmp ...
+# On a cluster: apptainer run --nv docker-daemon:cifar10-fast:latest --data data --out results
 # "devel" has the C compiler that torch.compile needs.
 FROM pytorch/pytorch:2.10.0-cuda12.8-cudnn9-devel
 # For the commit in logs and tables.
