@@ -38,7 +38,7 @@ is_made_of() {
 }
 
 make_venv() { # INTERPRETER WHY
-    [ -w "$top" ] || fail "$2, and $top is read-only: name an interpreter in PYTHON"
+    [ -w "$top" ] || fail "$2, and $top is read-only: set PYTHON to an interpreter that has the packages"
     if is_made_of "$1" && "$top/.venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
         echo "Finishing $top/.venv" >&2
     else
@@ -46,12 +46,12 @@ make_venv() { # INTERPRETER WHY
         "$1" -I -m venv --clear "$top/.venv" >&2 || fail "$1 cannot make .venv (on Debian: apt install python3-venv)"
     fi
     echo "About 4 GB are downloaded, and take 7.4 GiB in .venv. This takes some minutes." \
-        "To avoid it, name an interpreter that has the packages in PYTHON" >&2
-    # Keep what says from where packages come; drop the rest, such as PIP_CONSTRAINT in NVIDIA's containers.
+        "To avoid it, set PYTHON to an interpreter that has the packages" >&2
+    # Keep variables that name sources of packages; drop others, such as PIP_CONSTRAINT in NVIDIA's containers.
     unset $(compgen -e PIP_ | grep -vE 'INDEX|LINKS|CERT|HOST|PROXY|TIMEOUT|RETRIES|CACHE|CONFIG|KEYRING')
     "$top/.venv/bin/python" -I -m pip install --quiet --disable-pip-version-check -r "$top/requirements.txt" >&2 \
-        || fail "Installing requirements.txt into $top/.venv failed; start again to continue. Without a network, name a \
-mirror in PIP_INDEX_URL or an interpreter that has the packages in PYTHON, or start on a machine with a network"
+        || fail "Installing requirements.txt into $top/.venv failed; start again to continue. Without a network, set \
+PIP_INDEX_URL to a mirror, or PYTHON to an interpreter that has the packages"
     cp "$top/requirements.txt" "$top/.venv/complete"
 }
 
@@ -69,7 +69,7 @@ choose_python() { # PACKAGE...
     unset PYTHONOPTIMIZE # would remove checks
     export USER=${USER:-${LOGNAME:-uid$(id -u)}} # torch and Matplotlib ask for a name, and a container may have none
     python=${PYTHON:-python3}
-    command -v "$python" >/dev/null || fail "There is no interpreter $python: name one in PYTHON"
+    command -v "$python" >/dev/null || fail "There is no interpreter $python: set PYTHON to one"
     local lacking
     lacking=$(what_is_lacking "$python" "$@")
     if [ "$lacking" != nothing ]; then
@@ -78,10 +78,10 @@ choose_python() { # PACKAGE...
     fi
     if [ "$lacking" = nothing ]; then
         if [ -n "${PYTHON:-}" ] || can_use_gpus "$python"; then return; fi
-        lacking="a torch that can use the GPUs of this machine (PYTHON=$python uses it anyway)"
+        lacking="a torch that can use the GPUs of this machine (to use $python anyway, set PYTHON=$python)"
     fi
     if ! is_made_of "$python" || ! cmp -s "$top/requirements.txt" "$top/.venv/complete"; then
-        [ -n "$lacking" ] || fail "Python 3.11 or newer is needed; $python is not: name another in PYTHON"
+        [ -n "$lacking" ] || fail "Python 3.11 or newer is needed, and $python is older: set PYTHON to another"
         [ "$install" = yes ] || return 0
         make_venv "$python" "$python lacks $lacking"
     fi

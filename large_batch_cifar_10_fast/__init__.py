@@ -27,7 +27,7 @@ class ConfigError(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
-        # Without our launcher, the first process of a machine prints what all of them find.
+        # Under torchrun all processes of a machine may raise this error: only the first prints it.
         self.reported = os.environ.get("LOCAL_RANK", "0") != "0"
 
 
@@ -40,7 +40,7 @@ class Interrupted(BaseException):
 
 
 def first_line(text: object) -> str:
-    """Return the first line of a text or an exception; of an empty one its type."""
+    """Return the first line of a text or an exception, or its type if it is empty."""
     return (str(text).strip().splitlines() or [type(text).__name__])[0]
 
 

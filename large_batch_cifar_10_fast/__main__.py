@@ -12,7 +12,7 @@ from typing import NoReturn
 from . import INVALID, PACKAGE, PROGRAMS, SIGNALS, ConfigError, Interrupted, version
 
 COMMANDS = {
-    "train": "make the runs of a campaign",
+    "train": "make the runs of a campaign (a named set of runs)",
     "experiment": "make the runs of a baseline and of variants, and compare them",
     "compare": "compare campaigns with a reference",
     "plot": "draw campaigns side by side",
@@ -28,15 +28,15 @@ HELP_WITHOUT_PACKAGES = f"""Example: bash train_cifar_parallel.sh --recipe muon 
 
 Recipes: {", ".join(PROGRAMS)}, or FILE.py: a program of your own.
 Options: docs/running.md#options. Once installed, --recipe NAME --help lists all."""
-BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # of all processes to the same core
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # may bind all processes to one core
 
 
 def main() -> NoReturn:
     """Run a command and exit: with its status, 2 for an invalid request, 128 + N after signal N."""
     open_closed_streams()
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, interrupt)  # before torch is imported, which takes seconds: PID 1 has no default
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: keep that
+            signal.signal(number, interrupt)  # before torch's slow import: PID 1 has no default action
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     try:
         try:
@@ -77,7 +77,10 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def prepare_environment() -> None:
-    """Leave out what other programs' launchers set, before torch is imported. Raise ConfigError without a folder."""
+    """Remove variables that other launchers set, before torch is imported.
+
+    Raise ConfigError if the current folder was deleted.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:  # MKL would end the process
@@ -99,7 +102,7 @@ def open_closed_streams() -> None:
                 os.close(opened)
             setattr(sys, name, os.fdopen(number, "w" if number else "r"))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of names that the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")  # escape names that the terminal cannot show
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -40,7 +40,7 @@ def train(recipe: Path | str = "apple2019", **options: Any) -> pd.DataFrame:
 
 
 def evaluate(weights: Path | str, data: str = str(DATA), device: str = "", program: Path | str = "") -> Score:
-    """Return the score of saved weights on the test images of `data`, in float32, as after the last epoch.
+    """Return the score of saved weights on the test images of `data`, in float32, with the views of the last epoch.
 
     The loss is cross-entropy, with the label smoothing of the program.
     """

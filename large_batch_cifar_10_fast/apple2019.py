@@ -76,7 +76,7 @@ class Hyp:
             raise ConfigError(f"{both}: use one that does")
         peak = self.epochs / self.warmup_fraction
         if peak > self.epochs - self.ema_ep:
-            late = f"in {self.epochs} epochs the rate peaks at {peak:g} and is constant in the last {self.ema_ep:g}"
+            late = f"the rate peaks at epoch {peak:g} of {self.epochs}, but is constant in the last {self.ema_ep:g}"
             raise ConfigError(f"{late}: use more --epochs, or give --ema_ep of at most {self.epochs - peak:g}")
 
     def fit_to(self, images: int) -> str:
@@ -237,7 +237,7 @@ def whiten(network: Network, images: Tensor) -> None:
 # Loss and optimizer (section 4)
 # ---------------------------------------------------------------------------------------------------------------------
 
-WEIGHT_DECAY = 5e-4  # per image of a batch and unit of the peak rate
+WEIGHT_DECAY = 5e-4  # multiplied by the batch size and the peak rate
 BIAS_FACTOR = 64  # multiplies the rate of biases and divides their decay
 MOMENTUM = 0.9
 
@@ -350,7 +350,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
 
     forward = partial(forward_pass, hyp, network, precision)
     examples = [(plan_epoch(hyp, own_images, 1, team, seed=0, epoch=1)[0],)]  # all steps have this shape
-    # Only `load` is timed (section 6), not compilation, not the warm-up on noise, not the capture of CUDA graphs.
+    # Of the set-up only `load` is timed (section 6), not compilation, warm-up on noise or capture of CUDA graphs.
     step, validate = machine.set_up(images, model, precision, forward, make_batch, examples, load, train_step, evaluate)
 
     def run(seed: int) -> Iterator[Epoch]:

@@ -56,8 +56,8 @@ class Hyp:
     """The eight-GPU entry, or the other with --entry one_gpu."""
 
     entry: Literal["eight_gpus", "one_gpu"] = "eight_gpus"  # which of the two entries
-    epochs: int = 0  # train only the first epochs of the schedule, which is not stretched; 0: all 40 or 30
-    batch_size: int = 0  # images a worker takes each step; 0: 128, or 512 on one GPU
+    epochs: int = 0  # epochs to train; fewer end the fixed schedule early; 0: all 40, or 30 with --entry one_gpu
+    batch_size: int = 0  # images a worker takes each step; 0: 128, or 512 with --entry one_gpu
     width: int = 16  # channels of the first convolution; the others scale with it
 
     half = "fp16"  # precision on a GPU: a constant, not an option
@@ -136,7 +136,7 @@ def make_batch(
 
 
 def color_jitter(images: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
-    """Blend images [B, 3, H, W] of 0 to 1 with black, mean gray and gray by factors [B], in this order; clip each."""
+    """Blend images [B, 3, H, W], 0 to 1, with black, their mean gray, then gray, by factors [B]. Clip each time."""
     images = blend(images, torch.zeros_like(images), brightness)
     images = blend(images, gray(images).mean((2, 3), keepdim=True), contrast)
     return blend(images, gray(images), saturation)
@@ -291,7 +291,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     load = partial(data.upload, team=team, precision=precision)
     first_epoch = plan_epoch(hyp, train_images, team, seed=0, epoch=1)
     examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # the last batch may be short
-    # Only `load` is timed (docs/method.md, section 6), not compilation or warm-up on noise.
+    # Of the set-up only `load` is timed (docs/method.md, section 6), not compilation or warm-up on noise.
     step, validate = machine.set_up(
         images,
         model,

@@ -1,4 +1,4 @@
-"""What file systems lack: locks, fsync, a temporary folder. And files that are there whole, or not at all."""
+"""Use locks, fsync and temporary folders, which some file systems lack. Write files whole, or not at all."""
 
 import contextlib
 import errno
@@ -55,7 +55,7 @@ def locked_byte(descriptor: int, byte: int) -> Iterator[None]:
 
 
 def share(descriptor: int, byte: int) -> None:
-    """Lock a byte of an open file as others may, too, but no `claim`."""
+    """Take a shared lock on a byte of an open file: others may share it, but not `claim` it."""
     with contextlib.suppress(OSError):
         fcntl.lockf(descriptor, fcntl.LOCK_SH, 1, byte)
 
@@ -72,19 +72,19 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def flush_to_disk(descriptor: int, path: Path) -> None:
-    """Return when what was written is on the disk. Where that cannot be asked for, warn once, and continue."""
+    """Wait until what was written is on the disk. If the file system cannot do that, warn once, and continue."""
     try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in NO_FSYNC:  # a full disk, say
             raise
-        warn_once(f"{path} is written, but when it is on the disk is unknown ({error.strerror})")
+        warn_once(f"{path} is written, but a power failure may lose it ({error.strerror}): use another file system")
 
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a name beside `path` to write to; the file replaces `path` when it is on the disk."""
-    unfinished = path.with_name(f".unfinished.{secrets.token_hex(4)}")  # process 1 of each container may write here
+    unfinished = path.with_name(f".unfinished.{secrets.token_hex(4)}")  # containers have equal PIDs
     try:
         yield unfinished
         with open(unfinished, "rb") as file:
@@ -94,7 +94,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-TRIES = 10  # a minute apart, of writing what a run has made
+TRIES = 10  # attempts to write the results of a run, a minute apart
 PAUSE = 60  # seconds
 
 
@@ -118,4 +118,4 @@ def temporary_folder() -> tempfile.TemporaryDirectory:
         return tempfile.TemporaryDirectory(prefix="large_batch_cifar_10_fast_")
     except OSError as error:
         reason = f"no temporary folder can be made ({error.strerror or error})"
-        raise ConfigError(f"{reason}: name a folder that you may write in TMPDIR") from error
+        raise ConfigError(f"{reason}: set TMPDIR to a folder that you may write to") from error

@@ -43,7 +43,8 @@ class Loader(SourceFileLoader):
 class Finder:
     """Python asks this finder first. It finds the modules of this package.
 
-    While a program is loaded, it also finds those of its folder: as for `python FILE.py`, this folder comes first.
+    While a program is loaded, it also finds the modules of the program's folder. This folder comes first, as for
+    `python FILE.py`.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class Finder:
         elif self.folder and first not in sys.stdlib_module_names and (first == name or first in self.helpers):
             spec = PathFinder.find_spec(name, path or [str(self.folder)])
             other = None if spec and spec.origin else PathFinder.find_spec(name, path)
-            if other and other.origin:  # which hides a folder without __init__.py
+            if other and other.origin:  # a module elsewhere hides a folder without __init__.py
                 return None
             if not spec or (spec.origin and self.folder not in Path(spec.origin).parents):
                 return None
@@ -68,9 +69,9 @@ class Finder:
         return spec
 
     def check_imports(self, file: Path, text: bytes) -> None:
-        """Make the folder's modules that a file imports load from the folder.
+        """Let a file's imports find the modules of the folder.
 
-        Forget those that were loaded before. Raise ShadowError for one whose name another module in use has.
+        Forget modules of these names that were loaded before. Raise ShadowError if one of them is in use.
         """
         assert self.folder
         for name in imported_names(file, text, self.folder):
@@ -93,7 +94,7 @@ sys.meta_path.insert(0, FINDER)  # type: ignore[arg-type]  # it has what Python 
 
 
 def place_of(path: str) -> Path:
-    """Return the absolute path of a file; of this package's files without links, so that each has one."""
+    """Return the absolute path of a file. Resolve links for this package's files, so that each has one path."""
     resolved = Path(path).resolve()
     return resolved if PACKAGE in resolved.parents else Path(os.path.abspath(path))
 
@@ -112,7 +113,7 @@ def forget(names: list[str]) -> None:
 
 
 def forget_folder(folder: Path) -> None:
-    """Forget the modules that `python FILE.py` has loaded from the folder of FILE, which is loaded once more."""
+    """Forget modules that `python FILE.py` loaded from FILE's folder, because FILE is loaded again."""
     for name, module in [*sys.modules.items()]:
         file = Path(getattr(module, "__file__", None) or "/").resolve()
         is_helper = folder in file.parents and has_module(folder, name.partition(".")[0])
@@ -123,8 +124,8 @@ def forget_folder(folder: Path) -> None:
 def load_file(file: Path) -> ModuleType:
     """Run a program's file. Load the modules of its folder that it imports, also inside functions. Return its module.
 
-    The modules of the folder of an earlier program are forgotten first: theirs may have the same names. The folder is
-    added at the end of sys.path, for later imports.
+    Modules of an earlier program's folder are forgotten first, because names may be the same. The folder is added at
+    the end of sys.path, for later imports.
     """
     forget(FINDER.helpers)
     FINDER.helpers.clear()
@@ -136,7 +137,7 @@ def load_file(file: Path) -> ModuleType:
     assert spec.loader
     program = importlib.util.module_from_spec(spec)
     sys.modules[name] = program
-    around = FINDER.folder  # of a program that loads another
+    around = FINDER.folder  # the folder of a program that loads this one
     FINDER.folder = Path(os.path.realpath(file) if file.is_symlink() else path).parent
     if str(FINDER.folder) not in sys.path:
         sys.path.append(str(FINDER.folder))
@@ -160,12 +161,12 @@ def load_inner_imports(program: ModuleType) -> None:
         new = {name for name in names - tried if name not in sys.modules and has_module(FINDER.folder, name)}
         tried |= new
         for name in sorted(new):
-            with contextlib.suppress(Exception):  # one that cannot be loaded fails when it is needed, if it is
+            with contextlib.suppress(Exception):  # a module that cannot be loaded fails when it is used
                 importlib.import_module(name)
 
 
 def files_of(program: ModuleType) -> dict[str, Path]:
-    """Return a program's file; those of the modules of its folder and of our programs that it imports. By name."""
+    """Return files by name: a program's, and those that it imports from its folder and of our programs."""
     file = place_of(str(program.__file__))
     return program.__dict__.get("__files__", {name_of_ours(file): file})
 
@@ -188,7 +189,7 @@ def own_files(program: ModuleType) -> dict[str, Path]:
 
 
 def name_of_ours(file: Path) -> str:
-    """Return the name of a file of this package, wherever that is."""
+    """Return a file's path from the folder of this package on, or the name of any other file."""
     return str(file.relative_to(PACKAGE.parent)) if PACKAGE in file.parents else file.name
 
 
@@ -196,7 +197,7 @@ def name_of_ours(file: Path) -> str:
 def imported_names(file: Path, text: bytes, folder: Path) -> set[str]:
     """Return the names of all modules that a source file may import, with the packages around them.
 
-    Of `from a import b`, b may be a module. A name with dots before it is one of the folder, if the file is in it.
+    Of `from a import b`, b may be a module. A relative import names a module of the folder, if the file is in it.
     """
     names: set[str] = set()
     for node in ast.walk(ast.parse(text, file.name)):

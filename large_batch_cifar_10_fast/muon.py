@@ -48,7 +48,7 @@ class Hyp:
     batch_size: int = 0  # images a worker takes each step; 0: 2000 divided by the workers
     width: int = 64  # channels of the first block; the others have four times as many
     pixels: tuple[int, ...] = (24, 24, 24, 24, 32, 32, 32, 32, 32)  # resolutions, spread evenly over the epochs
-    kept: tuple[float, ...] = (1, 1, 1, 1, 1, 0.68, 0.68, 0.68, 0.68)  # fractions of the images, spread likewise
+    kept: tuple[float, ...] = (1, 1, 1, 1, 1, 0.68, 0.68, 0.68, 0.68)  # fractions of the images, spread over the epochs
     filter_rate: float = 0.24  # Muon's first rate, for the filters
     filter_momentum: float = 0.6  # Muon's momentum
     bias_rate: float = 0.053  # SGD's first rate for biases
@@ -97,7 +97,7 @@ class Hyp:
     def fit_to(self, images: int) -> str:
         """Return options for a small data set: at least eight steps an epoch, and as many steps as on CIFAR-10.
 
-        Rates need no change: they are per image of a step, or for updates of a fixed size.
+        Rates need no change: SGD's are for a sum over images, and Muon's updates have a fixed size.
         """
         batch_size = min(STEP_IMAGES, max(2, images // 8))
         steps = type(self).epochs * (EPOCH_IMAGES // STEP_IMAGES)
@@ -161,7 +161,7 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
         rows = data.shard(number, len(team.workers), len(last_losses), team.device)
         draws = data.generator(team.device, seed, worker, epoch)
         crops = data.independent_assignment(len(rows), (2 * PADDING + 1) ** 2, draws)
-        flips = data.independent_assignment(len(rows), 2, draws)  # replaced below; without it, `order` would differ
+        flips = data.independent_assignment(len(rows), 2, draws)  # replaced below; this draw keeps `order` the same
         order = torch.randperm(len(rows), generator=draws, device=team.device)
         # Alternating flip: the first epoch mirrors images at random, then each image's sides alternate. With
         # independent flips, half of the images show one side twice in two epochs. At width 16 no difference is shown
@@ -175,7 +175,7 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
 
 
 def hardest(losses: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` highest losses, in ascending order.
+    """Return the indices of the `count` highest losses, sorted by index.
 
     Late epochs skip the images with the smallest losses when last seen, because these teach little. Without: --kept 1
     (docs/why_it_is_fast.md#fewer-pixels-fewer-images)
@@ -290,14 +290,14 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     ]
     for group in groups:
         group["weight_decay"] = WEIGHT_DECAY * hyp.batch_size / group["first_rate"]
-        group["first_rate"] *= hyp.workers  # the rate is for a sum over the step, our gradient is a mean over workers
+        group["first_rate"] *= hyp.workers  # for a gradient summed over the step; ours is a mean over workers
     optimizers = [muon, SGD(groups, lr=0.0, momentum=hyp.momentum, nesterov=True)]
     fast.keep_rates_on_gpu(optimizers, team)
     return optimizers
 
 
 def set_rates(hyp: Hyp, optimizers: Sequence[Optimizer], epoch: float) -> None:
-    """Set all rates at a time in epochs. They fall linearly, starting after the first step of CIFAR-10."""
+    """Set all rates at a time in epochs. They fall linearly after a first step of CIFAR-10's length."""
     step = hyp.workers * hyp.batch_size / EPOCH_IMAGES
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -393,7 +393,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     forward = partial(forward_pass, hyp, network, precision)
     batch = plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=1)[0]
     examples = [(batch, stage) for stage in dict.fromkeys(stages)]  # one of each kind of step
-    # Only `load` is timed (docs/method.md, section 6), not compilation, warm-up on noise or capture of CUDA graphs.
+    # Of the set-up only `load` is timed (docs/method.md, section 6), not compilation, warm-up or graph capture.
     step, validate = machine.set_up(
         images,
         model,

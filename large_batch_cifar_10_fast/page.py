@@ -39,7 +39,7 @@ from large_batch_cifar_10_fast.lab.process import main
 class Basenet:
     """Johnson's settings. The rate does not depend on the batch size."""
 
-    epochs: int = 40  # train only the first epochs of the schedule, which is not stretched
+    epochs: int = 40  # epochs to train; fewer end the fixed schedule early
     batch_size: int = 128  # images of a step
     width: int = 64  # channels of the first stage; the others scale with it
 
@@ -63,7 +63,7 @@ class Basenet:
 class Hyp(Basenet):
     """Page's settings."""
 
-    epochs: int = 35  # train only the first epochs of the schedule, which is not stretched
+    epochs: int = 35  # epochs to train; fewer end the fixed schedule early
     starting_point: bool = False  # Page's first version: one more norm and ReLU, and the jump of the rate
 
     by_page = True
@@ -233,7 +233,7 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
     load = partial(data.upload, team=team, precision=precision)
     first_epoch = plan_epoch(hyp, train_images, team.device, seed=0, epoch=1)
     examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # the last batch may be short
-    # Only `load` is timed (docs/method.md, section 6), not compilation, warm-up on noise or capture of CUDA graphs.
+    # Of the set-up only `load` is timed (docs/method.md, section 6), not compilation, warm-up or graph capture.
     step, validate = machine.set_up(images, model, precision, forward, make_batch, examples, load, train_step, evaluate)
 
     def run(seed: int) -> Iterator[Epoch]:

@@ -262,7 +262,7 @@ BLUE = PIXELS[0] * np.array([1, 1, 0], np.uint8)
         ("test_images", np.concatenate([PIXELS[2][3:], *3 * [FIRST]]), None),  # a hundredth
         ("train_images", BLUE, "blue is the same in all pixels: check that no channel was lost"),
         ("train_labels", np.maximum(TENTHS, 1), "no training image has label 0, so one of 10 classes is"),
-        ("train_labels", np.append(TENTHS[1:], 255), "245 of the labels 0 to 255 have no training image, 10 .* by 255"),
+        ("train_labels", np.append(TENTHS[1:], 255), "245 of the labels 0 to 255 have no .* example 10: .* by 255"),
         ("test_labels", np.full(300, 4), "no test image has label 0: check that the test images"),
     ],
 )

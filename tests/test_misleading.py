@@ -54,7 +54,8 @@ def test_a_file_system_without_fsync_is_warned_of_once_and_a_full_one_is_an_erro
         with files.write_atomically(tmp_path / "a") as unfinished:
             unfinished.write_text(text)
     assert (tmp_path / "a").read_text() == "two"
-    assert re.fullmatch(r"Warning: .*a is written, but when .* \(Invalid argument\)\n", capsys.readouterr().err)
+    warning = capsys.readouterr().err
+    assert re.fullmatch(r"Warning: .*a is written, but a power .* \(Invalid argument\): use .*\n", warning)
     number = errno.ENOSPC
     with pytest.raises(OSError, match="No space left"), files.write_atomically(tmp_path / "a") as unfinished:
         unfinished.touch()
@@ -63,7 +64,7 @@ def test_a_file_system_without_fsync_is_warned_of_once_and_a_full_one_is_an_erro
 def test_a_launch_without_a_temporary_folder_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     for start in (lambda *words: start_launch(words), run_here):
-        with pytest.raises(ConfigError, match=r"^no temporary folder can be made \(.*\): name a folder .* in TMPDIR$"):
+        with pytest.raises(ConfigError, match=r"^no temporary folder can be made \(.*\): set TMPDIR to a folder"):
             start("--demo", "--out", str(tmp_path))
 
 

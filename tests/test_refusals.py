@@ -28,7 +28,7 @@ CASES = {  # the words of a command line and the error; no word is written to --
     "--recipe muon --data synthetic --batch_size 100 --kept 1,0.01": "epoch 5 keeps 0.01 of 2100 images, less than",
     "--batch_size 40": "--batch_size 40 is not divisible into 16 ghost groups: use 32",
     "--demo --lr_scaler 0": "--lr_scaler 0.0 must lie in 1e-09 to 100000",
-    "--demo --epochs 1": "in 1 epochs the rate peaks at 0.2 and is constant in the last 1: use more --epochs, or give",
+    "--demo --epochs 1": "the rate peaks at epoch 0.2 of 1, but is constant in the last 1: use more --epochs, or give",
     "--demo --epoch=3": "recipe apple2019 has no option --epoch=3; did you mean --epochs?",
     "--demo --teams 2 --runs 2": "--nproc and --teams start processes: use train_cifar_parallel.sh",
     "--recipe apple2018": "--recipe apple2018 cannot be used (LookupError: neither one of apple2019, muon, muon2024,",
@@ -119,7 +119,7 @@ def test_there_are_as_many_processes_as_divide_the_workers_and_fit():
 
 def test_a_temporary_folder_without_locks_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    message = r"^files in .* cannot be locked \(No locks available\): name another folder in TMPDIR$"
+    message = r"^files in .* cannot be locked \(No locks available\): set TMPDIR to another folder$"
     with pytest.raises(ConfigError, match=message):
         start_launch(["--demo", "--nproc", "2", "--data", "synthetic", "--out", str(tmp_path)])
 

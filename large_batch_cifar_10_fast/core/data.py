@@ -114,7 +114,7 @@ def count_own(images: int, team: Team) -> int:
 
 
 def shard(number: int, workers: int, images: int, device: torch.device) -> Tensor:
-    """Return the places of the images of this process's worker `number` among its `images` (int64 [m])."""
+    """Return the places (int64 [m]) of one worker's images among the process's `images`."""
     return torch.arange(number, images, workers, device=device)
 
 

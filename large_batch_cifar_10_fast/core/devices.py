@@ -30,13 +30,14 @@ def count_gpus(device: str = "") -> int:
     if device == "cpu":
         return 0
     try:
-        with warnings.catch_warnings(action="ignore"):  # warnings of a GPU without kernels: an error below
+        with warnings.catch_warnings(action="ignore"):  # a GPU without kernels raises an error below
             torch.cuda.init()
         built = torch.cuda.get_arch_list()
         count = torch.cuda.device_count()
         for index in range(count if torch.version.cuda else 0):  # ROCm names architectures differently
             if not has_kernels(torch.cuda.get_device_capability(index), built):
-                raise RuntimeError(f"{torch.cuda.get_device_name(index)} is none of {' '.join(built)}")
+                name = torch.cuda.get_device_name(index)
+                raise RuntimeError(f"torch has kernels for {' '.join(built)}, not for {name}")
         return count
     except (RuntimeError, AssertionError) as error:  # no driver, no GPU, a driver too old, a build for the CPU
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in HIDDEN
@@ -84,7 +85,7 @@ def take_device(device: str = "") -> torch.device:
 
 
 def may_share_gpus() -> bool:
-    """Return whether processes of a team may share a GPU. This tests their code on one GPU; times mean nothing.
+    """Return whether processes of a team may share a GPU. This is for tests: times mean nothing.
 
     NCCL 2.30 allows it if its variable is set. Earlier versions allow it if each process looks like a separate machine.
     """

@@ -258,7 +258,7 @@ def compile_training(
             set_stage(*stage)
             with torch.no_grad(), precision.autocast():
                 predicted = network(images).argmax(1)
-            # All labels are the most predicted class: equal, so that gradients add up, and for some images correct.
+            # All labels are the class predicted most often. So gradients add up, and some images are correct.
             labels = predicted.mode().values.expand_as(predicted).contiguous()
             expected = results_of_pass(network, forward, (images, labels))
             check_all_close(results_of_pass(network, compiled, (images, labels)), expected, precision.name)
@@ -468,7 +468,7 @@ def check_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], preci
         if name not in found:
             raise ArithmeticError(f"the compiled pass has no {name}")
         if not value.isfinite().all():
-            raise ArithmeticError(f"the uncompiled {name} is not finite either")
+            raise ArithmeticError(f"the uncompiled {name} is not finite")
         off = torch.dist(found[name].double(), value.double()) / value.double().norm()
         if not off <= (GRADIENTS if name.startswith("gradient") else VALUES)[precision]:
             raise ArithmeticError(f"the compiled {name} is {100 * off:.3g}% off")
@@ -505,7 +505,7 @@ class CudaGraphs:
         self.graphs[batch.shape, *stage] = graph, static
 
     def reset(self) -> None:
-        """Free the graphs. With a captured collective, the end of the process group would wait forever."""
+        """Free the graphs. Otherwise a captured collective makes the end of the process group wait forever."""
         for graph, _ in self.graphs.values():
             graph.reset()
         self.graphs.clear()

@@ -217,7 +217,7 @@ def convolve_by_position(x: Tensor, weight: Tensor, side: int) -> Tensor:
 
 
 def window(place: int, size: int) -> tuple[slice, slice]:
-    """Return the slice of `size` places that a filter of three taps covers around a place, and the slice of taps."""
+    """Return which of `size` places a filter of three taps covers around a place, and which taps, as slices."""
     seen = slice(max(place - 1, 0), min(place + 2, size))
     return seen, slice(seen.start - place + 1, seen.stop - place + 1)
 

@@ -29,7 +29,7 @@ class Machine:
         micro_batches: int = 1,
         watch: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter,
     ) -> None:
-        """By default, use this process only; on a GPU the program's precision, compiled; on a CPU fp32.
+        """By default, use this process only. A GPU compiles and uses the program's precision; a CPU uses fp32.
 
         `graphs`: replay CUDA graphs. `warm_up`: take an untimed step of each kind. `micro_batches`: forward and
         backward passes per step. `watch` iterates over the steps of an epoch, for a progress bar.
@@ -87,7 +87,7 @@ class Machine:
         team = self.team
         self.clock = Clock(team.synchronize)
         functions = fast.Functions(make_batch, forward, partial(fast.predict, model.network))
-        noise = None  # is as large as the images, and only made for these two
+        noise = None  # as large as the images: made only for compilation and warm-up
         if self.compile or self.warm_up:
             noise = load(data.noise_like(images, team), Clock(team.synchronize))
         if self.compile:

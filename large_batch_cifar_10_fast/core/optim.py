@@ -113,8 +113,8 @@ class Muon(Optimizer):
     ) -> None:
         """`params` are weights or parameter groups. A normalization layer must follow each weight's layer.
 
-        Raise ValueError for a weight that is all zeros or has fewer than two dimensions. Each process of a team
-        orthogonalizes some of the matrices. Under autocast the products are in half precision.
+        Raise ValueError for a weight with fewer than two dimensions. A weight must not be all zeros. Each process of a
+        team orthogonalizes some of the matrices. Under autocast the products are in half precision.
         """
         self.team = team
         self.directions = orthogonal_directions

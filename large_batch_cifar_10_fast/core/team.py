@@ -30,7 +30,8 @@ class Team:
     def with_workers(self, workers: int, micro_batches: int = 1) -> "Team":
         """Return a team of the same processes with `workers` workers.
 
-        Each process computes its workers' batch in `micro_batches` parts. Raise ConfigError if one does not divide.
+        Each process computes its workers' batch in `micro_batches` parts. Raise ConfigError if the workers cannot be
+        split equally over processes and parts.
         """
         if workers % self.world_size:
             fitting = [str(count) for count in range(1, workers + 1) if workers % count == 0]

@@ -15,12 +15,13 @@ import numpy as np
 from .. import PACKAGE, ConfigError, first_line
 from ..files import locked
 
-DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "run_tests.sh").exists() else Path("data")  # or it is installed
+# The checkout's data folder. If the package is installed: `data` in the current folder.
+DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "run_tests.sh").exists() else Path("data")
 CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
 CIFAR_100 = "CIFAR-100"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 TIMEOUT = 30  # seconds without a byte after which a download fails
-HARMLESS = (".", "download-", "lost+found")  # files and folders beside which CIFAR-10 may be downloaded begin so
+HARMLESS = (".", "download-", "lost+found")  # a folder for a download may contain names that begin with these
 
 
 class Source(NamedTuple):
@@ -49,7 +50,7 @@ def find_source(path: Path) -> tuple[Path, Source]:
 
 def find(path: Path) -> tuple[Path, Source]:
     others: list[str] = []
-    if path.is_dir():  # first: an archive may arrive meanwhile
+    if path.is_dir():  # before the checks below: another process may download meanwhile
         others = sorted(each.name for each in path.iterdir() if not each.name.startswith(HARMLESS))
     for source in SOURCES:
         if str(path) == source.key and not path.exists():
@@ -63,7 +64,7 @@ def find(path: Path) -> tuple[Path, Source]:
     if path.is_dir():
         photos = f"`cifar10-fast photos {shlex.quote(str(path))} photos.npz` makes a file of photos"
         raise ConfigError(f"--data {path} has {', '.join(others[:3])}, but a download needs an empty folder; {photos}")
-    found = "is another file" if path.exists() else "does not exist"
+    found = "is not such a file" if path.exists() else "does not exist"
     archives = " or ".join(source.archive for source in SOURCES)
     raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, or an empty folder for a download")
 

@@ -16,7 +16,7 @@ def doubts_of(images: Images) -> list[str]:
     if copies > tests / 100:
         found.append(f"{copies} of {tests} test images are also training images")
     if np.ptp(train_hash) == 0 or (tests > 1 and np.ptp(test_hash) == 0):
-        found.append("all images are equal")
+        found.append("all training images, or all test images, are equal")
     else:
         some = images.train_images[:: len(images.train_images) // 1000 + 1].reshape(-1, 3)
         channels = zip(("red", "green", "blue"), some.T, strict=True)
@@ -33,7 +33,7 @@ def doubts_of_labels(images: Images) -> list[str]:
     if absent.tolist() == [0]:
         return [f"no training image has label 0, so one of {classes} classes is empty: number the labels from 0"]
     if len(absent):
-        gaps = f"{len(absent)} of the labels 0 to {classes - 1} have no training image, {absent[0]} among them"
+        gaps = f"{len(absent)} of the labels 0 to {classes - 1} have no training image, for example {absent[0]}"
         return [
             f"{gaps}: number the labels without gaps, and leave out unlabeled images (some data sets mark them by 255)"
         ]

@@ -50,7 +50,7 @@ def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[s
     classes = int(train_labels.max()) + 1
     is_cifar_sized = (len(train_images), len(test_images), classes) == (50_000, 10_000, 10)
     is_random = name in (CIFAR_10, CIFAR_100, SYNTHETIC) or training_digest == CIFAR_10_TRAINING
-    # CIFAR-10's constants for its images, others of its sizes, and the shapes.
+    # CIFAR-10, other sets of its sizes, and the shapes are normalized by CIFAR-10's constants.
     has_constants = is_cifar_sized or name == SYNTHETIC
     if not class_names:
         class_names = CLASSES if is_cifar_sized else [str(number) for number in range(classes)]
@@ -92,7 +92,7 @@ def normalization_of(images: np.ndarray) -> Normalization:
     count = images.size // 3
     mean = np.einsum("nhwc->c", images, dtype=np.float64) / count
     square = np.einsum("nhwc,nhwc->c", images, images, dtype=np.float64) / count
-    std = np.sqrt(square - mean**2).round(2).clip(0.01)  # of images that are all equal, too
+    std = np.sqrt(square - mean**2).round(2).clip(0.01)  # not 0, even if all images are equal
     return tuple(mean.round(2).tolist()), tuple(std.tolist())
 
 

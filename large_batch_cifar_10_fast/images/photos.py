@@ -33,7 +33,7 @@ Pictures = dict[str, dict[Path, np.ndarray]]  # the pictures of each class, by t
 
 
 def find_photos(folder: Path) -> tuple[Classes, Classes]:
-    """Return the files of the training and test photos of a folder. Without such parts, return all files and none.
+    """Return the files of the training and test photos of a folder. Without such parts, all are training photos.
 
     Raise ConfigError if they are not a data set.
     """
@@ -103,7 +103,7 @@ def files_of_classes(folder: Path) -> Classes:
     classes = {}
     for path in folders:
         if not path.name.isprintable():
-            raise ConfigError(f"{folder} has a class {path.name!a}: rename it")
+            raise ConfigError(f"{folder} has a class {path.name!a} with unprintable characters: rename it")
         classes[path.name] = sorted(walk(path))
         if not classes[path.name]:
             raise ConfigError(f"{path} has no photos: add some, or remove the folder")

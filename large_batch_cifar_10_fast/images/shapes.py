@@ -72,7 +72,8 @@ def _depth(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     q = np.abs(u - v) * 0.71
     cos = -v / np.maximum(radius, 1e-6)  # of the angle from the top
     square = cos * cos
-    cos_of_five_times = ((16 * square - 20) * square + 5) * cos  # the angle, for the star: a Chebyshev polynomial
+    # The cosine of five times the angle, for the star, by a Chebyshev polynomial.
+    cos_of_five_times = ((16 * square - 20) * square + 5) * cos
     return {
         "disc": lambda: 0.9 - radius,
         "ring": lambda: 0.22 - np.abs(radius - 0.75),

@@ -44,7 +44,7 @@ from .table import (
 
 COMPUTED = ("compile", "no_graph")  # conditions that are known after the set-up
 AGREED = tuple(name for name in (*CONDITIONS, *PLACE, "seed") if name not in COMPUTED)
-# Bytes of .campaigns/NAME.json, behind those of all runs: of who writes the conditions, and of all launches.
+# Bytes of .campaigns/NAME.json after those of all runs. The writer of the conditions locks one, all launches the other.
 WRITER = 1 << 40
 LAUNCHES = WRITER + 1
 
@@ -152,7 +152,7 @@ class Campaign:
         """Add conditions that the campaign lacks. Return all its conditions. Raise ConfigError."""
         with locked_byte(self.file, WRITER):
             agreed = {"campaign": self.name, "run": "0", **values, **self.known_conditions()}
-            agreed["runs"] = str(max(self.runs, int(agreed.get("runs", 0))))  # asked for, which `status` shows
+            agreed["runs"] = str(max(self.runs, int(agreed.get("runs", 0))))  # runs asked for; `status` shows them
             text = json.dumps(agreed).encode()
             try:
                 os.pwrite(self.file, text, 0)
@@ -226,7 +226,7 @@ class Campaign:
 
     def finish(self) -> None:
         """Write the epochs that a full disk did not take, and read the rows of other launches."""
-        with contextlib.suppress(OSError, ConfigError):  # of which a warning has told
+        with contextlib.suppress(OSError, ConfigError):  # a warning was already printed
             self.epochs.write()
         self.read_rows()
 
@@ -238,7 +238,7 @@ class Campaign:
 def save_weights(path: Path, weights: Mapping[str, Tensor], about: Row, for_use: Mapping[str, object]) -> None:
     """Write weights, the row of their run, and the data `for_use`. If the disk stays full, raise LostError."""
     on_cpu = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
-    content = io.BytesIO()  # to a file torch.save raises errors that do not say why
+    content = io.BytesIO()  # if torch.save writes a file, its errors do not say why
     torch.save({"weights": on_cpu, "about": about, **for_use}, content)
 
     def write() -> None:

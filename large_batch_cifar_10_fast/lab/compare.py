@@ -29,9 +29,9 @@ from .status import status_of, write_runs
 from .table import PLACE, SIZES, differences
 
 MARGIN = 0.1  # points of accuracy that are equivalent
-LARGE = 5  # points of accuracy: runs that find no less are of little use
+LARGE = 5  # points of accuracy: runs that find only larger differences are of little use
 TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
-BUSY = 0.95  # of the other side's CPU seconds a second: less is no equal share of the machine
+BUSY = 0.95  # a side with a smaller share of the other's CPU seconds per second had less of the machine
 MEANINGS = {
     "code": "the programs differ",
     "core": "core/ or images/ differ, which all programs use",
@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
 
     word: str  # better, worse, equivalent, no difference shown; "-" if they are not compared
     found: Comparison | None = None
-    why_not: str = ""  # they are not compared
+    why_not: str = ""  # the reason if they are not compared
 
 
 class Report(NamedTuple):
@@ -61,7 +61,7 @@ class Report(NamedTuple):
 def compare(
     logs: Mapping[str, Log], reference: str, margin: float = MARGIN, tests: int = 0, markdown: bool = False
 ) -> Report:
-    """Compare logs with the reference log, all by name. Bonferroni's correction is for `tests`, or one per log."""
+    """Compare logs with the reference log, all by name. Bonferroni's correction counts `tests`, or one per log if 0."""
     as_table = in_markdown if markdown else in_columns
     base = logs[reference]
     sides = {name: log for name, log in logs.items() if name != reference}
@@ -276,7 +276,7 @@ def other_figures(logs: Mapping[str, Log]) -> list[tuple[str, ...]]:
 
 
 def seeds_of(log: Log) -> str:
-    """Return the seeds of a log's runs, as `0 to 11`; a list if they are not all between the first and the last."""
+    """Return the seeds of a log's runs, as `0 to 11`, or as a list if some between them are missing."""
     seeds = sorted(log.runs["seed"].dropna().astype(int))
     if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
         return f"{seeds[0]} to {seeds[-1]}"
@@ -324,7 +324,7 @@ def meaning(
     notes.append(
         f"Equivalent: the interval lies within {margin:g} points of accuracy, or {TIME_MARGIN:.0%} of the time."
     )
-    notes.append("Better or worse: the interval does not, and it excludes 0.")
+    notes.append("Better or worse: the interval excludes 0, and does not lie within these limits.")
     if tests > 1:
         notes.append(
             f"The {tests} intervals of a table have 99% confidence together (Bonferroni); p is multiplied by {tests}."
@@ -356,7 +356,7 @@ def hint_if_large(detectable: float) -> str:
         return ""
     cause = "few changes are so large" if detectable < 100 else "no change is so large"
     advice = "lower the learning rate, or train on more images or epochs"
-    return f"; {cause}, because runs differ too much by chance: {advice}"
+    return f"; {cause}. Runs differ too much by chance: {advice}"
 
 
 # ---- The command

@@ -5,8 +5,8 @@
 The baseline is a recipe with options, as for `train`. A variant is a list of options, a program FILE.py, or both.
 --grid filter_rate=0.12,0.24 --grid width=16,24 makes a variant of each pair of values. All runs are tested on training
 images that are kept out (--holdout), so the test images are still new at the end. The same command continues an
-interrupted experiment. More --runs or --try extend it; this is a second look. --drop leaves a variant out. The folder
---out has the tables and logs of the runs, and a picture.
+interrupted experiment. More --runs or --try extend it, which is a second look at results. --drop leaves a variant out.
+The folder --out has the tables and logs of the runs, and a picture.
 """
 
 import itertools
@@ -39,7 +39,7 @@ from .statistics import compare_means, detectable
 from .table import Row, differences, read
 from .train import Launch, Processes, plan_processes, start_launch
 
-HOLDOUT = 10_000  # images of CIFAR-10's 50,000: a mean over them is exact to a third of what 1,000 allow
+HOLDOUT = 10_000  # of CIFAR-10's 50,000 images: the error of a mean is a third of that over 1,000
 OWN = ("campaign", "resume", "save", "profile")  # options of a run that an experiment sets or cannot use
 ALIKE = ("data", "holdout", "seed", "runs", "out", "teams", "nproc", "device")  # of all its campaigns
 BASELINE = "baseline"
@@ -54,7 +54,7 @@ class Plan:
 
     baseline: list[str]  # words of a command line
     variants: dict[str, list[str]]  # words that are added to it, by campaign
-    looks: list[dict[str, int]]  # runs and variants of each, which were chosen before it
+    looks: list[dict[str, int]]  # numbers of runs and variants, chosen before each look
 
     @property
     def campaigns(self) -> dict[str, list[str]]:
@@ -301,7 +301,7 @@ def make_runs(plan: Plan, out: Path, teams: int) -> dict[str, str]:
 def next_part(
     asked: Mapping[str, int], failed: Mapping[str, str], runs: int, size: int, teams: int
 ) -> tuple[str, int] | None:
-    """Return the campaign with the fewest of its `runs`, and how many it has with the next part; None if all are asked.
+    """Return the campaign with the fewest runs, and its number after the next part; None if all `runs` are assigned.
 
     A part has `size` runs, but at most half of a campaign, and a team's share of what is left.
     """
@@ -448,7 +448,7 @@ def draw(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict], m
     draw_differences(panels["differences"], compared, margin)
     if option:
         draw_sweep(panels["sweep"], option, {name: value for name, value in values.items() if name in logs}, logs)
-    if "costs" in rows:  # whose points have numbers
+    if "costs" in rows:  # points in these panels have numbers
         numbers = {name: str(number) for number, name in enumerate(verdicts, 1)}
         panels["differences"].set_yticks(range(len(compared)), [f"{name[:40]}  {numbers[name]}" for name in compared])
         work = {name: float(log.conditions.get("pflop", "nan")) for name, log in logs.items()}
@@ -537,7 +537,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"--runs {options.runs} is too few to estimate their spread: give at least 3")
         if options.holdout < 1:
             raise ConfigError(
-                f"--holdout {options.holdout} would choose on the test images: keep out at least one training image"
+                f"--holdout {options.holdout} would choose variants by the test images: keep out at least one image"
             )
         words = [*baseline, f"--holdout={options.holdout}"]
         variants = [*options.variants, *cells_of(words, options.grid)]

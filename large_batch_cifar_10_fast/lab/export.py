@@ -66,7 +66,7 @@ def export_onnx(model: Classifier, path: Path, logits: bool = False) -> None:
             onnx.save(written, unfinished)
     except Exception as error:  # of torch's exporter, or the disk
         raise ConfigError(
-            f"{path} cannot be written ({first_line(error)}): choose another, or another recipe"
+            f"{path} cannot be written ({first_line(error)}): choose another file, or weights of another recipe"
         ) from error
 
 

@@ -23,7 +23,7 @@ def write_picture(figure: Figure, path: Path, option: str) -> None:
         if path.exists() and not path.is_file():
             raise OSError("it exists and is not a file")
         with write_atomically(path.resolve()) as unfinished, warnings.catch_warnings():  # a link's target, not the link
-            warnings.filterwarnings("ignore", "Glyph")  # is missing, of which add_font warns
+            warnings.filterwarnings("ignore", "Glyph")  # add_font warns of missing characters
             figure.savefig(unfinished, format=path.suffix[1:].lower())
     except (OSError, ValueError, RuntimeError) as error:  # of the disk, or a format that Matplotlib or LaTeX lacks
         raise ConfigError(f"{option} {path} cannot be written ({error}): choose another") from error
@@ -32,7 +32,7 @@ def write_picture(figure: Figure, path: Path, option: str) -> None:
 def add_font(figure: Figure, name: str) -> None:
     """Draw characters that the default font lacks, such as Chinese, in another font of this machine. Warn without one.
 
-    Our tick labels are set, so they are there before the figure is drawn.
+    Before drawing, only tick labels that our code sets are found.
     """
     default = FT2Font(font_manager.findfont(font_manager.FontProperties()))
     texts = figure.findobj(Text)
@@ -45,7 +45,7 @@ def add_font(figure: Figure, name: str) -> None:
         lacking = f"{name}: no font of this machine has {list_some(missing, 5)}"
         warn(f"{lacking}: install one that has all, for example Noto Sans CJK")
         return
-    logging.getLogger(font_manager.__name__).setLevel(logging.ERROR)  # it may lack a weight, which is said many times
+    logging.getLogger(font_manager.__name__).setLevel(logging.ERROR)  # or it reports each missing weight many times
     for text in texts:
         text.set_fontfamily([*text.get_fontfamily(), family])
 

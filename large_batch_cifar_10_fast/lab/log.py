@@ -30,9 +30,9 @@ from .table import GOAL, NUMBERS, Row, diverged, reached_goal
 
 T = TypeVar("T")
 
-LONG = 600  # estimated seconds of a run from which on a CPU compiles, and the log says how long it takes
-LONG_EPOCH = 10  # seconds from which on an epoch is a line on STDERR
-LONG_SILENCE = 60  # seconds after which an epoch is one all the same
+LONG = 600  # estimated seconds: for a longer run, a CPU compiles and the log has an estimate
+LONG_EPOCH = 10  # seconds: an epoch that takes this long is printed on STDERR
+LONG_SILENCE = 60  # seconds without a line, after which any epoch is printed
 
 
 class Recorder:
@@ -120,7 +120,7 @@ class Recorder:
     def finish(self, last: Epoch, images: int, for_use: Mapping[str, object]) -> None:
         """Write and print a finished run: its row, its curve, and the weights of the last run.
 
-        The run trained on so many images. `for_use` is saved with the weights.
+        `images` counts those of all epochs. `for_use` is saved with the weights.
         """
         if not self.campaign:
             return

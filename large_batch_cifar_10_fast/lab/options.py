@@ -32,14 +32,14 @@ class Options:
 
     runs: int = 1  # runs, each with fresh weights; run i uses seed + i
     seed: int = 0  # seed of run 0
-    campaign: str = ""  # name of the campaign; its missing runs are made (default: date and time)
+    campaign: str = ""  # name of this set of runs; runs that it lacks are made (default: date and time)
     resume: bool = False  # continue the last campaign in --out
     data: str = str(DATA)  # cifar10, cifar100 (downloaded), synthetic, or FILE.npz, which `photos` makes of a folder
     holdout: int = 0  # test on the last N training images instead of the test images; 0: off
     out: str = "."  # folder for runs.tsv, epochs.tsv and timing_log.tsv
     save: str = ""  # file for the weights and running statistics of the last run
     device: Literal["", "cuda", "cpu"] = ""  # default: the GPUs if there are any, otherwise the CPU
-    precision: Literal["", "fp16", "bf16", "tf32", "fp32", "fp64"] = ""  # default: GPU Hyp.half, CPU bf16 or fp32
+    precision: Literal["", "fp16", "bf16", "tf32", "fp32", "fp64"] = ""  # default: GPU fp16 or bf16, CPU bf16 or fp32
     micro_batches: int = 1  # forward and backward passes per step; more need less memory
     compile: bool = False  # compile the network (default on GPUs, and on a CPU for runs over ten minutes)
     no_compile: bool = False  # do not compile
@@ -104,13 +104,13 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, demo: dict[str,
     add_options(parser.add_argument_group(f"the recipe {name}"), hyp)
     add_options(parser.add_argument_group("settings"), Options)
     parser.add_argument("--version", action="version", version=version())
-    if any(word.endswith("=--") for word in arguments):  # of which versions of Python make different things
+    if any(word.endswith("=--") for word in arguments):  # versions of Python parse this differently
         raise ConfigError("-- is not a value of an option: give another")
     if "--small" in arguments:
         small = getattr(hyp, "small", "")
         if not small:
             raise ConfigError(f"--small: the recipe {name} has no small size (Hyp.small): leave it out")
-        arguments = [*small.split(), *arguments]  # what is given counts
+        arguments = [*small.split(), *arguments]  # given options come last: they override these
     found, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError(f"recipe {name} has no option {unknown[0]}; {hint_for_option(unknown[0], hyp)}")
@@ -262,7 +262,7 @@ def text_of(value: object) -> str:
 def as_pairs(options: Any) -> str:
     """Return the fields of options as tables and logs have them: `name=value name=value`.
 
-    What would end a value is encoded as in a URL: %20 is a space.
+    Characters that would end a value are encoded as in a URL: %20 is a space.
     """
     texts = {field.name: text_of(getattr(options, field.name)) for field in fields(options)}
     encoded = {name: re.sub(r"[%\s]", lambda found: quote(found[0]), text) for name, text in texts.items()}

@@ -109,7 +109,7 @@ def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:
         draw_panel(axes, panel, data)
     entries = [Line2D([], [], ms=4, color=log.color, marker=log.marker) for log in logs.itertuples()]
     figure.legend(entries, logs["label"], loc="outside upper left", ncols=columns)
-    if data.duplicated(["log", "epoch"]).any():  # runs
+    if data.duplicated(["log", "epoch"]).any():  # a campaign has several runs
         notes = ["shade: range over runs"] if {*panels} - {"final"} else []
         notes += ["± is the standard deviation over runs"] if "final" in panels else []
         figure.supxlabel("; ".join(notes), fontsize=7, color="0.4")

@@ -1,4 +1,4 @@
-"""Train in this process: the last line of each program, and what `train` starts for each GPU or core."""
+"""Train in this process. Each program's last line calls `main`, and `train` starts it for each GPU or core."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ def exit_process() -> Iterator[None]:
         if launched := os.environ.get(RENDEZVOUS):  # our launcher prints it
             Path(launched.removeprefix("file://")).with_name(f"error.{os.getpid()}").write_text(str(error))
         elif error.reported:
-            time.sleep(3)  # until the process that prints it has done so: torchrun ends all with the first
+            time.sleep(3)  # until another process has printed it: torchrun ends all when one ends
         else:
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
     except LostError as error:
@@ -47,7 +47,7 @@ def exit_process() -> Iterator[None]:
         status = 1
     except Exception as error:
         if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
-            time.sleep(3)  # the process that is lost caused this error, and the launcher ends this one, too
+            time.sleep(3)  # a lost process caused this error: the launcher ends this one meanwhile
         traceback.print_exc()
         print(f"process {os.environ.get('RANK', 0)} failed ({first_line(repr(error))})", file=sys.stderr)
         status = 1

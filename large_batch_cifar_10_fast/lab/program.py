@@ -4,9 +4,10 @@ A program is a Python file with
 
 * `Hyp`, a frozen dataclass whose fields are its options: `epochs`, `batch_size`, any others; `workers` (1 without it);
 * `Network(hyp, classes)`, from images [B, 3, 32, 32] to logits [B, classes];
-* `train(hyp, images, machine)`, which sets up what all runs share and returns run(seed): a generator that trains one
-  run and yields a `score.Epoch` after each epoch, whose parts are timed by `with machine.clock.timed("training"):` and
-  `("validation")`; and `main()` at the file's end;
+* `train(hyp, images, machine)`, which sets up what all runs share and returns the generator function run(seed). This
+  trains one run and yields a `score.Epoch` after each epoch. `with machine.clock.timed("training"):` times training,
+  and `("validation")` validation;
+* `main()` at the file's end;
 * if it likes, `SETS` (further recipes: their names and classes like Hyp), `DEMO` (what --demo changes), `Hyp.small`
   (options that --small gives, as words), `Hyp.half` (its precision on a GPU that has it, fp16 or bf16),
   `Hyp.check_images(count)` (a ConfigError for too few of them), `Hyp.fit_to(count)` (options for a small data set),
@@ -60,7 +61,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
     """Make the missing runs of a campaign. Return the rows of all its finished runs, on rank 0."""
     name, options, hyp = read_command(program, arguments)
     check_save(options.save)
-    temporary_folder().cleanup()  # without, torch's optimizers and its compiler end in errors that say nothing
+    temporary_folder().cleanup()  # check early: torch's errors without such a folder say nothing
     if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
         raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
     with join_team(options.device, options.timeout) as processes, contextlib.ExitStack() as opened:
@@ -105,7 +106,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             if campaign:
                 with warned("the program's source"):
                     source.store(program, campaign.out)
-            # In the end, also by an error: before the process group ends.
+            # Close it before the process group ends, also after an error.
             opened.callback(machine.close)
             with out_of_memory_hint("training"):
                 run = program.train(hyp, as_trained_on(images, options, team), machine)
@@ -328,7 +329,7 @@ def flop_of(program: ModuleType, hyp: Any, images: int, classes: int = 10) -> fl
         if hasattr(program, "flop"):
             return program.flop(hyp, images)
         return images * hyp.epochs * count_flop(program.Network(hyp, classes))
-    except Exception:  # of a network that reads values, say, which the counter does not compute
+    except Exception:  # for example, the network reads values, and the counter computes none
         return math.nan
 
 

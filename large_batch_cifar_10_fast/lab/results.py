@@ -88,7 +88,7 @@ def find_files(source: str) -> list[tuple[str, str]]:
 
 
 def each_campaign(source: str) -> list[str]:
-    """Return `FILE:CAMPAIGN` for each campaign of `FILE:*`, also without a finished run; any other source itself."""
+    """Return `FILE:CAMPAIGN` for each campaign of `FILE:*`, also unfinished ones. Return any other source as it is."""
     files = find_files(source)
     if not files or files[0][1] != "*":
         return [source]
@@ -143,7 +143,7 @@ def read_text(path: Path) -> str:
 def parse_table(path: str, text: str, may_be_empty: bool = False) -> pd.DataFrame:
     """Return a table of text with tabs, indexed by `path, line N`. A half-written last row of ours is left out.
 
-    Raise ConfigError if it is empty, unless it is one of ours that may be.
+    Raise ConfigError if it is empty, unless it is ours and `may_be_empty`.
     """
     if text.startswith("campaign\t"):
         text = text[: text.rfind("\n") + 1]
@@ -190,7 +190,7 @@ def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame], unfin
     left_out = []
     for (path, campaign), table in tables.items():
         started = campaigns_in(Path(path).with_name("epochs.tsv")) if unfinished else []
-        known = [*started, *table["campaign"]]  # a name a row
+        known = [*started, *table["campaign"]]  # one name per row
         names = known[-1:]
         if campaign == "*":
             names = [*dict.fromkeys(known)]
@@ -203,7 +203,7 @@ def from_runs(source: str, tables: Mapping[tuple[str, str], pd.DataFrame], unfin
     rows = pd.concat([*parts.values(), table[:0]]).fillna("")
     columns = ["images", *SIZES, "validation_images", *CONDITIONS, *MAY_DIFFER]
     alike = rows.reindex(columns=columns, fill_value="").drop_duplicates()
-    conditions: dict[str, str] = {}  # an earlier row's, so that what one table does not say, another may
+    conditions: dict[str, str] = {}  # of earlier rows: one table may have what another lacks
     for line, row in alike.to_dict("index").items():
         other = conditions_of(row)
         if differing := differences(other, conditions, [n for n in other if n not in (*MAY_DIFFER, "images")]):
@@ -241,7 +241,7 @@ def epochs_of(parts: Mapping[tuple[str, str], pd.DataFrame], unfinished: bool) -
         if text.count("\n") > 1:  # it has rows
             table = parse_table(str(beside), text)
             table = table[(table["campaign"] == campaign) & (unfinished | table["run"].isin(rows["run"]))]
-            if "launch" in table and "launch" in rows:  # of those that made a run, the one that wrote its row, or last
+            if "launch" in table and "launch" in rows:  # keep the launch that wrote the run's row, or the last
                 made = pd.concat([table, rows]).drop_duplicates("run", keep="last").set_index(["run", "launch"])
                 table = table[table.set_index(["run", "launch"]).index.isin(made.index)]
             table = table.drop_duplicates(["run", "epoch"], keep="last")  # earlier versions did not write the launch

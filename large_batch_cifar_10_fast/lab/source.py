@@ -62,7 +62,7 @@ def changed_lines(old: Sequence[str], new: Sequence[str]) -> list[str]:
 def changed_since(program: ModuleType, folder: Path, was: Mapping[str, str]) -> tuple[str, list[str]]:
     """Return which file was changed since `store` wrote the texts of these `digests`, and its changed lines.
 
-    What a commit holds was not stored: then the file is "core/ or images/", or a program of ours, without lines.
+    Texts in a commit are not stored: then the file is "core/ or images/", or one of our programs, without lines.
     """
     texts = texts_of(program)
     own = next(iter(texts))

@@ -15,11 +15,11 @@ POWER = 0.8  # with which a detectable difference is found
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference of two means, mine - reference, with its confidence interval. Both are of the runs compared.
+    """The difference of two means, mine - reference, with its confidence interval. Both are over the compared runs.
 
-    `tests` are all that are made together. The interval has a confidence of 1 - SIGNIFICANCE / tests, so that all of
-    them hold with 1 - SIGNIFICANCE (Bonferroni), and `p` is multiplied by them: it is below SIGNIFICANCE if and only if
-    the interval leaves out 0.
+    `tests` is the number of comparisons made together. The interval has a confidence of 1 - SIGNIFICANCE / tests, so
+    that all intervals hold with 1 - SIGNIFICANCE (Bonferroni). `p` is multiplied by `tests`: it is below SIGNIFICANCE
+    if and only if the interval leaves out 0.
     """
 
     difference: float

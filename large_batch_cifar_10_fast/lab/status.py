@@ -60,7 +60,7 @@ def plan_of(table: Path, campaign: str) -> tuple[int, bool]:
         planned = int(json.loads(path.read_text()).get("runs", 0))
         with path.open("rb+") as file:
             is_running = not claim(file.fileno(), LAUNCHES, path)
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # of an experiment
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # in an experiment, its plan counts, too
         planned = max(planned, json.loads(table.with_name("experiment.json").read_text())["looks"][-1]["runs"])
     return planned, is_running
 

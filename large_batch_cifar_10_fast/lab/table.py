@@ -26,8 +26,8 @@ CONDITIONS = (
     *("recipe", "options", "workers", "digest", "code", "core", "torch"),
     *("precision", "compile", "no_graph", "micro_batches", "environment"),
 )
-PLACE = ("device", "processes")  # alike within a table; between tables they only rule out a comparison of times
-SIZES = ("training_images", "parameters", "pflop")  # of a run: what the other conditions make of it
+PLACE = ("device", "processes")  # equal within a campaign; between campaigns they only rule out comparing times
+SIZES = ("training_images", "parameters", "pflop")  # of a run: they follow from the other conditions
 NUMBERS = (
     *("train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images"),
     *("validation_loss", *PARTS, "seconds", "cpu_seconds", "last_validation", "peak_memory"),
@@ -77,7 +77,7 @@ def diverged(row: Mapping[str, object]) -> bool:
 
 
 def reached_goal(row: Mapping[str, object]) -> bool:
-    """Return whether the run counts as reaching 94%: by its number of images, and unless it diverged."""
+    """Return whether a run reached 94%, by its number of correct images. A diverged run did not."""
     return not diverged(row) and int(str(row["validation_count"])) >= GOAL * int(str(row["validation_images"]))
 
 
@@ -96,7 +96,7 @@ def differences(one: Mapping[str, str], other: Mapping[str, str], names: Iterabl
         if not mine or not others or mine == others:
             continue
         by_option = differing_options(mine, others) if name == "options" else []
-        found += by_option or [f"{name} ({mine}, not {others})"]  # all of it, if no option tells
+        found += by_option or [f"{name} ({mine}, not {others})"]  # the whole value, if no single option differs
     return ", ".join(found)
 
 
@@ -119,7 +119,7 @@ def environment() -> str:
 
 
 def as_text(variable: str) -> str:
-    """Return `NAME=value`; what would end a value in a table or a log is encoded as in a URL: %2C is a comma."""
+    """Return `NAME=value`, with separators of tables and logs encoded as in a URL: %2C is a comma."""
     return f"{variable}={quote(os.fsencode(os.environ[variable]), safe=':/')}"
 
 
@@ -191,7 +191,7 @@ def whole_number(text: str) -> str:
 
 
 def complete_lines(content: bytes) -> list[str]:
-    """Return the lines of a table that end in a newline: a last one without was cut short."""
+    """Return the lines of a table. A last line without a newline was cut short, and is left out."""
     return content[: content.rfind(b"\n") + 1].decode(errors="replace").splitlines()
 
 
@@ -201,7 +201,7 @@ def check_columns(path: Path, head: str, columns: Sequence[str]) -> None:
 
 
 def new_name() -> str:
-    """Return a name that no other launch has, also of another container in the same second."""
+    """Return a name that no other launch has, not even one in another container in the same second."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
@@ -250,7 +250,7 @@ class Table:
     def append(self, *rows: Mapping[str, object]) -> None:
         """Append rows, after those that could not be written before. A half-written last line moves to PATH.broken.
 
-        Raise ConfigError for a table with other columns, and OSError as the disk does; `write` tries again.
+        Raise ConfigError for a table with other columns, and OSError if writing fails. Then call `write` again.
         """
         self.add(*rows)
         self.write()

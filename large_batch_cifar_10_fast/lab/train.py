@@ -74,7 +74,7 @@ def start_launch(arguments: Sequence[str], log: IO | None = None, team: int | No
     command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments]
     environment = environment_of_processes(max(1, cores // (processes * teams)))
     started = range(teams) if team is None else [team]
-    fetch_images(options.data)  # here: Ctrl-C kills the processes
+    fetch_images(options.data)  # in the launcher, which cleans up after Ctrl-C
     return Processes(command, environment, started, teams, processes, log)
 
 
@@ -86,7 +86,7 @@ def environment_of_processes(threads: int) -> dict[str, str]:
         # The folder a user stands in may hold files named like modules: it is not searched for them.
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join(path),
-        # A name of a folder that the log's encoding lacks must not end a campaign.
+        # A folder name that the log's encoding cannot write must not end a campaign.
         "PYTHONIOENCODING": f"{encoding}:backslashreplace",
     }
     return {"OMP_NUM_THREADS": str(threads)} | os.environ | own
@@ -117,7 +117,7 @@ class Processes:
         processes: int,
         log: IO | None = None,
     ) -> None:
-        """Start so many processes of each of the `started` teams, of `teams` on this machine. Raise ConfigError."""
+        """Start `processes` processes for each team in `started`, of `teams` on this machine. Raise ConfigError."""
         self.running: dict[subprocess.Popen, str] = {}
         self.folder = temporary_folder()
         self.launch = new_name()
@@ -184,7 +184,7 @@ def check_locks(folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         reason = f"files in {folder.parent} cannot be locked ({error.strerror})"
-        raise ConfigError(f"{reason}: name another folder in TMPDIR") from error
+        raise ConfigError(f"{reason}: set TMPDIR to another folder") from error
 
 
 def describe_failure(process: subprocess.Popen, name: str, folder: Path) -> tuple[str, int]:
