@@ -334,7 +334,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         for number, part in enumerate(batch.chunk(machine.micro_batches, dim=1)):
             result = functions.forward(*functions.make_batch(shards.images, shards.labels, part))
             result.loss.backward()
-            if number == 0:  # this part begins with worker 0's images: only these update the statistics
+            if number == 0:  # on rank 0, this part begins with worker 0's images: its statistics count
                 layers.update_running_statistics(network, result.statistics)
             sums.add_(result.sums)
         team.average_gradients(network.parameters())  # over all workers, here and nowhere else

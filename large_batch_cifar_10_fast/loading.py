@@ -71,7 +71,8 @@ class Finder:
     def check_imports(self, file: Path, text: bytes) -> None:
         """Let a file's imports find the modules of the folder.
 
-        Forget modules of these names that were loaded before. Raise ShadowError if one of them is in use.
+        Forget earlier loads of these modules. Raise ShadowError if a name is that of a standard module, or of a module
+        that was loaded from elsewhere.
         """
         assert self.folder
         for name in imported_names(file, text, self.folder):
@@ -166,7 +167,7 @@ def load_inner_imports(program: ModuleType) -> None:
 
 
 def files_of(program: ModuleType) -> dict[str, Path]:
-    """Return files by name: a program's, and those that it imports from its folder and of our programs."""
+    """Return files by name: a program's own, and those of its folder and of our programs that it imports."""
     file = place_of(str(program.__file__))
     return program.__dict__.get("__files__", {name_of_ours(file): file})
 

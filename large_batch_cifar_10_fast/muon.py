@@ -161,7 +161,7 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
         rows = data.shard(number, len(team.workers), len(last_losses), team.device)
         draws = data.generator(team.device, seed, worker, epoch)
         crops = data.independent_assignment(len(rows), (2 * PADDING + 1) ** 2, draws)
-        flips = data.independent_assignment(len(rows), 2, draws)  # replaced below; this draw keeps `order` the same
+        flips = data.independent_assignment(len(rows), 2, draws)  # replaced below; without this, `order` would change
         order = torch.randperm(len(rows), generator=draws, device=team.device)
         # Alternating flip: the first epoch mirrors images at random, then each image's sides alternate. With
         # independent flips, half of the images show one side twice in two epochs. At width 16 no difference is shown
@@ -297,7 +297,7 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
 
 
 def set_rates(hyp: Hyp, optimizers: Sequence[Optimizer], epoch: float) -> None:
-    """Set all rates at a time in epochs. They fall linearly after a first step of CIFAR-10's length."""
+    """Set all rates at a time in epochs. They are constant for one step of CIFAR-10, then fall linearly."""
     step = hyp.workers * hyp.batch_size / EPOCH_IMAGES
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -372,7 +372,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         for part in batch.chunk(machine.micro_batches, dim=1):
             result = functions.forward(*functions.make_batch(shards.images, shards.labels, part, stage))
             result.loss.backward()
-            if not losses:  # the first part begins with worker 0's images: only these update the statistics
+            if not losses:  # on rank 0, this part begins with worker 0's images: its statistics count
                 layers.update_running_statistics(network, result.statistics)
             sums.add_(result.sums)
             losses.append(result.losses)

@@ -65,7 +65,7 @@ class Precision:
 def precision_on_gpu(asked: str, half: str, team: Team) -> str:
     """Return the requested precision; by default `half`, or fp16 if a GPU has no bf16. All processes must call this.
 
-    Raise ConfigError for a precision that a GPU would emulate slowly.
+    Raise ConfigError for bf16 or tf32 if a GPU lacks it.
     """
     has = team.gather("GPU has bf16", str(has_bf16(team.device)))
     all_have = set(has) == {"True"}
@@ -128,8 +128,8 @@ class Model:
         New values are copied to the same memory, so that compiled code and CUDA graphs stay valid. This concerns all
         parameters and buffers, and the state of the optimizers. State that an optimizer creates in its first step is
         deleted. On a GPU it is zeroed in place, because a graph may hold its address. NAdam, ASGD and Rprop do not
-        start from zeros, so with graphs their second run differs. Finally seed and rank start torch's generators, for
-        random numbers of the network, such as dropout.
+        start from zeros, so on a GPU their second run differs from their first. Finally seed and rank start torch's
+        generators, for random numbers of the network, such as dropout.
         """
         torch.manual_seed(seed)
         new_network, new_optimizers = self.fresh()

@@ -64,7 +64,7 @@ def find(path: Path) -> tuple[Path, Source]:
     if path.is_dir():
         photos = f"`cifar10-fast photos {shlex.quote(str(path))} photos.npz` makes a file of photos"
         raise ConfigError(f"--data {path} has {', '.join(others[:3])}, but a download needs an empty folder; {photos}")
-    found = "is not such a file" if path.exists() else "does not exist"
+    found = "is not a data set" if path.exists() else "does not exist"
     archives = " or ".join(source.archive for source in SOURCES)
     raise ConfigError(f"--data {path} {found}: name FILE.npz, {archives}, or an empty folder for a download")
 

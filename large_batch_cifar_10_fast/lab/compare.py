@@ -31,7 +31,7 @@ from .table import PLACE, SIZES, differences
 MARGIN = 0.1  # points of accuracy that are equivalent
 LARGE = 5  # points of accuracy: runs that find only larger differences are of little use
 TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
-BUSY = 0.95  # a side with a smaller share of the other's CPU seconds per second had less of the machine
+BUSY = 0.95  # of the other side's CPU seconds per second: a side below this had less of the machine
 MEANINGS = {
     "code": "the programs differ",
     "core": "core/ or images/ differ, which all programs use",
@@ -322,7 +322,7 @@ def meaning(
             shared = f"The {pair.pairs} runs of {reference} that share seeds with {name}"
             notes.append(f"{shared} have a mean of {pair.reference:.3f}.")
     notes.append(
-        f"Equivalent: the interval lies within {margin:g} points of accuracy, or {TIME_MARGIN:.0%} of the time."
+        f"Equivalent: the interval lies within {margin:g} points of accuracy, or {TIME_MARGIN:.0%} of the seconds."
     )
     notes.append("Better or worse: the interval excludes 0, and does not lie within these limits.")
     if tests > 1:

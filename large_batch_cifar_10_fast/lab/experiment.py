@@ -301,7 +301,7 @@ def make_runs(plan: Plan, out: Path, teams: int) -> dict[str, str]:
 def next_part(
     asked: Mapping[str, int], failed: Mapping[str, str], runs: int, size: int, teams: int
 ) -> tuple[str, int] | None:
-    """Return the campaign with the fewest runs, and its number after the next part; None if all `runs` are assigned.
+    """Return the campaign with the fewest runs, and how many it has after this part; None if all are assigned.
 
     A part has `size` runs, but at most half of a campaign, and a team's share of what is left.
     """

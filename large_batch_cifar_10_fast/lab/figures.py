@@ -32,7 +32,8 @@ def write_picture(figure: Figure, path: Path, option: str) -> None:
 def add_font(figure: Figure, name: str) -> None:
     """Draw characters that the default font lacks, such as Chinese, in another font of this machine. Warn without one.
 
-    Before drawing, only tick labels that our code sets are found.
+    Other texts are all found. Of tick labels, only those that our code sets are, because Matplotlib makes the others
+    when it draws.
     """
     default = FT2Font(font_manager.findfont(font_manager.FontProperties()))
     texts = figure.findobj(Text)

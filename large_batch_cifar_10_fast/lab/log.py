@@ -118,7 +118,7 @@ class Recorder:
             show(f"{text}{epoch.seconds:.0f} s of training so far")
 
     def finish(self, last: Epoch, images: int, for_use: Mapping[str, object]) -> None:
-        """Write and print a finished run: its row, its curve, and the weights of the last run.
+        """Write and print a finished run: its row, the curve of run 0, and the weights of the last run.
 
         `images` counts those of all epochs. `for_use` is saved with the weights.
         """

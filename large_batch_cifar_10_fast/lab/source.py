@@ -62,7 +62,7 @@ def changed_lines(old: Sequence[str], new: Sequence[str]) -> list[str]:
 def changed_since(program: ModuleType, folder: Path, was: Mapping[str, str]) -> tuple[str, list[str]]:
     """Return which file was changed since `store` wrote the texts of these `digests`, and its changed lines.
 
-    Texts in a commit are not stored: then the file is "core/ or images/", or one of our programs, without lines.
+    Texts in a commit are not stored: then return "core/ or images/", or "what PROGRAM imports", without lines.
     """
     texts = texts_of(program)
     own = next(iter(texts))
@@ -72,7 +72,7 @@ def changed_since(program: ModuleType, folder: Path, was: Mapping[str, str]) -> 
         path = folder / f"source-{code}.py"
         stored = {own: path.read_bytes()} if path.exists() else {}
         stored |= read_archive(path.with_suffix(".zip"))
-        unknown = "what it imports" if stored.get(own) == texts[own] else Path(own).name
+        unknown = f"what {Path(own).name} imports" if stored.get(own) == texts[own] else Path(own).name
     else:
         texts = core_texts()
         stored = read_archive(folder / f"core-{was.get('core', '')}.zip")
