@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ALONE, CPU
+from torchvision.models import resnet18
 
 from large_batch_cifar_10_fast import apple2019, muon
 from large_batch_cifar_10_fast.core import layers
 from large_batch_cifar_10_fast.core.layers import Convolution, GhostBatchNorm, MaxPool, MaxPoolFunction
-from large_batch_cifar_10_fast.core.optim import orthogonal_directions
+from large_batch_cifar_10_fast.core.optim import batches_of, orthogonal, orthogonal_directions, orthogonal_each
 from large_batch_cifar_10_fast.core.team import Team
 
 
@@ -126,3 +127,28 @@ def test_the_processes_share_the_matrices_and_their_sum_is_that_of_one():
     assert makers[3] == [True, False, False], "the largest first"
     for expected, *made in zip(directions(ALONE), *shares, strict=True):
         torch.testing.assert_close(sum(made), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_matrices_in_padded_batches_are_orthogonalized_as_each_alone():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(64, 147), *4 * [(64, 576)], (128, 64), (512, 256), (512, 2304), (512, 4608)]  # of resnet18
+    matrices = [torch.randn(rows // 16, columns // 8, generator=generator).double() for rows, columns in shapes]
+    for x, matrix in zip(orthogonal_each(matrices), matrices, strict=True):
+        torch.testing.assert_close(x, orthogonal(matrix), rtol=1e-9, atol=1e-9)
+
+
+def test_padding_at_most_doubles_the_work_and_muon_has_one_batch():
+    hyp = muon.Hyp()
+    filters = [w for w in muon.Network(hyp, 10).groups.parameters() if w.ndim == 4]
+    assert batches_of([w.flatten(1).shape for w in filters]) == [[3, 4, 5, 2, 1, 0]]
+    filters = [w for w in resnet18().parameters() if w.ndim == 4]
+    shapes = [torch.Size(sorted(w.flatten(1).shape)) for w in filters]
+    batches = batches_of(shapes)
+    assert sorted(place for batch in batches for place in batch) == [*range(20)]
+    padded = 0
+    for batch in batches:
+        rows = max(shapes[place][0] for place in batch)
+        columns = max(shapes[place][1] for place in batch)
+        padded += len(batch) * rows**2 * columns
+    assert padded <= 2 * sum(rows**2 * columns for rows, columns in shapes)
+    assert len(batches) < 6

@@ -167,18 +167,42 @@ def orthogonal_directions(grad: Tensors, m: Tensors, momentum: float, team: Team
     directions = torch._foreach_add(grad, m, alpha=momentum)
     largest_first = sorted(range(len(directions)), key=lambda place: -directions[place].numel())
     mine = largest_first[team.rank :: team.world_size] if team else largest_first
-    made = dict(zip(mine, orthogonal_batch([directions[place] for place in mine]), strict=True))
+    made = dict(zip(mine, orthogonal_each([directions[place] for place in mine]), strict=True))
     return [made[place] if place in made else torch.zeros_like(d) for place, d in enumerate(directions)]
 
 
-def orthogonal_batch(matrices: Tensors) -> list[Tensor]:
-    """Orthogonalize all matrices as one batch. They are padded with zeros, which Newton-Schulz leaves zero."""
-    if not matrices:
-        return []
-    rows = max(len(matrix) for matrix in matrices)
-    columns = max(matrix.shape[1] for matrix in matrices)
-    batch = torch.stack([F.pad(m, (0, columns - m.shape[1], 0, rows - m.shape[0])) for m in matrices])
-    return [x[: len(m), : m.shape[1]] for x, m in zip(orthogonal(batch), matrices, strict=True)]
+def orthogonal_each(matrices: Tensors) -> list[Tensor]:
+    """Orthogonalize each matrix, in few batches. They are padded with zeros, which Newton-Schulz leaves zero."""
+    wide = [matrix.mT if len(matrix) > matrix.shape[1] else matrix for matrix in matrices]  # is less work
+    made: dict[int, Tensor] = {}
+    for places in batches_of([matrix.shape for matrix in wide]):
+        rows, columns = padded_shape([wide[place].shape for place in places])
+        padded = [F.pad(m, (0, columns - m.shape[1], 0, rows - len(m))) for m in (wide[place] for place in places)]
+        made |= dict(zip(places, orthogonal(torch.stack(padded)), strict=True))
+    cut = [made[place][: len(matrix), : matrix.shape[1]] for place, matrix in enumerate(wide)]
+    return [x.mT if len(matrix) > matrix.shape[1] else x for x, matrix in zip(cut, matrices, strict=True)]
+
+
+def batches_of(shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Split matrices into batches, the largest first, in which padding at most doubles the work."""
+    batches: list[list[int]] = []
+    for place in sorted(range(len(shapes)), key=lambda place: -work_of(shapes[place])):
+        together = [shapes[member] for member in (*batches[-1], place)] if batches else []
+        if together and len(together) * work_of(padded_shape(together)) <= 2 * sum(map(work_of, together)):
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+    return batches
+
+
+def padded_shape(shapes: Sequence[torch.Size]) -> torch.Size:
+    return torch.Size(map(max, zip(*shapes, strict=True)))
+
+
+def work_of(shape: torch.Size) -> int:
+    """Return the multiply-adds of X X' for a matrix X [rows, columns]."""
+    rows, columns = shape
+    return rows * rows * columns
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
