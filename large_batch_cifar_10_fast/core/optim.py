@@ -94,7 +94,7 @@ def nesterov_update(
 # chosen for speed, not accuracy: after three steps most singular values lie between 0.7 and 1.2.
 A, B, C = 3.4445, -4.7750, 2.0315
 NEWTON_SCHULZ_STEPS = 3
-TINY = 1e-30  # smallest norm to divide by
+TINY = 1e-15  # smallest norm to divide by: squares of smaller gradients would underflow in float32
 
 
 class Muon(Optimizer):
@@ -125,6 +125,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         for weight in self.param_groups[-1]["params"]:
             if weight.ndim < 2:
+                del self.param_groups[-1]
                 raise ValueError(
                     f"a weight {list(weight.shape)} has fewer than two dimensions: give it to SGD or AdamW"
                 )
@@ -139,25 +140,34 @@ class Muon(Optimizer):
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]  # not frozen
             if weights:
-                gradients = as_matrices(weight.grad for weight in weights)
-                momenta = as_matrices(self.state[weight]["momentum_buffer"] for weight in weights)
+                matrices = [as_matrix(weight, weight) for weight in weights]
+                gradients = [as_matrix(weight.grad, weight) for weight in weights]
+                momenta = [as_matrix(self.state[weight]["momentum_buffer"], weight) for weight in weights]
                 directions = self.directions(gradients, momenta, group["momentum"], self.team)
                 if self.team:
                     self.team.sum_up(directions)
-                self.move(as_matrices(weights), directions, group["lr"])
+                self.move(matrices, directions, group["lr"])
         return loss
 
     def compile(self) -> None:
+        compiled_move = torch.compile(move, dynamic=False)
+
+        def move_by_tensor(w: Tensors, directions: Tensors, lr: float | Tensor) -> None:
+            """Compiled code would have a number as a constant, and be compiled again for each rate."""
+            compiled_move(w, directions, lr if isinstance(lr, Tensor) else torch.full((), lr, device=w[0].device))
+
         self.directions = torch.compile(orthogonal_directions, dynamic=False)
-        self.move = torch.compile(move, dynamic=False)
+        self.move = move_by_tensor
 
 
-def as_matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return views [out, rest] of gapless tensors [out, ...], with columns in memory order.
+def as_matrix(tensor: Tensor, weight: Tensor) -> Tensor:
+    """Return a view [out, rest] of a weight [out, ...], or of its gradient or momentum. Columns are in memory order.
 
-    Newton-Schulz commutes with a permutation of columns, so channels-last memory needs no copy.
+    Newton-Schulz commutes with a permutation of columns, so channels-last memory needs no copy. Raise RuntimeError if
+    the memory of `tensor` and `weight` has different orders.
     """
-    return [t.as_strided((len(t), t.numel() // len(t)), (t.numel() // len(t), 1)) for t in tensors]
+    by_stride = sorted(range(1, weight.ndim), key=lambda dimension: -weight.stride()[dimension])
+    return tensor.permute(0, *by_stride).view(len(tensor), -1)
 
 
 def orthogonal_directions(grad: Tensors, m: Tensors, momentum: float, team: Team | None) -> list[Tensor]:
