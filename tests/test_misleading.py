@@ -55,7 +55,9 @@ def test_a_file_system_without_fsync_is_warned_of_once_and_a_full_one_is_an_erro
             unfinished.write_text(text)
     assert (tmp_path / "a").read_text() == "two"
     warning = capsys.readouterr().err
-    assert re.fullmatch(r"Warning: .*a is written, but a power .* \(Invalid argument\): use .*\n", warning)
+    assert re.fullmatch(
+        r"Warning: .*a is written, but a power .* \(Invalid argument\): use another file system\n", warning
+    )
     number = errno.ENOSPC
     with pytest.raises(OSError, match="No space left"), files.write_atomically(tmp_path / "a") as unfinished:
         unfinished.touch()
@@ -63,8 +65,9 @@ def test_a_file_system_without_fsync_is_warned_of_once_and_a_full_one_is_an_erro
 
 def test_a_launch_without_a_temporary_folder_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    message = r"^no temporary folder can be made \(.*\): set TMPDIR to a folder that you may write to$"
     for start in (lambda *words: start_launch(words), run_here):
-        with pytest.raises(ConfigError, match=r"^no temporary folder can be made \(.*\): set TMPDIR to a folder"):
+        with pytest.raises(ConfigError, match=message):
             start("--demo", "--out", str(tmp_path))
 
 

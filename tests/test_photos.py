@@ -272,7 +272,9 @@ BROKEN = {  # what is done to a folder, and the line that it gives
     "class 'circles' has one photo that can be read: give two or more": lambda folder: [
         path.write_text("no") for path in list((folder / "circles").iterdir())[1:]
     ],
-    r"has a class 'a\\nb' with unprintable characters": lambda folder: (folder / "circles").rename(folder / "a\nb"),
+    r"has a class 'a\\nb' with unprintable characters: rename it": lambda folder: (folder / "circles").rename(
+        folder / "a\nb"
+    ),
     "has a folder train and no test: add it, or rename": lambda folder: (folder / "circles").rename(folder / "train"),
     "has a folder val and no train": lambda folder: (folder / "circles").rename(folder / "val"),
     "has two folders of training photos, TRAIN and training: give one": lambda folder: [
