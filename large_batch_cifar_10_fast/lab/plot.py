@@ -22,7 +22,6 @@ from .. import ConfigError
 from ..core.team import warn
 from .figures import write_picture
 from .options import command_parser
-from .program import flop_of_conditions
 from .results import Log, each_campaign, read_log, short_names
 from .table import GOAL
 
@@ -31,7 +30,7 @@ PANELS = {  # columns of x and y, and texts
     "accuracy": ("epoch", "accuracy", "Accuracy by epoch", "epoch", ACCURACY),
     "loss": ("epoch", "loss", "Loss by epoch (dashed: training)", "epoch", "loss"),
     "final": ("final", "final", "Final accuracy of each run", ACCURACY, ""),
-    "work": ("work", "final", "Final accuracy against work", "PFLOP of a run on 50,000 images", ACCURACY),
+    "work": ("work", "final", "Final accuracy against work", "PFLOP of a run", ACCURACY),
 }
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9"]  # Okabe and Ito, for all eyes
 COLORS += ["#882255", "#999933", "#332288"]  # Tol
@@ -56,8 +55,7 @@ def label_of(name: str, log: Log) -> str:
 def table_of(log: Log, label: str, color: str) -> pd.DataFrame:
     """Return a row per run and one per epoch of a run, NaN where unknown: accuracies in percent, work in PFLOP."""
     last = float(log.conditions.get("epochs", "nan")) if log.epochs is None else np.nan
-    known = log.conditions.get("pflop")  # tables of earlier versions do not have it
-    work = float(known) if known else flop_of_conditions(log.conditions, 50_000) / 1e15
+    work = float(log.conditions.get("pflop", "nan"))  # tables of earlier versions do not have it
     runs = log.runs.assign(epoch=last, final=100 * log.runs["accuracy"], work=work)
     table = pd.concat([runs, log.epochs]).rename(columns={"validation_loss": "loss"}).assign(label=label, color=color)
     return table.assign(accuracy=100 * table["accuracy"]).replace([np.inf, -np.inf], np.nan)

@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
-from urllib.parse import unquote
 
 import torch
 from torch import nn
@@ -275,16 +274,6 @@ def stored_hyp(program: ModuleType, recipe: str, values: Mapping[str, object]) -
     """Return hyper-parameters that were stored with weights or in a table, perhaps as texts. Raise ConfigError."""
     hyp = sets_of(program).get(recipe, program.Hyp)
     return parse_options(as_words(from_texts(values, hyp)), recipe, hyp, {})[1]
-
-
-def flop_of_conditions(conditions: Mapping[str, str], images: int) -> float:
-    """Return the floating-point operations of a run from its recipe and options; NaN if the recipe is not ours."""
-    recipe = conditions.get("recipe", "")
-    if recipe not in PROGRAMS:
-        return math.nan
-    program = load_program(recipe)
-    texts = {name: unquote(text) for name, text in conditions.items()}
-    return flop_of(program, stored_hyp(program, recipe, texts), images)
 
 
 # ---- Checks and choices
