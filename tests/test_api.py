@@ -125,6 +125,12 @@ def test_weights_of_a_program_of_ones_own_are_loaded_by_its_file(tiny_npz, tmp_p
     mine.write_text(text.replace("SiLU", "ELU"))
     api.load(tmp_path / "w.pt", program=mine)
     assert re.search(r"^Warning: .*w.pt was saved by another version of mine.py: .*\n$", capsys.readouterr().err)
+    (stored,) = tmp_path.glob("source-*.py")
+    mine.write_text(text.replace("4 * width", "3 * width"))
+    how = f"another version of mine.py: give that one, program=FILE (--program), perhaps {stored.name} beside"
+    with pytest.raises(ConfigError, match=re.escape(f"w.pt does not fit the network: it was saved by {how}")):
+        api.load(tmp_path / "w.pt", program=mine)
+    assert api.evaluate(tmp_path / "w.pt", tiny_npz, program=stored) == score
 
 
 def test_images_of_twelve_classes_train_a_network_of_twelve_and_name_their_normalization(tmp_path, capsys):

@@ -96,15 +96,21 @@ def load(weights: Path | str, program: Path | str = "") -> Classifier:
                 f"{weights} was saved by a program {name}: give its file, program='{name}.py' (--program)"
             )
         code = load_program(str(program or name))
-        model = Classifier(saved, code)
+        now = digests(code)
+        was = {name: saved["about"].get(name) for name in now}
+        try:
+            model = Classifier(saved, code)
+        except RuntimeError as error:  # of load_state_dict
+            if was["code"] == now["code"]:
+                raise
+            file = f"source-{was['code']}.py beside its results"
+            how = f"it was saved by another version of {file_of(code).name}: give that one, program=FILE (--program)"
+            raise ConfigError(f"{weights} does not fit the network: {how}, perhaps {file}") from error
     except ConfigError:
         raise
     except Exception as error:  # torch raises nearly anything for a damaged or foreign file
         raise ConfigError(f"{weights} cannot be loaded ({first_line(error)}): give a file that --save wrote") from error
-    now = digests(code)
-    changed = [
-        file for name, file in (("code", file_of(code).name), ("core", "core/")) if model.about.get(name) != now[name]
-    ]
+    changed = [file for name, file in (("code", file_of(code).name), ("core", "core/")) if was[name] != now[name]]
     if changed:
         other = " and ".join(changed)
         warn(f"{weights} was saved by another version of {other}: if the network changed, predictions change")
