@@ -1,14 +1,15 @@
 """muon against stock layers and plain formulas, in float64; its figures, its kinds of steps, its work."""
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ALONE, CPU, REPO
-from test_oracle import SEED, as_input, check_run, convolution, crops_of, hyp_of, trained_by
+from test_oracle import SEED, as_input, check_run, crops_of, hyp_of, trained_by
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,23 +21,46 @@ from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 
 
+@dataclass
+class Figures:
+    """What differs between the two recipes."""
+
+    middle: int  # channels of the second block at width 4
+    second: int  # side of the first block's second filters
+    sums: bool
+    rate: float
+    of_norm: float
+
+
+FIGURES = {"muon": Figures(14, 1, True, 0.17, 0.22), "muon2024": Figures(16, 3, False, 0.24, 0.4)}
+
+
 class Head(nn.Linear):
+    def __init__(self, sums):
+        super().__init__(16, 10, bias=False)
+        self.sums = sums
+
     def forward(self, x):
-        return super().forward(x) / 256
+        places = x.flatten(2)
+        seen = places.amax(2)
+        return super().forward(seen + places.sum(2) / places.shape[2] if self.sums else seen) / 256
 
 
-def stock_network(w):
+def stock_network(figures):
+    """Return the network at width 4."""
     layers = [nn.Conv2d(3, 24, 2), nn.GELU()]
     layers[0].weight.requires_grad_(False)
-    for place, (c_in, c_out) in enumerate(pairwise([24, w, w, 4 * w, 4 * w, 4 * w, 4 * w])):
+    channels = [24, 4, 4, figures.middle, figures.middle, 16, 16]
+    for place, (c_in, c_out) in enumerate(pairwise(channels)):
         pool = nn.MaxPool2d(2) if place % 2 == 0 else nn.Identity()
-        norm = nn.BatchNorm2d(c_out, eps=1e-12, momentum=0.4)
+        norm = nn.BatchNorm2d(c_out, eps=1e-12, momentum=figures.of_norm)
         norm.weight = None
-        layers += [convolution(c_in, c_out), pool, norm, nn.GELU()]
-    return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), Head(4 * w, 10, bias=False))
+        side = figures.second if place == 1 else 3
+        layers += [nn.Conv2d(c_in, c_out, side, padding=side // 2, bias=False), pool, norm, nn.GELU()]
+    return nn.Sequential(*layers, Head(figures.sums))
 
 
-def update(name, w, g, state, epoch):
+def update(figures, name, w, g, state, epoch):
     now = epoch - 12 / 50_000  # of the true data set the first step would end at 0
     if w.ndim == 4:
         state[:] = 0.6 * state + g
@@ -45,7 +69,7 @@ def update(name, w, g, state, epoch):
         for _ in range(3):
             a = x @ x.T
             x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-        return w * len(w) ** 0.5 / w.norm() - 0.24 * (1 - now / 4) * x.view(w.shape)
+        return w * len(w) ** 0.5 / w.norm() - figures.rate * (1 - now / 4) * x.view(w.shape)
     rate = 0.67 if w.ndim == 2 else 0.053  # for the sum of a step's 12 losses
     left = max(0, 1 - now / 2) if name == "0.bias" else 1 - now / 4
     g = 2 * g + 2e-6 * 12 / rate * w
@@ -62,9 +86,11 @@ def six_views_at_last(network, images, is_last):
 
 
 @pytest.mark.slow
-def test_two_workers_train_as_stock_layers_do_to_nine_digits():
+@pytest.mark.parametrize("recipe", FIGURES)
+def test_two_workers_train_as_stock_layers_do_to_nine_digits(recipe):
     """Of 19 images of each worker first 18, then the hardest 12, 18, and the hardest 6. One not seen is hardest."""
-    command = "muon --epochs 4 --batch_size 6 --workers 2 --width 4 --whitening_epochs 2 --pixels 24,32"
+    figures = FIGURES[recipe]
+    command = f"{recipe} --epochs 4 --batch_size 6 --workers 2 --width 4 --whitening_epochs 2 --pixels 24,32"
     command += " --kept 1,0.7,1,0.5"
     _, hyp = hyp_of(command)
     arrays = draw_shapes(38, 40)
@@ -87,9 +113,11 @@ def test_two_workers_train_as_stock_layers_do_to_nine_digits():
 
     epochs = trained_by(command, arrays)
     filters = epochs[-1].network.whitening.weight
-    network = stock_network(4).double()
+    network = stock_network(figures).double()
     network[0].weight.copy_(filters)
-    check_run(command, arrays, epochs, network, update, torch.sum, batches, [0.4, 0.0], 0.2, evaluate=six_views_at_last)
+    momenta = [figures.of_norm, 0.0]
+    follow = partial(update, figures)
+    check_run(command, arrays, epochs, network, follow, torch.sum, batches, momenta, 0.2, evaluate=six_views_at_last)
 
     patches = F.unfold(as_input(arrays[0][::2]), 2).transpose(1, 2).flatten(0, 1)
     covariance = patches.T @ patches / (len(patches) - 1)

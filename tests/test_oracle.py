@@ -226,7 +226,7 @@ def rate(program, hyp, epoch):
         return cycle(hyp, epoch)["lr"]
     if program is muon:
         optimizers = muon.make_optimizers(hyp, muon.Network(replace(hyp, width=2), 10), ALONE)
-        muon.set_rates(hyp, optimizers, epoch + 1 / 25)  # the end of a step that begins at `epoch`
+        muon.set_rates(hyp, optimizers, epoch + hyp.batch_size / 50_000)  # the end of a step that begins at `epoch`
         return optimizers[0].param_groups[0]["lr"]
     return program.learning_rate(hyp, epoch) * (1 if type(hyp) is page.Basenet else hyp.batch_size)
 

@@ -100,7 +100,7 @@ def weights(file, tmp_path_factory):
     """Weights of a training by the options that the line for too few images names."""
     out = tmp_path_factory.mktemp("trained")
     with (out / "log.txt").open("w") as log, contextlib.redirect_stdout(log):
-        run_here("--recipe", "muon", "--data", file, "--width", 8, "--workers", 1, "--batch_size", 18, "--epochs", 29,
+        run_here("--recipe", "muon", "--data", file, "--width", 8, "--workers", 1, "--batch_size", 18, "--epochs", 57,
                  "--out", out, "--save", out / "weights.pt", "--precision", "fp32", "--no_compile")  # fmt: skip
     return out / "weights.pt"
 
@@ -328,7 +328,7 @@ def test_a_file_is_written_to_no_folder_of_photos_and_replaces_nothing_else(fold
 def test_too_few_photos_are_refused_or_warned_of_with_options_that_fit(file, tmp_path, capsys):
     for recipe, hint in (
         ("apple2019", "try --workers 1 --batch_size 16 --epochs 48 --lr_scaler 0.0117 "),
-        ("muon", "try --workers 1 --batch_size 18 --epochs 29 "),
+        ("muon", "try --workers 1 --batch_size 18 --epochs 57 "),
         ("fastai", "use a smaller batch"),
     ):
         with pytest.raises(ConfigError, match=rf"more than the training set's 144: {hint}"):
@@ -338,7 +338,7 @@ def test_too_few_photos_are_refused_or_warned_of_with_options_that_fit(file, tmp
         assert ("144 training images make 7 steps an epoch" in capsys.readouterr().err) == warned
 
 
-@pytest.mark.parametrize(("recipe", "published"), [("apple2019", 432), ("muon", 225), ("muon2024", 200)])
+@pytest.mark.parametrize(("recipe", "published"), [("apple2019", 432), ("muon", 450), ("muon2024", 200)])
 def test_the_options_for_few_images_make_as_many_steps_as_on_cifar_10(recipe, published):
     """There are at least eight steps an epoch."""
     kind = hyp_class(recipe)

@@ -37,7 +37,7 @@ CASES = {  # the words of a command line and the error; no word is written to --
     "--demo --resume": "--resume: there is no campaign in .",
     "--demo --campaign a/b": "--campaign 'a/b': use letters",
     "--demo --precision tf32": "--precision tf32 is for GPUs",
-    "--recipe muon --workers 3": "--workers 3 does not divide 2000 images: choose --batch_size",
+    "--recipe muon --workers 3": "--workers 3 does not divide 1000 images: choose --batch_size",
     "--recipe muon --batch_size 1": "is too small for its norms: use a larger --batch_size",
 }
 

@@ -94,6 +94,7 @@ def nesterov_update(
 # chosen for speed, not accuracy: after three steps most singular values lie between 0.7 and 1.2.
 A, B, C = 3.4445, -4.7750, 2.0315
 NEWTON_SCHULZ_STEPS = 3
+MOST_PADDED = 2.25  # a batch's work, over that of its matrices without padding: muon's filters make one batch
 TINY = 1e-15  # smallest norm to divide by: squares of smaller gradients would underflow in float32
 
 
@@ -194,11 +195,11 @@ def orthogonal_each(matrices: Tensors) -> list[Tensor]:
 
 
 def batches_of(shapes: Sequence[torch.Size]) -> list[list[int]]:
-    """Split matrices into batches, the largest first, in which padding at most doubles the work."""
+    """Split matrices into batches, the largest first, in which padding multiplies the work by at most `MOST_PADDED`."""
     batches: list[list[int]] = []
     for place in sorted(range(len(shapes)), key=lambda place: -work_of(shapes[place])):
         together = [shapes[member] for member in (*batches[-1], place)] if batches else []
-        if together and len(together) * work_of(padded_shape(together)) <= 2 * sum(map(work_of, together)):
+        if together and len(together) * work_of(padded_shape(together)) <= MOST_PADDED * sum(map(work_of, together)):
             batches[-1].append(place)
         else:
             batches.append([place])
