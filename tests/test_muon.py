@@ -128,6 +128,16 @@ def test_two_workers_train_as_stock_layers_do_to_nine_digits(recipe):
     assert torch.equal(filters[12:], -filters[:12])
 
 
+def test_each_convolution_copies_its_inputs_before_training():
+    for hyp in (muon.Hyp(width=8), muon.Hyp2024(width=8)):
+        convolutions = [part for part in muon.Network(hyp, 10).groups.modules() if isinstance(part, nn.Conv2d)]
+        assert len(convolutions) == 6
+        for convolution in convolutions:
+            images = torch.rand(2, convolution.in_channels, 6, 6)
+            copied = convolution(images)[:, : convolution.in_channels]
+            assert torch.equal(copied, images[:, : convolution.out_channels])
+
+
 def test_every_figure_of_2024s_is_what_its_authors_state():
     stated = {"epochs": 8, "batch_size": 2000, "width": 64, "pixels": (32,), "kept": (1,), "workers": 1, "views": "six"}
     stated |= {"filter_rate": 0.24, "filter_momentum": 0.6, "whitening_epochs": 3, "bias_rate": 0.053}
