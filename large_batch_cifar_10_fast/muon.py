@@ -242,6 +242,7 @@ def block(channels_in: int, channels_out: int, second_size: int, norm: Callable[
     The first is 3x3, the second `second_size` a side.
     """
     first = layers.Convolution(channels_in, channels_out, pooled=True)
+    second: nn.Conv2d
     if second_size == 3:
         second = layers.Convolution(channels_out, channels_out)
     else:
