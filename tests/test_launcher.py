@@ -121,7 +121,9 @@ def test_a_signal_ends_an_experiment_and_all_that_it_started(number, tmp_path):
     while not (tmp_path / "started").exists():
         time.sleep(0.05)
         assert process.is_alive(), (tmp_path / "stderr").read_text()
-    assert processes_of(tmp_path / "tmp")
+    while not processes_of(tmp_path / "tmp"):  # `exec` hides the environment of a process for a moment
+        time.sleep(0.05)
+        assert process.is_alive(), (tmp_path / "stderr").read_text()
     assert len(list((tmp_path / "tmp").iterdir())) == 1
     os.kill(process.pid, number)
     process.join(10)
