@@ -43,7 +43,9 @@ class Head(nn.Linear):
     def forward(self, x):
         places = x.flatten(2)
         seen = places.amax(2)
-        return super().forward(seen + places.sum(2) / places.shape[2] if self.sums else seen) / 256
+        if self.sums:
+            seen = seen + places.sum(2) / places.shape[2]
+        return super().forward(seen) / 256
 
 
 def stock_network(figures):
