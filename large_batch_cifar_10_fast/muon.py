@@ -1,13 +1,13 @@
 """Muon, 2024 to 2026: a small network with orthogonalized updates, the least work of all recipes.
 
-docs/recipes.md#muon describes the recipe, docs/why_it_is_fast.md its tricks. Points of accuracy at width 16 are from
-docs/why_it_is_fast.md#what-each-trick-brings.
+docs/recipes.md#muon describes the recipe, docs/why_it_is_fast.md its tricks. Points of accuracy at width 16 are of
+the earlier `muon` (docs/why_it_is_fast.md#what-each-trick-brings).
 
     bash train_cifar_parallel.sh --recipe muon              # or muon2024, the recipe that it started from
     python -m large_batch_cifar_10_fast.muon --runs 5       # the same without the launcher, in one process
 
-A run has 9 epochs, in steps of 1000 images: four at 24 pixels, then five at 32. The last four epochs skip the easiest
-quarter of the images. A run needs 0.144 PFLOP; the method of 2019 needs 2.01.
+A run has 9 epochs: four at 24 pixels, then five at 32. The last four epochs skip the easiest quarter of the images. A
+step has 1000 images. A run needs 0.144 PFLOP; the method of 2019 needs 2.01.
 
 To try an idea, copy this file, edit it, and train it with `--recipe FILE.py`.
 """
