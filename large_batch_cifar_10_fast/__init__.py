@@ -13,7 +13,7 @@ from .loading import PACKAGE
 
 __version__ = "0.3.0"
 # The module of each recipe.
-PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon2024": "muon"}
+PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon95": "muon", "muon2024": "muon"}
 PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: the rendezvous of the launcher's processes
 LAUNCH = "LARGE_BATCH_LAUNCH"  # the name of their launch, with the number of the team if there are several

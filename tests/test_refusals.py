@@ -31,7 +31,7 @@ CASES = {  # the words of a command line and the error; no word is written to --
     "--demo --epochs 1": "the rate peaks at epoch 0.2 of 1, but is constant in the last 1: use more --epochs, or give",
     "--demo --epoch=3": "recipe apple2019 has no option --epoch=3; did you mean --epochs?",
     "--demo --teams 2 --runs 2": "--nproc and --teams start processes: use train_cifar_parallel.sh",
-    "--recipe apple2018": "--recipe apple2018 cannot be used (LookupError: neither one of apple2019, muon, muon2024,",
+    "--recipe apple2018": "--recipe apple2018 cannot be used (LookupError: neither one of apple2019, muon, muon95,",
     "--demo --micro_batches 3": "--micro_batches 3 does not divide the 8 workers",
     "--demo --save /tmp": "--save /tmp cannot be written (it would replace another file)",
     "--demo --resume": "--resume: there is no campaign in .",
@@ -170,7 +170,7 @@ def test_an_unknown_option_is_answered_with_what_may_be_meant(word, hint):
         parse_options([word], "muon", muon.Hyp, {})
 
 
-@pytest.mark.parametrize("recipe", ["apple2019", "muon", "muon2024"])
+@pytest.mark.parametrize("recipe", ["apple2019", "muon", "muon95", "muon2024"])
 def test_the_small_size_of_a_recipe_is_options_that_others_override(recipe):
     program = load_program(recipe)
     hyp = read_command(program, ["--recipe", recipe, "--small", "--epochs", "5"])[2]
