@@ -128,7 +128,7 @@ class Hyp2024(Hyp):
 
 @dataclass(frozen=True)
 class Hyp95(Hyp):
-    """A wider network with more weights, and more epochs, for 95%."""
+    """A wider network with more weights, and more epochs. Its aim is 95% (docs/recipes.md#our-figures)."""
 
     epochs: int = 12  # passes over the training images; the rates fall to 0 at the end
     width: int = 96  # channels of the first block
