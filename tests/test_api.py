@@ -102,7 +102,7 @@ def test_weights_of_the_third_edition_are_loaded_and_those_that_are_not_finite_w
     """That edition stored lists as texts."""
     content = torch.load(weights, weights_only=True)
     content["options"] |= {"pixels": "24,32", "kept": "1,0.5"}
-    content["weights"]["linear.weight"][0, 0] = torch.nan
+    content["weights"]["members.0.linear.weight"][0, 0] = torch.nan
     torch.save(content, tmp_path / "old.pt")
     assert api.load(tmp_path / "old.pt").hyp == api.load(weights).hyp
     assert re.fullmatch(r"Warning: .*old.pt has numbers that are not finite, .*\n", capsys.readouterr().err)

@@ -139,7 +139,7 @@ def test_matrices_in_padded_batches_are_orthogonalized_as_each_alone():
 
 def test_padding_adds_little_work_and_muon_has_one_batch():
     for hyp, batch in ((muon.Hyp(), [5, 4, 3, 2, 0, 1]), (muon.Hyp2024(), [3, 4, 5, 2, 1, 0])):
-        filters = [w for w in muon.Network(hyp, 10).groups.parameters() if w.ndim == 4]
+        filters = [w for w in muon.Network(hyp, 10).members.parameters() if w.ndim == 4]
         assert batches_of([w.flatten(1).shape for w in filters]) == [batch]
     filters = [w for w in resnet18().parameters() if w.ndim == 4]
     shapes = [torch.Size(sorted(w.flatten(1).shape)) for w in filters]

@@ -23,16 +23,21 @@ from large_batch_cifar_10_fast.images.shapes import draw_shapes
 
 @dataclass
 class Figures:
-    """What differs between the two recipes."""
+    """What differs between the recipes."""
 
     middle: int  # channels of the second block at width 4
     second: int  # side of the first block's second filters
     sums: bool
     rate: float
     of_norm: float
+    members: int = 1
 
 
-FIGURES = {"muon": Figures(14, 1, True, 0.17, 0.22), "muon2024": Figures(16, 3, False, 0.24, 0.4)}
+FIGURES = {
+    "muon": Figures(14, 1, True, 0.17, 0.22),
+    "muon95": Figures(14, 1, True, 0.17, 0.22, members=2),
+    "muon2024": Figures(16, 3, False, 0.24, 0.4),
+}
 
 
 class Head(nn.Linear):
@@ -50,8 +55,22 @@ class Head(nn.Linear):
 
 def stock_network(figures):
     """Return the network at width 4."""
-    layers = [nn.Conv2d(3, 24, 2), nn.GELU()]
-    layers[0].weight.requires_grad_(False)
+    first = nn.Sequential(nn.Conv2d(3, 24, 2), nn.GELU())
+    first[0].weight.requires_grad_(False)
+    return Members([first, *[stock_member(figures) for _ in range(figures.members)]])
+
+
+class Members(nn.ModuleList):
+    """The first is shared. In evaluation, the logits of the others are averaged."""
+
+    def forward(self, x):
+        first, *others = self
+        logits = torch.stack([other(first(x)) for other in others])
+        return logits if self.training else logits.mean(0)
+
+
+def stock_member(figures):
+    layers = []
     channels = [24, 4, 4, figures.middle, figures.middle, 16, 16]
     for place, (c_in, c_out) in enumerate(pairwise(channels)):
         pool = nn.MaxPool2d(2) if place % 2 == 0 else nn.Identity()
@@ -73,7 +92,10 @@ def update(figures, name, w, g, state, epoch):
             x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
         return w * len(w) ** 0.5 / w.norm() - figures.rate * (1 - now / 4) * x.view(w.shape)
     rate = 0.67 if w.ndim == 2 else 0.053  # for the sum of a step's 12 losses
-    left = max(0, 1 - now / 2) if name == "0.bias" else 1 - now / 4
+    left = 1 - now / 4
+    if name == "0.0.bias":  # shared: of the mean of its gradients
+        rate /= figures.members
+        left = max(0, 1 - now / 2)
     g = 2 * g + 2e-6 * 12 / rate * w
     state[:] = 0.85 * state + g
     return w - rate * left * (g + 0.85 * state)
@@ -116,7 +138,7 @@ def test_two_workers_train_as_stock_layers_do_to_nine_digits(recipe):
     epochs = trained_by(command, arrays)
     filters = epochs[-1].network.whitening.weight
     network = stock_network(figures).double()
-    network[0].weight.copy_(filters)
+    network[0][0].weight.copy_(filters)
     momenta = [figures.of_norm, 0.0]
     follow = partial(update, figures)
     check_run(command, arrays, epochs, network, follow, torch.sum, batches, momenta, 0.2, evaluate=six_views_at_last)
@@ -132,7 +154,7 @@ def test_two_workers_train_as_stock_layers_do_to_nine_digits(recipe):
 
 def test_each_convolution_copies_its_inputs_before_training():
     for hyp in (muon.Hyp(width=8), muon.Hyp2024(width=8)):
-        convolutions = [part for part in muon.Network(hyp, 10).groups.modules() if isinstance(part, nn.Conv2d)]
+        convolutions = [part for part in muon.Network(hyp, 10).members.modules() if isinstance(part, nn.Conv2d)]
         assert len(convolutions) == 6
         for convolution in convolutions:
             images = torch.rand(2, convolution.in_channels, 6, 6)
@@ -185,7 +207,9 @@ def test_work_is_what_torch_counts_over_a_run_but_for_evaluation(monkeypatch):
     monkeypatch.setattr(fast, "predict", lambda network, images: torch.zeros(len(images), 10))
     with FlopCounterMode(display=False) as counter:
         trained_by(command, draw_shapes(250, 10), warm_up=False)
-    assert sum(counter.get_flop_counts()["Network"].values()) == muon.flop(hyp_of(command)[1], 250)
+    counts = counter.get_flop_counts()
+    counted = [*counts["WhiteningConvolution"].values(), *counts["Member"].values()]
+    assert sum(counted) == muon.flop(hyp_of(command)[1], 250)
 
 
 def test_a_step_multiplies_the_matrices_of_muon_in_the_precision_of_the_run(monkeypatch):

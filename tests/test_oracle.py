@@ -78,7 +78,7 @@ def check_run(command, arrays, epochs, network, update, reduce, batches, momenta
     A step's images are computed in parts, those of a worker or a norm's group, for each of which `momenta` has the
     weight of its statistics. `update` gets the mean gradient over the workers, a state, at first 0, and the epochs so
     far; `batches` gets each image's latest loss, and returns rows and images of each step. `evaluate` gets network,
-    images, and whether this is the last epoch.
+    images, and whether this is the last epoch. In training, a network may return the logits [members, B, 10] of several.
     """
     program, hyp = hyp_of(command)
     initial = initial_weights(program, hyp)
@@ -98,11 +98,14 @@ def check_run(command, arrays, epochs, network, update, reduce, batches, momenta
             for part, momentum in zip(torch.arange(len(rows)).chunk(len(momenta)), momenta, strict=True):
                 for norm in norms:
                     norm.momentum = momentum
-                logits = network(images[part])
-                seen.append((logits.detach(), labels[rows[part]]))
-                losses = losses_of(logits, labels[rows[part]], smoothing)
-                (reduce(losses) / workers_of(hyp)).backward()
-                latest_losses[rows[part]] = losses.detach().float()
+                made = network(images[part])
+                of_members = made if made.ndim == 3 else made[None]
+                targets = labels[rows[part]]
+                each = torch.stack([losses_of(logits, targets, smoothing) for logits in of_members])
+                (reduce(each) / workers_of(hyp)).backward()
+                losses = each.detach().mean(0)
+                seen.append((of_members.detach().mean(0), targets, losses))
+                latest_losses[rows[part]] = losses.float()
             for name, weight in trained.items():
                 now = number - 1 + step / len(steps)
                 weight.data.copy_(update(name, weight.data, weight.grad, states[name], now))
@@ -112,10 +115,11 @@ def check_run(command, arrays, epochs, network, update, reduce, batches, momenta
             x = as_input(test_images)
             logits = evaluate(network, x, number == hyp.epochs) if evaluate else network(x)
         network.train()
-        for score, parts in ((epoch.train, seen), (epoch.validation, [(logits, test_labels)])):
-            logits, targets = map(torch.cat, zip(*parts, strict=True))
+        tested = logits, test_labels, losses_of(logits, test_labels, smoothing)
+        for score, parts in ((epoch.train, seen), (epoch.validation, [tested])):
+            logits, targets, losses = map(torch.cat, zip(*parts, strict=True))
             assert (score.correct, score.images) == ((logits.argmax(1) == targets).sum(), len(targets))
-            assert score.loss == pytest.approx(losses_of(logits, targets, smoothing).mean().item(), rel=1e-9)
+            assert score.loss == pytest.approx(losses.mean().item(), rel=1e-9)
     weights = epochs[-1].network.state_dict()
     for name, weight in zip(initial, trained.values(), strict=True):
         assert_close(weights[name], weight.data, rtol=1e-9, atol=1e-11)
@@ -269,8 +273,8 @@ def test_weights_start_as_their_authors_state():
         if weight.ndim == 4:
             assert weight.std().item() == pytest.approx((2 / weight[:, 0].numel()) ** 0.5, rel=0.1)
     network = muon.Network(muon.Hyp(), 10)
-    assert torch.equal(network.groups[0][0].weight[:24, :, 1, 1], torch.eye(24))
-    assert network.linear.weight.std().item() == pytest.approx(1)
+    assert torch.equal(network.members[0].groups[0][0].weight[:24, :, 1, 1], torch.eye(24))
+    assert network.members[0].linear.weight.std().item() == pytest.approx(1)
 
 
 IN_FP16 = {

@@ -130,7 +130,7 @@ def copy_with(name: str, edits: list[tuple[str, str]], path: Path) -> Path:
 def test_another_activation_is_a_copied_program_and_compare_shows_its_lines(few_npz, tmp_path, capsys):
     (tmp_path / "beside.py").write_text("from torch.nn import SiLU")
     edits = [("nn.GELU()", "SiLU()"), ("import torch\n", "from beside import SiLU\nimport torch\n")]
-    edits += [("        x = self.groups(", "        assert images.abs().sum().item()\n        x = self.groups(")]
+    edits += [("        x = self.groups(", "        assert x.abs().sum().item()\n        x = self.groups(")]
     paths = [copy_with("muon", [], tmp_path / "gelu.py"), copy_with("muon", edits, tmp_path / "silu.py")]
     for path in paths:
         options = ["--width", 4, "--batch_size", 16, "--epochs", 1, "--runs", 2, "--data", few_npz, "--no_compile"]
