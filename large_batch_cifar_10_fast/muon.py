@@ -131,9 +131,8 @@ class Hyp2024(Hyp):
 class Hyp95(Hyp):
     """A wider network with more weights, and more epochs. Its aim is 95% (docs/recipes.md#our-figures)."""
 
-    epochs: int = 12  # passes over the training images; the rates fall to 0 at the end
-    width: int = 80  # channels of the first block
-    kept: tuple[float, ...] = (1, 1, 1, 1, 1, 0.72, 0.72, 0.72, 0.72)  # fractions of the images, spread over the epochs
+    epochs: int = 11  # passes over the training images; the rates fall to 0 at the end
+    width: int = 96  # channels of the first block
 
     members = 2
 
