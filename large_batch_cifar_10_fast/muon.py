@@ -3,7 +3,7 @@
 docs/recipes.md#muon describes the recipe, docs/why_it_is_fast.md its tricks. Points of accuracy at width 16 are of
 the earlier `muon` (docs/why_it_is_fast.md#what-each-trick-brings).
 
-    bash train_cifar_parallel.sh --recipe muon              # or muon95, which is larger, or muon2024, the first
+    bash train_cifar_parallel.sh --recipe muon              # or muon95, two larger networks, or muon2024, the first
     python -m large_batch_cifar_10_fast.muon --runs 5       # the same without the launcher, in one process
 
 A run has 9 epochs: four at 24 pixels, then five at 32. The last four epochs skip the easiest quarter of the images. A
@@ -129,7 +129,7 @@ class Hyp2024(Hyp):
 
 @dataclass(frozen=True)
 class Hyp95(Hyp):
-    """A wider network with more weights, and more epochs. Its aim is 95% (docs/recipes.md#our-figures)."""
+    """Two wider networks, and more epochs. Its aim is 95% (docs/recipes.md#muon95)."""
 
     epochs: int = 11  # passes over the training images; the rates fall to 0 at the end
     width: int = 96  # channels of the first block
@@ -229,18 +229,19 @@ class Network(nn.Module):
         self.members = nn.ModuleList(Member(hyp, classes, workers) for _ in range(hyp.members))
 
     def forward(self, images: Tensor) -> Tensor:
-        return fast.at_least_float32(self.each(images)).mean(0)
+        return self.logits_of_members(images).mean(0)
 
-    def each(self, images: Tensor) -> Tensor:
-        """Return the logits of each member, [members, B, classes]."""
+    def logits_of_members(self, images: Tensor) -> Tensor:
+        """Return logits [members, B, classes], in float32 at least."""
         x = F.gelu(self.whitening(images))
-        return torch.stack([member(x) for member in self.members])
+        return torch.stack([fast.at_least_float32(member(x)) for member in self.members])
 
 
 class Member(nn.Module):
     """All layers after the first, from [B, 24, H - 1, W - 1] to logits [B, classes].
 
-    Members differ by their first weights, see the same batches, and make different errors. Their mean errs less often.
+    `muon95` has two members. They begin with different weights and see the same batches. Their errors differ, so the
+    mean of their logits is wrong less often (docs/recipes.md#muon95).
     """
 
     def __init__(self, hyp: Hyp, classes: int, workers: int) -> None:
@@ -366,12 +367,11 @@ def set_rates(hyp: Hyp, optimizers: Sequence[Optimizer], epoch: float) -> None:
 
 
 def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of each image, [B], in float32 at least.
+    """Return the loss of each image, [B].
 
     With label smoothing, weights stop growing once the right class is likely. Gains 0.6 points at width 16. Without:
     --label_smoothing 0 (docs/why_it_is_fast.md#label-smoothing)
     """
-    logits = fast.at_least_float32(logits)
     return F.cross_entropy(logits, labels, reduction="none", label_smoothing=hyp.label_smoothing)
 
 
@@ -391,11 +391,11 @@ class Pass(NamedTuple):
 
 def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: Tensor, labels: Tensor) -> Pass:
     with precision.autocast():
-        logits = network.each(images)
-    each = torch.stack([losses_of(hyp, of_member, labels) for of_member in logits])  # [members, B]
-    losses = each.mean(0).detach()
+        logits = network.logits_of_members(images)
+    of_members = torch.stack([losses_of(hyp, of_one, labels) for of_one in logits])  # each member learns by itself
+    losses = of_members.mean(0).detach()
     sums = sums_of(logits.mean(0), labels, losses)
-    return Pass(each.sum(), losses.float(), sums, layers.batch_statistics(network))
+    return Pass(of_members.sum(), losses.float(), sums, layers.batch_statistics(network))
 
 
 def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:

@@ -78,7 +78,7 @@ def check_run(command, arrays, epochs, network, update, reduce, batches, momenta
     A step's images are computed in parts, those of a worker or a norm's group, for each of which `momenta` has the
     weight of its statistics. `update` gets the mean gradient over the workers, a state, at first 0, and the epochs so
     far; `batches` gets each image's latest loss, and returns rows and images of each step. `evaluate` gets network,
-    images, and whether this is the last epoch. In training, a network may return the logits [members, B, 10] of several.
+    images, and whether this is the last epoch. In training, a network may return logits [members, B, 10].
     """
     program, hyp = hyp_of(command)
     initial = initial_weights(program, hyp)
