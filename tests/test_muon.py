@@ -162,6 +162,13 @@ def test_each_convolution_copies_its_inputs_before_training():
             assert torch.equal(copied, images[:, : convolution.out_channels])
 
 
+def test_the_members_of_muon95_begin_with_different_weights():
+    one, other = muon.Network(muon.Hyp95(width=32), 10).members
+    assert not torch.equal(one.linear.weight, other.linear.weight)
+    for first, second in zip(one.groups, other.groups, strict=True):
+        assert not torch.equal(first[0].weight, second[0].weight)  # the second convolution of each is the identity
+
+
 def test_every_figure_of_2024s_is_what_its_authors_state():
     stated = {"epochs": 8, "batch_size": 2000, "width": 64, "pixels": (32,), "kept": (1,), "workers": 1, "views": "six"}
     stated |= {"filter_rate": 0.24, "filter_momentum": 0.6, "whitening_epochs": 3, "bias_rate": 0.053}
