@@ -143,7 +143,7 @@ def test_another_activation_is_a_copied_program_and_compare_shows_its_lines(few_
     assert [speed.count("TFLOP/s") for speed in speeds] == [1, 0], "which are unknown where a value is read"
     compare.main([f"{tmp_path}/runs.tsv:silu", f"{tmp_path}/runs.tsv:gelu"])
     lines = re.findall(r"(?m)^  [-+] .*", capsys.readouterr().out)
-    added = ["  + from beside import SiLU", "  +         assert images.abs().sum().item()"]
+    added = ["  + from beside import SiLU", "  +         assert x.abs().sum().item()"]
     assert lines == added + 2 * ["  -         nn.GELU(),", "  +         SiLU(),"]
     assert source.changed_lines([], [*map(str, range(43))])[39:] == ["  + 39", "  ... and 3 more lines"]
 
