@@ -339,7 +339,7 @@ def test_too_few_photos_are_refused_or_warned_of_with_options_that_fit(file, tmp
 
 
 @pytest.mark.parametrize(
-    ("recipe", "published"), [("apple2019", 432), ("muon", 450), ("muon95", 600), ("muon2024", 200)]
+    ("recipe", "published"), [("apple2019", 432), ("muon", 450), ("muon95", 550), ("muon2024", 200)]
 )
 def test_the_options_for_few_images_make_as_many_steps_as_on_cifar_10(recipe, published):
     """There are at least eight steps an epoch."""
