@@ -75,7 +75,7 @@ def test_weights_gradients_and_activations_are_channels_last_in_memory(name, mon
     run, _ = set_up(name, "fp32", warm_up=False)
     next(run(seed=0))
     assert len(found) > 20
-    first = "whitening" if name == "muon" else ""  # the module that gets the images: a method of muon's network is called
+    first = "whitening" if name == "muon" else ""  # gets the images: a method of muon's network is called
     assert f"input of {first}" in found
     assert [what for what in found if found[what] != {True}] == []
 
