@@ -17,6 +17,7 @@ from PIL import Image
 from torch.distributed import run as torchrun
 
 from large_batch_cifar_10_fast import RENDEZVOUS, ConfigError, __main__, apple2019
+from large_batch_cifar_10_fast.core.team import print_line, show
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab import train
 from large_batch_cifar_10_fast.lab.process import exit_process
@@ -163,6 +164,15 @@ def test_a_process_names_its_error_with_its_traceback(monkeypatch, capsys, tmp_p
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback")
     assert lines[-1] == "process 1 failed (ZeroDivisionError('by zero'))"
+
+
+@pytest.mark.parametrize(("stream", "print_it"), [("stderr", show), ("stdout", print_line)])
+def test_a_line_is_one_write_so_that_those_of_two_processes_do_not_mix(stream, print_it, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(output := io.StringIO(), "write", recorded.append)
+    monkeypatch.setattr(sys, stream, output)
+    print_it("a line")
+    assert [text for text in recorded if text] == ["a line\n"]
 
 
 def test_torchrun_starts_processes_that_go_on_if_their_log_cannot_be_written(tiny_npz, tmp_path, monkeypatch, capfd):

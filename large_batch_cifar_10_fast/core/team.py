@@ -141,17 +141,20 @@ def warn(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Print a line on STDERR, clear of the progress bar."""
+    """Print a line on STDERR, clear of the progress bar.
+
+    Text and line end are one write: with PYTHONUNBUFFERED they would be two, and lines of several processes would mix.
+    """
     if sys.stderr:  # None if it was closed: then `print` would use STDOUT
         with tqdm.external_write_mode():
-            print(text, file=sys.stderr, flush=True)
+            print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def print_line(line: str) -> None:
-    """Print a line of the log, clear of the progress bar. If it cannot be written, continue without a log."""
+    """Print a line of the log, like `show`. If it cannot be written, continue without a log."""
     with tqdm.external_write_mode():
         try:
-            print(line, flush=True)
+            print(f"{line}\n", end="", flush=True)
         except OSError as error:  # a full disk, or a pipe whose reader has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             warn(f"STDOUT cannot be written ({error.strerror}): the log ends here, the tables continue")
