@@ -4,42 +4,33 @@
 
 The reference is the last campaign, or the one that --reference names. A single runs.tsv is not compared: the command
 lists its campaigns and their progress. A campaign is one of
-  FILE             the last campaign of a runs.tsv, a run log, or a DAWNBench table
+  FILE             the last campaign of a runs.tsv
   FILE:CAMPAIGN    a campaign of a runs.tsv; FILE:* is all of them as one
-  a/runs.tsv,b/runs.tsv or '*/runs.tsv'    several tables as one
-  published        Apple's 50 runs of apple2019 on CIFAR-10
+  '*/runs.tsv'     several tables as one
+  published        Apple's 50 runs of apple2019 on CIFAR-10; published:NAME is an entry to DAWNBench
+docs/experiments.md explains the intervals and verdicts.
 
 Exit status: 0 none is worse, 1 one is worse (in accuracy, or in time on the same devices), 2 unreadable.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 
+from .. import ConfigError
 from ..loading import decode
 from .options import command_parser
-from .program import hyp_class
-from .results import Log, find_files, read_log, short_names
+from .results import Log, find_files, names_of, read_log
 from .source import changed_lines
 from .statistics import Comparison, compare_means, in_columns, in_markdown, verdict, wilson
-from .status import status_of, write_runs
+from .status import status_of
 from .table import PLACE, SIZES, differences
 
 MARGIN = 0.1  # points of accuracy that are equivalent
-LARGE = 5  # points of accuracy: runs that find only larger differences are of little use
 TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
 BUSY = 0.95  # of the other side's CPU seconds per second: a side below this had less of the machine
-MEANINGS = {
-    "code": "the programs differ",
-    "core": "core/ or images/ differ, which all programs use",
-    "digest": "the images differ",
-}
 HEAD = ("n", "mean ± std", "difference", "99% interval", "p", "verdict")
-LOOKING = "p is valid if you chose the number of runs before you looked. "
-LOOKING += "If you add runs until p is small, you will find differences that are chance."
 
 
 class Verdict(NamedTuple):
@@ -66,8 +57,6 @@ def compare(
     base = logs[reference]
     sides = {name: log for name, log in logs.items() if name != reference}
     tests = max(tests, len(sides))
-    for log in logs.values():
-        set_label_smoothing(log)
     limits = {ACCURACY: margin, LOSS: 0, TIME: TIME_MARGIN * seconds_of(base).mean()}
     verdicts: dict[str, dict[str, Verdict]] = {title: {} for title in QUANTITIES}
     for name, log in sides.items():
@@ -84,7 +73,7 @@ def compare(
     texts = [differing_conditions(sides, base, reference), same_conditions(logs), differing_lines(sides, base)]
     if markdown:
         texts = [f"```\n{text}\n```" for text in texts if text]
-    notes = meaning(logs, reference, verdicts, margin, tests)
+    notes = [*notes_on(verdicts), legend(margin, tests)]
     separator = "\n\n" if markdown else "\n"
     parts = [*texts, *tables, as_table(other_figures(logs)), separator.join(notes)]
     return Report("\n\n".join(part for part in parts if part), verdicts[ACCURACY], verdicts[TIME])
@@ -115,18 +104,13 @@ def seconds_of(log: Log) -> pd.Series:
     return pd.Series(launches["seconds"].mean().to_numpy(), launches["seed"].min().to_numpy(), dtype=float)
 
 
-def set_label_smoothing(log: Log) -> None:
-    """Note the label smoothing of a recipe of ours. Not every recipe has the option."""
-    hyp = hyp_class(log.conditions.get("recipe", ""))
-    if hyp:
-        log.conditions.setdefault("label_smoothing", str(getattr(hyp, "label_smoothing", 0.0)))
-
-
 # ---- What may forbid a comparison
 
 
 def other_loss(mine: Log, reference: Log) -> str:
-    return differences(mine.conditions, reference.conditions, ["label_smoothing"])
+    """Return how the label smoothing differs, or "". Recipes without this option have none."""
+    a, b = (float(log.conditions.get("label_smoothing", 0)) for log in (mine, reference))
+    return f"label_smoothing {a:g}, the reference's {b:g}" if a != b else ""
 
 
 def why_no_time(mine: Log, reference: Log) -> str:
@@ -195,7 +179,7 @@ def differing_conditions(sides: Mapping[str, Log], base: Log, reference: str) ->
         for condition in {**log.conditions, **base.conditions}:
             text = differences(log.conditions, base.conditions, [condition])
             if text:
-                found.append(f"{text}: {MEANINGS[condition]}" if condition in MEANINGS else text)
+                found.append(text)
         found = found or ["nothing: code, options and machine are the same"]
         lines += [f"  {name}: {text}" for text in [*found, *log.notes]]
     for name, log in [*sides.items(), (reference, base)]:
@@ -232,7 +216,7 @@ def program_text(log: Log) -> list[str]:
     """Return the lines of the program that the campaign stored, or none."""
     code = log.conditions.get("code", "")
     for path, _ in find_files(log.name):
-        text = Path(path).with_name(f"source-{code}.py")
+        text = path.with_name(f"source-{code}.py")
         if code and text.exists():
             return decode(text.read_bytes()).splitlines()
     return []
@@ -290,73 +274,25 @@ def runs_at_goal(log: Log) -> str:
     return "{} of {}, [{:.0%}, {:.0%}]".format(log.reached, log.count, *wilson(log.reached, log.count))
 
 
-def meaning(
-    logs: Mapping[str, Log],
-    reference: str,
-    verdicts: Mapping[str, Mapping[str, Verdict]],
-    margin: float,
-    tests: int,
-) -> list[str]:
-    """Return sentences on what the tables mean."""
-    base = logs[reference]
-    sides = {name: log for name, log in logs.items() if name != reference}
+def notes_on(verdicts: Mapping[str, Mapping[str, Verdict]]) -> list[str]:
+    """Return why quantities are not compared, and which difference of accuracy these runs find."""
     notes = []
     for title, of_sides in verdicts.items():
         quantity = title.partition(",")[0].capitalize()
         for why in dict.fromkeys(each.why_not for each in of_sides.values() if each.why_not):
             names = [name for name, each in of_sides.items() if each.why_not == why]
             notes.append(f"{quantity} of {', '.join(names)}: not compared: {why}.")
-    compared = {name: each.found for name, each in verdicts[ACCURACY].items() if each.found}
     unclear = [each.found for each in verdicts[ACCURACY].values() if each.found and each.word.startswith("no ")]
     if unclear:
         largest = max(found.detectable for found in unclear)
         found = f"these runs find a difference of {largest:.2g} points of accuracy four times in five"
-        notes.append(f"No difference shown: {found}{hint_if_large(largest)}.")
-    notes.append("± is the standard deviation over runs.")
-    if any(found.pairs for found in compared.values()):
-        notes.append("Differences of accuracy are means over pairs of runs with the same seed (Student's t test).")
-    if not all(found.pairs for found in compared.values()):
-        notes.append("Without common seeds, differences of accuracy are between means of all runs (Welch's t test).")
-    for name, pair in compared.items():
-        if 0 < pair.pairs < base.count:
-            shared = f"The {pair.pairs} runs of {reference} that share seeds with {name}"
-            notes.append(f"{shared} have a mean of {pair.reference:.3f}.")
-    notes.append(
-        f"Equivalent: the interval lies within {margin:g} points of accuracy, or {TIME_MARGIN:.0%} of the seconds."
-    )
-    notes.append("Better or worse: the interval excludes 0, and does not lie within these limits.")
-    if tests > 1:
-        notes.append(
-            f"The {tests} intervals of a table have 99% confidence together (Bonferroni); p is multiplied by {tests}."
-        )
-    if any(differences(log.conditions, base.conditions, ["images", "digest"]) for log in sides.values()):
-        notes.append("Images may differ: the intervals cover chance over runs, but not the difficulty of the images.")
-    notes += fewer_images(logs)
-    return [*notes, LOOKING]
-
-
-def fewer_images(logs: Mapping[str, Log]) -> list[str]:
-    """Return a note on each campaign that was tested on fewer images than others: how far its mean depends on them."""
-    counts = {name: int(log.conditions.get("test_images", 0)) for name, log in logs.items()}
-    most = max(counts.values())
-    notes = []
-    for name, count in counts.items():
-        if 0 < count < most and logs[name].count:
-            share = accuracies(logs[name]).mean() / 100
-            error = 100 * math.sqrt(share * (1 - share) / count)
-            few = f"{name} was tested on {count} images, others on {most}"
-            chance = f"Another {count} images would change its mean by about {error:.1g} points (standard deviation)"
-            notes.append(f"{few}. {chance}. The intervals do not cover this.")
+        notes.append(f"No difference shown: {found}.")
     return notes
 
 
-def hint_if_large(detectable: float) -> str:
-    """Return what to do if runs can only find a large difference, in points of accuracy."""
-    if detectable < LARGE:
-        return ""
-    cause = "few changes are so large" if detectable < 100 else "no change is so large"
-    advice = "lower the learning rate, or train on more images or epochs"
-    return f"; {cause}. Runs differ too much by chance: {advice}"
+def legend(margin: float, tests: int) -> str:
+    equivalent = f"equivalent: within {margin:g} points of accuracy, or {TIME_MARGIN:.0%} of the seconds"
+    return f"±: standard deviation over runs; {equivalent}; intervals and p: corrected for {tests} comparison(s)."
 
 
 # ---- The command
@@ -370,22 +306,20 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--margin", type=float, default=MARGIN, help="points of accuracy that are equivalent (0.1)")
     parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all runs, with a column for each option")
     options = parser.parse_args(arguments)
     if not options.margin > 0:
         parser.error(f"--margin {options.margin} must be greater than 0")
     sources = options.campaigns
     if options.reference:
         sources = [each for each in sources if each != options.reference] + [options.reference]
-    if options.csv:
-        write_runs(sources, options.csv)
     if len(sources) == 1:
         print((in_markdown if options.markdown else in_columns)(status_of(sources[0])))
         return 0
     logs = [read_log(source) for source in sources]
-    names = short_names(logs)
-    if len({*names}) < len(names):
-        names = [f"{place}: {name}" for place, name in enumerate(names, 1)]
+    for log in logs:
+        if not log.count:
+            raise ConfigError(f"{log.name} has no finished run: wait for one, or name another FILE:CAMPAIGN")
+    names = names_of(logs)
     report = compare(dict(zip(names, logs, strict=True)), names[-1], options.margin, markdown=options.markdown)
     print(report.text)
     words = [verdict.word for verdict in [*report.accuracy.values(), *report.seconds.values()]]

@@ -5,7 +5,7 @@
 The baseline is a recipe with options, as for `train`. A variant is a list of options, a program FILE.py, or both.
 --grid filter_rate=0.12,0.24 --grid width=16,24 makes a variant of each pair of values. All runs are tested on training
 images that are kept out (--holdout), so the test images are still new at the end. The same command continues an
-interrupted experiment. More --runs or --try extend it, which is a second look at results. --drop leaves a variant out.
+interrupted experiment. More --runs or --try extend it, which is a second look at results.
 The folder --out has the tables and logs of the runs, and a picture.
 """
 
@@ -21,21 +21,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 from .. import ConfigError, Interrupted
 from ..core.devices import count_cores, count_gpus
+from ..core.team import show
 from ..files import write_atomically
 from ..images.load import load_images
-from .compare import MARGIN, Verdict, accuracies, compare, hint_if_large
+from .compare import MARGIN, Verdict, accuracies, compare
 from .figures import write_picture
 from .options import command_parser
 from .program import load_program, read_command, recipe_of, workers_of
 from .results import Log, read_log
 from .source import digests, refuse_change
-from .statistics import compare_means, detectable
+from .statistics import compare_means
 from .table import Row, differences, read
 from .train import Launch, Processes, plan_processes, start_launch
 
@@ -43,7 +43,6 @@ HOLDOUT = 10_000  # of CIFAR-10's 50,000 images: the error of a mean is a third 
 OWN = ("campaign", "resume", "save", "profile")  # options of a run that an experiment sets or cannot use
 ALIKE = ("data", "holdout", "seed", "runs", "out", "teams", "nproc", "device")  # of all its campaigns
 BASELINE = "baseline"
-ENOUGH = 3  # runs, to tell their spread
 ORDINALS = {2: "Second", 3: "Third", 4: "Fourth", 5: "Fifth"}
 COLORS = {"better": "#009E73", "worse": "#D55E00", "equivalent": "#0072B2"}
 
@@ -105,10 +104,10 @@ def cells_of(baseline: Sequence[str], axes: Sequence[str]) -> list[str]:
     return [cell for cell in cells if read_options([*baseline, *words_of_variant(cell)[1]])[1] != own]
 
 
-def make_plan(baseline: Sequence[str], texts: Sequence[str], dropped: Sequence[str], runs: int, out: Path) -> Plan:
+def make_plan(baseline: Sequence[str], texts: Sequence[str], runs: int, out: Path) -> Plan:
     """Return the plan of an experiment, new or continued. Raise ConfigError if it cannot be one.
 
-    Variants of an earlier plan stay if they have a run and are not dropped.
+    Variants of an earlier plan stay if they have a run.
     """
     variants: dict[str, list[str]] = {}
     for text in texts:
@@ -127,11 +126,8 @@ def make_plan(baseline: Sequence[str], texts: Sequence[str], dropped: Sequence[s
     for name, words in variants.items():
         if name in made and before.variants.get(name, words) != words:
             raise ConfigError(f"{out} has a different variant {name}: choose another --out")
-    unknown = [name for name in dropped if name not in before.variants]
-    if unknown:
-        raise ConfigError(f"--drop {unknown[0]} is not a variant of {out}: name one of {', '.join(before.variants)}")
     kept = {name: words for name, words in before.variants.items() if name in made}
-    variants = {name: words for name, words in {**kept, **variants}.items() if name not in dropped}
+    variants = {**kept, **variants}
     if not variants:
         raise ConfigError('there is nothing to compare: give a variant, like --try "filter_rate=0.12"')
     most = max((made.get(name, 0) for name in (BASELINE, *variants)), default=0)
@@ -143,34 +139,19 @@ def make_plan(baseline: Sequence[str], texts: Sequence[str], dropped: Sequence[s
 
 
 def read_plan(out: Path) -> Plan | None:
-    """Return the plan of an experiment; None if there is none. Raise ConfigError if it cannot be read."""
+    """Return the plan of an experiment; None if there is none."""
     path = out / "experiment.json"
     try:
-        plan = Plan(**json.loads(path.read_text()))
-        check_plan(plan)
-        return plan
+        return Plan(**json.loads(path.read_text()))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): choose another --out") from error
-
-
-def check_plan(plan: Plan) -> None:
-    """Raise an error if a plan has no looks, or values of wrong types."""
-    words = [*plan.baseline, *(word for added in plan.variants.values() for word in added)]
-    counts = [look[name] for look in plan.looks for name in ("runs", "variants")]
-    if not counts or {*map(type, words)} != {str} or {*map(type, counts)} != {int}:
-        raise ValueError("it is not the plan of an experiment")
 
 
 def write_plan(plan: Plan, out: Path) -> None:
-    """Write a plan before its first run. Raise ConfigError."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with write_atomically(out / "experiment.json") as unfinished:
-            unfinished.write_text(json.dumps(asdict(plan), indent=1))
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
+    """Write a plan before its first run."""
+    out.mkdir(parents=True, exist_ok=True)
+    with write_atomically(out / "experiment.json") as unfinished:
+        unfinished.write_text(json.dumps(asdict(plan), indent=1))
 
 
 def check_commands(plan: Plan) -> None:
@@ -258,17 +239,15 @@ def make_runs(plan: Plan, out: Path, teams: int) -> dict[str, str]:
     failed: dict[str, str] = {}
     making: dict[int, Part] = {}
     asked = {name: len(rows_of(out).get(name, [])) for name in plan.campaigns}
-    before = sum(asked.values())
-    begin = said = time.monotonic()
     size = 1
-    said_what_is_found = False
+    bar = tqdm(total=plan.runs * len(asked), initial=sum(asked.values()), unit="runs", smoothing=0, disable=None)
     try:
         while True:
             for team in [team for team in range(teams) if team not in making]:
                 part_to_make = next_part(asked, failed, plan.runs, size, teams)
                 if part_to_make:
                     name, target = part_to_make
-                    print(f"{name}: {words_of_runs(asked[name], target)} of {plan.runs}", file=sys.stderr)
+                    show(f"{name}: runs {asked[name] + 1} to {target} of {plan.runs}")
                     asked[name] = target
                     making[team] = start_part(plan, out, name, target, teams, team)
             if not making:
@@ -286,14 +265,12 @@ def make_runs(plan: Plan, out: Path, teams: int) -> dict[str, str]:
                     failed[part.campaign] = ended.failure or "another launch is making its runs"
                     if part.campaign == BASELINE:
                         return failed
+                bar.update(len(made))
                 if made:
                     around = time.monotonic() - part.start - sum(made)  # start, compilation, validation and end
                     size = max(1, math.ceil(10 * around * len(made) / sum(made)))
-                said_what_is_found = said_what_is_found or say_what_is_found(plan, out)
-            if time.monotonic() - said > 60:
-                said = time.monotonic()
-                say_progress(plan, out, before, said - begin)
     finally:
+        bar.close()
         for part in making.values():
             part.end()
 
@@ -315,45 +292,9 @@ def next_part(
 
 def start_part(plan: Plan, out: Path, name: str, runs: int, teams: int, team: int) -> Part:
     """Start a team on the missing runs of a campaign of `runs` runs. Raise ConfigError."""
-    path = out / f"{name}.log"
-    words = [*precision_of(out), *plan.campaigns[name], f"--campaign={name}", f"--runs={runs}", f"--out={out}"]
-    try:
-        log = path.open("ab")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another --out") from error
+    words = [*plan.campaigns[name], f"--campaign={name}", f"--runs={runs}", f"--out={out}"]
+    log = (out / f"{name}.log").open("ab")
     return Part(name, start_launch([*words, f"--teams={teams}"], log, team), log, time.monotonic())
-
-
-def words_of_runs(before: int, target: int) -> str:
-    return f"run {target}" if before + 1 == target else f"runs {before + 1} to {target}"
-
-
-def say_progress(plan: Plan, out: Path, before: int, seconds: float) -> None:
-    """Print how many runs are finished, and an estimate for the others from the last `seconds`."""
-    planned = plan.runs * len(plan.campaigns)
-    made = sum(len(rows) for name, rows in rows_of(out).items() if name in plan.campaigns)
-    if made > before:
-        minutes = (planned - made) * seconds / (made - before) / 60
-        print(f"{made} of {planned} runs are finished; the others take about {minutes:.0f} minutes", file=sys.stderr)
-
-
-def say_what_is_found(plan: Plan, out: Path) -> bool:
-    """Print the difference that the planned runs can find, from the baseline's spread. Return whether it is known."""
-    if len(rows_of(out).get(BASELINE, [])) < ENOUGH:
-        return False
-    log = read_log(f"{out}/runs.tsv:{BASELINE}")
-    if log.diverged:
-        return False
-    spread = accuracies(log).std()
-    least = detectable(math.sqrt(2 / plan.runs) * spread, plan.runs - 1, len(plan.variants))
-    text = f"the baseline's runs have a standard deviation of {spread:.2g} points, so {plan.runs} runs of each find"
-    print(f"{text} a difference of {least:.2g} points four times in five{hint_if_large(least)}", file=sys.stderr)
-    return True
-
-
-def precision_of(out: Path) -> list[str]:
-    """Return the option that gives all runs the precision of the first: a CPU might choose another when it is busy."""
-    return [f"--precision={row['precision']}" for row in read(out / "runs.tsv")[:1]]
 
 
 # ---- The verdicts
@@ -389,7 +330,7 @@ def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict
     best = best_and_equals(logs)
     notes = [best] if best else []
     if len(logs) < len(plan.campaigns) or any(log.count < plan.runs for log in logs.values()):
-        notes.append(f"Not finished: {plan.runs} runs of each are planned. --drop NAME leaves a variant out.")
+        notes.append(f"Not finished: {plan.runs} runs of each are planned.")
     if len(plan.looks) > 1:
         look = ORDINALS.get(len(plan.looks), f"{len(plan.looks)}th")
         texts = ["{runs} runs of {variants} variant(s)".format(**look) for look in plan.looks]
@@ -409,71 +350,12 @@ def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict
 # ---- The picture
 
 
-def swept_option(plan: Plan, logs: Mapping[str, Log]) -> tuple[str, dict[str, float]]:
-    """Return the option that two or more variants set, and its value by campaign; or "" and {}."""
-    pairs = {}
-    for name, words in plan.variants.items():
-        option, _, value = words[0].removeprefix("--").partition("=")
-        if len(words) == 1 and is_number(value):
-            pairs[name] = option, float(value)
-    options = [option for option, _ in pairs.values()]
-    option = max(options, key=options.count, default="")
-    own = logs[BASELINE].conditions.get(option, "")
-    if options.count(option) < 2 or not is_number(own):
-        return "", {}
-    values = {name: value for name, (owner, value) in pairs.items() if owner == option}
-    return option, values | {BASELINE: float(own)}
-
-
-def is_number(text: str) -> bool:
-    return bool(re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text))
-
-
-def draw(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict], margin: float) -> Figure:
-    """Draw the differences with their intervals; accuracy against the option, if the variants are a sweep; and accuracy
-    against work and time, if there are more than two variants.
-
-    The picture is as wide as README shows it.
-    """
-    option, values = swept_option(plan, logs)
+def draw_differences(verdicts: Mapping[str, Verdict], margin: float) -> Figure:
+    """Draw the differences from the baseline with their intervals, as wide as README shows a picture."""
     compared = {name: verdict for name, verdict in verdicts.items() if verdict.found}
-    rows = {"differences": 1.6 + 0.45 * len(compared)}
-    if option:
-        rows["sweep"] = 2.2
-    if len(logs) > 3:
-        rows["costs"] = 3.0
-    layout: Any = [["work", "time"] if row == "costs" else [row, row] for row in rows]
-    figure = Figure(figsize=(8.5, sum(rows.values())), dpi=200, layout="constrained")
-    panels: Any = figure.subplot_mosaic(layout, height_ratios=[*rows.values()])
-    draw_differences(panels["differences"], compared, margin)
-    if option:
-        draw_sweep(panels["sweep"], option, {name: value for name, value in values.items() if name in logs}, logs)
-    if "costs" in rows:  # points in these panels have numbers
-        numbers = {name: str(number) for number, name in enumerate(verdicts, 1)}
-        panels["differences"].set_yticks(range(len(compared)), [f"{name[:40]}  {numbers[name]}" for name in compared])
-        work = {name: float(log.conditions.get("pflop", "nan")) for name, log in logs.items()}
-        draw_costs(panels["work"], work, logs, numbers, "work of a run, PFLOP")
-        seconds = {name: log.runs["seconds"].mean() for name, log in logs.items()}
-        draw_costs(panels["time"], seconds, logs, numbers, "seconds a run")
-    for axes in panels.values():
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def draw_costs(
-    axes: Axes, costs: Mapping[str, float], logs: Mapping[str, Log], numbers: Mapping[str, str], what: str
-) -> None:
-    """Draw each campaign's mean accuracy, and its standard deviation over runs, against what a run costs."""
-    for name, cost in costs.items():
-        runs = accuracies(logs[name])
-        color = "black" if name == BASELINE else "#0072B2"
-        axes.errorbar(cost, runs.mean(), runs.std(), fmt="o", color=color, lw=1)
-        axes.annotate(numbers.get(name, name), (cost, runs.mean()), xytext=(5, 3), textcoords="offset points", size=8)
-    axes.set(xlabel=what, ylabel="accuracy, % (mean ± std)")
-    axes.margins(x=0.2)
-
-
-def draw_differences(axes: Axes, compared: Mapping[str, Verdict], margin: float) -> None:
+    figure = Figure(figsize=(8.5, 1.6 + 0.45 * len(compared)), dpi=200, layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
     axes.axvspan(-margin, margin, color="0.92", lw=0)
     axes.axvline(0, color="black", lw=0.8)
     for place, verdict in enumerate(compared.values()):
@@ -482,29 +364,11 @@ def draw_differences(axes: Axes, compared: Mapping[str, Verdict], margin: float)
         axes.plot([found.low, found.high], [place, place], color=color, lw=2)
         axes.plot(found.difference, place, "o", color=color)
         axes.annotate(verdict.word, (1.01, place), xycoords=("axes fraction", "data"), color=color, va="center")
-    axes.set_yticks(range(len(compared)), [name[:40] for name in compared])
+    axes.set_yticks(range(len(compared)), [*compared])
     axes.set_ylim(len(compared) - 0.5, -0.5)
-    tests = "" if len(compared) == 1 else " that hold together"
-    axes.set_xlabel(
-        f"accuracy minus baseline's, points: mean over pairs, 99% intervals{tests} (grey: {margin:g} points)"
-    )
+    axes.set_xlabel(f"accuracy minus baseline's, points: mean over pairs, 99% intervals (grey: {margin:g} points)")
     axes.set_title("Difference from the baseline", loc="left", weight="bold")
-
-
-def draw_sweep(axes: Axes, option: str, values: Mapping[str, float], logs: Mapping[str, Log]) -> None:
-    """Draw each run's accuracy against the option's value, and the means."""
-    ordered = dict(sorted(values.items(), key=lambda pair: pair[1]))
-    for name, value in ordered.items():
-        runs = accuracies(logs[name])
-        axes.plot([value] * len(runs), runs, "o", color="0.6", ms=4)
-    numbers = np.array([*ordered.values()])
-    axes.plot(numbers, [accuracies(logs[name]).mean() for name in ordered], "o-", color="#0072B2")
-    if numbers.min() > 0 and numbers.max() > 5 * numbers.min():
-        axes.set_xscale("log")
-    axes.set_xticks(numbers, [f"{number:g}" for number in numbers])
-    axes.minorticks_off()
-    axes.set(xlabel=option, ylabel="accuracy, %")
-    axes.set_title("Accuracy of each run, and means", loc="left", weight="bold")
+    return figure
 
 
 # ---- The command
@@ -514,7 +378,6 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser(__doc__)
     parser.add_argument("--try", dest="variants", action="append", default=[], metavar="CHANGE", help="a variant")
     parser.add_argument("--grid", action="append", default=[], metavar="NAME=VALUES", help="a variant for each value")
-    parser.add_argument("--drop", action="append", default=[], metavar="NAME", help="leave out a variant that has runs")
     parser.add_argument("--runs", type=int, default=12, help="runs of each, chosen before you look (12)")
     parser.add_argument("--out", type=Path, default=Path("experiment"), help="folder of the experiment (experiment)")
     parser.add_argument("--holdout", type=int, default=HOLDOUT, help="training images to test on (10000)")
@@ -527,7 +390,7 @@ def main(arguments: Sequence[str]) -> int:
     out = options.out.expanduser()
     failed: dict[str, str] = {}
     if options.report:
-        if baseline or options.variants or options.grid or options.drop:
+        if baseline or options.variants or options.grid:
             raise ConfigError("--report only shows finished runs: give no options but --out, --margin and --markdown")
         plan = read_plan(out)
         if not plan:
@@ -541,7 +404,7 @@ def main(arguments: Sequence[str]) -> int:
             )
         words = [*baseline, f"--holdout={options.holdout}"]
         variants = [*options.variants, *cells_of(words, options.grid)]
-        plan = make_plan(words, variants, options.drop, options.runs, out)
+        plan = make_plan(words, variants, options.runs, out)
         check_commands(plan)
         check_finished(plan, out)
         write_plan(plan, out)
@@ -555,11 +418,10 @@ def main(arguments: Sequence[str]) -> int:
         if BASELINE in failed:
             return 1
     logs = read_logs(plan, out)
-    tried = {*rows_of(out), *plan.variants} - {BASELINE}  # also those that were dropped
-    report = compare(logs, BASELINE, options.margin, len(tried), options.markdown)
+    report = compare(logs, BASELINE, options.margin, len(plan.variants), options.markdown)
     print(f"Baseline: {' '.join(plan.baseline)}\n\n{report.text}\n\n{notes_on(plan, logs, report.accuracy)}")
     if any(verdict.found for verdict in report.accuracy.values()):
         picture = out / "experiment.png"
-        write_picture(draw(plan, logs, report.accuracy, options.margin), picture, "--out")
+        write_picture(draw_differences(report.accuracy, options.margin), picture)
         print(f"Picture: {picture}")
     return int(bool(failed))

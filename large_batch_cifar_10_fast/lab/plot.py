@@ -16,13 +16,12 @@ from matplotlib import rcdefaults, rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, MaxNLocator
 
 from .. import ConfigError
 from ..core.team import warn
 from .figures import write_picture
 from .options import command_parser
-from .results import Log, each_campaign, read_log, short_names
+from .results import Log, each_campaign, names_of, read_log
 from .table import GOAL
 
 ACCURACY = "test accuracy, %"
@@ -35,18 +34,14 @@ PANELS = {  # columns of x and y, and texts
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9"]  # Okabe and Ito, for all eyes
 COLORS += ["#882255", "#999933", "#332288"]  # Tol
 MARKERS = "os^DvPX"
-MOST = 40  # campaigns of a picture: more can't be told apart
-LONGEST = 90  # characters of a label
 STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
 STYLE |= {"axes.titlepad": 10, "axes.spines.right": False, "axes.spines.top": False, "grid.color": "0.9"}
 STYLE |= {"text.parse_math": False, "svg.fonttype": "none", "lines.markeredgewidth": 0, "legend.frameon": False}
 
 
 def label_of(name: str, log: Log) -> str:
-    """Return a name of at most LONGEST characters, with the number of runs."""
-    if len(name) > LONGEST:
-        name = f"{name[: LONGEST // 2]}…{name[-LONGEST // 2 :]}"
-    started = 0 if log.epochs is None else int((log.epochs["epoch"] == 1).sum())
+    """Return a name with the number of runs."""
+    started = int((log.epochs["epoch"] == 1).sum())
     unfinished = f", {started - log.count} unfinished" if started > log.count else ""
     diverged = f", {log.diverged} diverged" if log.diverged else ""
     return f"{name}, n = {len(log.runs)}{diverged}{unfinished}"
@@ -54,8 +49,8 @@ def label_of(name: str, log: Log) -> str:
 
 def table_of(log: Log, label: str, color: str) -> pd.DataFrame:
     """Return a row per run and one per epoch of a run, NaN where unknown: accuracies in percent, work in PFLOP."""
-    last = float(log.conditions.get("epochs", "nan")) if log.epochs is None else np.nan
-    work = float(log.conditions.get("pflop", "nan"))  # tables of earlier versions do not have it
+    last = float(log.conditions.get("epochs", "nan")) if log.epochs.empty else np.nan
+    work = float(log.conditions.get("pflop", "nan"))
     runs = log.runs.assign(epoch=last, final=100 * log.runs["accuracy"], work=work)
     table = pd.concat([runs, log.epochs]).rename(columns={"validation_loss": "loss"}).assign(label=label, color=color)
     return table.assign(accuracy=100 * table["accuracy"]).replace([np.inf, -np.inf], np.nan)
@@ -86,12 +81,9 @@ def draw_final(axes: Axes, runs: pd.Series, row: int, color: str) -> None:
 
 
 def draw_goal(axes: Axes, vertical: bool) -> None:
-    """Draw a line at 94%, with its name at its end, outside the panel."""
+    """Draw a dashed line at 94%."""
     draw = axes.axvline if vertical else axes.axhline
     draw(100 * GOAL, color="black", lw=0.8, ls=(0, (4, 3)), zorder=1.7)
-    where = [(1.03, "axes fraction"), (100 * GOAL, "data")]
-    (x, of_x), (y, of_y) = reversed(where) if vertical else where
-    axes.annotate("94%", (x, y), xycoords=(of_x, of_y), fontsize=7, ha="center", va="center")
 
 
 def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:
@@ -100,17 +92,14 @@ def draw_picture(data: pd.DataFrame, panels: Sequence[str]) -> Figure:
     rcParams.update(STYLE)  # type: ignore[arg-type]
     rows: Any = [[*panels[i : i + 2], panels[-1]][:2] for i in range(0, len(panels), 2)]
     logs = data.drop_duplicates("log")
-    columns = 2 if logs["label"].str.len().max() < 45 else 1
-    height = len(rows) * max(3.4, 0.18 * len(logs)) + 0.19 * len(logs) / columns
+    height = len(rows) * max(3.4, 0.18 * len(logs)) + 0.1 * len(logs)
     figure = Figure(figsize=(8.5, height), dpi=200, layout="constrained")
     for panel, axes in figure.subplot_mosaic(rows).items():
         draw_panel(axes, panel, data)
     entries = [Line2D([], [], ms=4, color=log.color, marker=log.marker) for log in logs.itertuples()]
-    figure.legend(entries, logs["label"], loc="outside upper left", ncols=columns)
-    if data.duplicated(["log", "epoch"]).any():  # a campaign has several runs
-        notes = ["shade: range over runs"] if {*panels} - {"final"} else []
-        notes += ["± is the standard deviation over runs"] if "final" in panels else []
-        figure.supxlabel("; ".join(notes), fontsize=7, color="0.4")
+    figure.legend(entries, logs["label"], loc="outside upper left", ncols=2)
+    notes = "shade: range over runs; ±: standard deviation over runs; dashed line: 94%"
+    figure.supxlabel(notes, fontsize=7, color="0.4")
     return figure
 
 
@@ -124,12 +113,11 @@ def draw_panel(axes: Axes, panel: str, data: pd.DataFrame) -> None:
             draw_medians(axes, table, x, y, color=color, marker=marker)
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
     axes.grid(True)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlim(None if panel == "final" else 0)
     low, high = axes.get_xlim() if panel == "final" else axes.get_ylim()
     if panel == "loss":
         axes.set_yscale("log")
-        axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
+        axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
     elif low - 2 < 100 * GOAL < high + 2:
         draw_goal(axes, vertical=panel == "final")
 
@@ -143,32 +131,22 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
     options = parser.parse_args(arguments)
     sources = [name for source in options.files for name in each_campaign(source)]
-    if len(sources) > MOST:
-        raise ConfigError(f"{len(sources)} campaigns are too many for a picture: name at most {MOST}, as FILE:CAMPAIGN")
-    by_epoch = [panel for panel in options.panels if panel in ("accuracy", "loss")]
-    logs = []
-    left_out = []
-    for name in sources:
-        log = read_log(name, unfinished=True)
-        left_out += log.left_out
-        if log.count or (by_epoch and log.epochs is not None):
-            logs.append(log)
-        elif not log.left_out:
-            left_out.append(name)
-    if not logs:
-        raise ConfigError(f"{', '.join(left_out)} has no finished run: wait for one, or name another FILE:CAMPAIGN")
-    names = options.labels or short_names(logs)
-    if len(names) != len(logs):
-        raise ConfigError(f"--labels has {len(names)}, but {len(logs)} campaigns are drawn: give one for each")
-    labels = [label_of(name, log) for name, log in zip(names, logs, strict=True)]
-    tables = [table_of(*each) for each in zip(logs, labels, COLORS * len(logs), strict=False)]
+    logs = [read_log(source) for source in sources]
+    by_epoch = {*options.panels} & {"accuracy", "loss"}
+    drawn = [log for log in logs if log.count or (by_epoch and len(log.epochs))]
+    for log in logs:
+        if log not in drawn:
+            warn(f"{log.name} has no finished run: left out")
+    if not drawn:
+        raise ConfigError("nothing to draw: wait for a finished run, or name another FILE:CAMPAIGN")
+    names = options.labels or names_of(drawn)
+    if len(names) != len(drawn):
+        raise ConfigError(f"--labels has {len(names)}, but {len(drawn)} campaigns are drawn: give one for each")
+    labels = [label_of(name, log) for name, log in zip(names, drawn, strict=True)]
+    tables = [table_of(*each) for each in zip(drawn, labels, COLORS * len(drawn), strict=False)]
     if options.published:
         tables.append(table_of(read_log("published"), "apple2019, published", "0.5"))
     data = pd.concat([table.assign(log=i, marker=MARKERS[i % len(MARKERS)]) for i, table in enumerate(tables)])
-    values = {panel: data.dropna(subset=PANELS[panel][:2])[PANELS[panel][0]] for panel in options.panels}
-    default = ["final"] if data["final"].notna().any() else by_epoch[:1]
-    figure = draw_picture(data, [panel for panel in values if values[panel].nunique() > 1] or default)
-    for name in left_out:
-        warn(f"{name} has no finished run: left out")
-    write_picture(figure, options.out, "--out")
+    panels = [panel for panel in options.panels if data[[*PANELS[panel][:2]]].dropna().nunique().max() > 1]
+    write_picture(draw_picture(data, panels or ["accuracy"]), options.out)
     print(options.out)
