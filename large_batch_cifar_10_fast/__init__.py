@@ -5,7 +5,7 @@ import os
 import platform
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -42,6 +42,22 @@ class Interrupted(BaseException):
 def first_line(text: object) -> str:
     """Return the first line of a text or an exception, or its type if it is empty."""
     return (str(text).strip().splitlines() or [type(text).__name__])[0]
+
+
+def describe(error: Exception) -> str:
+    """Return an error as one line. An error of the system names its file."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return first_line(error)
+
+
+@contextlib.contextmanager
+def system_errors_in_one_line() -> Iterator[None]:
+    """Turn an OSError of the body into a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(describe(error)) from error
 
 
 def list_some(texts: Sequence[str], most: int) -> str:

@@ -9,7 +9,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from . import INVALID, PACKAGE, PROGRAMS, SIGNALS, ConfigError, Interrupted, version
+from . import INVALID, PACKAGE, PROGRAMS, SIGNALS, ConfigError, Interrupted, describe, version
 
 COMMANDS = {
     "train": "make the runs of a campaign (a named set of runs)",
@@ -32,7 +32,11 @@ BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  
 
 
 def main() -> NoReturn:
-    """Run a command and exit: with its status, 2 for an invalid request, 128 + N after signal N."""
+    """Run a command and exit: with its status, 2 for an invalid request, 128 + N after signal N.
+
+    An error of the system, and a ValueError of NumPy, pandas or Matplotlib, is one line here. `python -X dev` shows
+    where it is from.
+    """
     open_closed_streams()
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: keep that
@@ -53,6 +57,11 @@ def main() -> NoReturn:
     except BrokenPipeError:  # the reader of STDOUT has ended, like head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+    except (OSError, ValueError) as error:
+        if sys.flags.dev_mode:
+            raise
+        print(f"{name}: {describe(error)}", file=sys.stderr)
+        sys.exit(INVALID)
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -77,14 +86,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def prepare_environment() -> None:
-    """Remove variables that other launchers set, before torch is imported.
-
-    Raise ConfigError if the current folder was deleted.
-    """
-    try:
-        os.getcwd()
-    except FileNotFoundError:  # MKL would end the process
-        raise ConfigError("the folder that you are in was deleted: go to another") from None
+    """Remove variables that other launchers set, before torch is imported."""
     for name in (*BINDING, "LOCAL_RANK"):
         os.environ.pop(name, None)
     if not re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", "")):  # OpenMP would take all cores, with a warning
@@ -94,13 +96,11 @@ def prepare_environment() -> None:
 
 def open_closed_streams() -> None:
     """Open what a user closed, as by `2>&-`: otherwise the next file that is opened would get the log, or errors."""
-    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+    for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)
-            os.dup2(opened, number)  # for the processes that are started, too
-            if opened != number:
-                os.close(opened)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)  # for the processes that are started, too
+            setattr(sys, name, os.fdopen(number, "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # escape names that the terminal cannot show
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from large_batch_cifar_10_fast import ConfigError, check_range
 from large_batch_cifar_10_fast.core import data, fast, layers
 from large_batch_cifar_10_fast.core.clock import Clock
+from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
 from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
@@ -34,13 +35,15 @@ from large_batch_cifar_10_fast.lab.process import main
 # Hyper-parameters. Each is an option: --epochs 12. The first six are the published ones, with their defaults.
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 # For experiments on a CPU: one worker, and a learning rate in proportion to the images of a step.
 SMALL = "--workers 1 --batch_size 128 --ghost_batch 32 --lr_scaler 0.094 --width 8 --epochs 3 --ema_ep 0.4"
+# Two minutes on two cores.
+DEMO = "--data synthetic --width 8 --batch_size 32 --ghost_batch 16 --epochs 7 --ema_ep 1 --lr_scaler 1"
+DEMO += " --lr_scaler_end_fraction 0.02 --precision fp32 --no_compile"
 
 
 @dataclass(frozen=True)
-class Hyp:
+class Hyp(BaseHyp):
     """The published settings."""
 
     lr_scaler: float = 1.5  # peak of the learning rate; weight decay grows with it
@@ -55,9 +58,8 @@ class Hyp:
     eval_stats: Literal["first", "average"] = "first"  # ghost groups whose statistics evaluation uses
     workers: int = 8  # replicas, each with its own training images
 
-    # Class attributes without an annotation are constants, not options.
-    half = "fp16"  # precision on a GPU
-    small = SMALL  # with --small
+    small = SMALL
+    demo = DEMO
     views = "two"  # average over a test image and its mirror image: gains 1.2 points at width 16
 
     def __post_init__(self) -> None:
@@ -66,18 +68,21 @@ class Hyp:
         check_range(self, 0, 100_000, "lr_scaler_end_fraction", "ema_ep", "ghost_batch")
         check_range(self, 0, 1, "label_smoothing")
         if self.ghost_batch == 0 and self.batch_size % 16:
-            fitting = max(16, self.batch_size // 16 * 16)
-            groups = f"--batch_size {self.batch_size} is not divisible into 16 ghost groups"
-            raise ConfigError(f"{groups}: use {fitting}, or choose --ghost_batch")
-        if self.ghost_batch == 0:
-            object.__setattr__(self, "ghost_batch", self.batch_size // 16)
-        if self.batch_size % self.ghost_batch:
-            both = f"--ghost_batch {self.ghost_batch} does not divide --batch_size {self.batch_size}"
-            raise ConfigError(f"{both}: use one that does")
+            raise ConfigError(f"--batch_size {self.batch_size} is no multiple of 16: choose one, or a --ghost_batch")
+        if self.batch_size % self.actual_ghost_batch:
+            raise ConfigError(f"--ghost_batch {self.ghost_batch} must divide --batch_size {self.batch_size}")
         peak = self.epochs / self.warmup_fraction
         if peak > self.epochs - self.ema_ep:
-            late = f"the rate peaks at epoch {peak:g} of {self.epochs}, but is constant in the last {self.ema_ep:g}"
-            raise ConfigError(f"{late}: use more --epochs, or give --ema_ep of at most {self.epochs - peak:g}")
+            late = f"the rate peaks at epoch {peak:g}, in its constant end"
+            raise ConfigError(f"{late}: use more --epochs, or --ema_ep of at most {self.epochs - peak:g}")
+
+    @property
+    def actual_ghost_batch(self) -> int:
+        return self.ghost_batch or self.batch_size // 16
+
+    def flop(self, network: nn.Module, train_images: int) -> float:
+        """Return the operations of a run's training steps. Images that do not fill a step are left out."""
+        return super().flop(network, train_images // self.images_of_step * self.images_of_step)
 
     def fit_to(self, images: int) -> str:
         """Return options for a small data set.
@@ -87,22 +92,11 @@ class Hyp:
         """
         published = Hyp()
         batch_size = min(published.batch_size, max(16, images // 8 // 16 * 16))
-        steps = published.epochs * (50_000 // published.workers // published.batch_size)
+        steps = published.epochs * (50_000 // published.images_of_step)
         epochs = math.ceil(steps / (images // batch_size))
-        rate = published.lr_scaler * batch_size / (published.workers * published.batch_size)
+        rate = published.lr_scaler * batch_size / published.images_of_step
         return f"--workers 1 --batch_size {batch_size} --epochs {epochs} --lr_scaler {rate:.3g}"
 
-
-DEMO = {  # --demo: two minutes on two cores
-    "data": "synthetic",
-    "width": 8,
-    "batch_size": 32,
-    "ghost_batch": 16,
-    "epochs": 7,
-    "ema_ep": 1.0,
-    "lr_scaler": 1.0,
-    "lr_scaler_end_fraction": 0.02,
-}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches (section 2)
@@ -158,7 +152,7 @@ class Network(nn.Module):
         super().__init__()
         width = hyp.width
         # Ghost groups of a worker's batch. At width 16 no difference is shown. Without: --ghost_batch 256
-        groups = hyp.batch_size // hyp.ghost_batch
+        groups = hyp.batch_size // hyp.actual_ghost_batch
         tracked = groups if hyp.eval_stats == "average" else 1
         norm = partial(layers.GhostBatchNorm, groups=workers * groups, tracked=tracked)
         self.prep = nn.Sequential(layers.convolution(27, width, size=1), *norm_celu(width, norm))
@@ -216,12 +210,6 @@ def conv_pool_norm(channels_in: int, channels_out: int, norm: Callable[[int], nn
 
 def norm_celu(channels: int, norm: Callable[[int], nn.Module]) -> list[nn.Module]:
     return [norm(channels), nn.CELU(0.3)]
-
-
-def flop(hyp: Hyp, train_images: int) -> float:
-    """Return the floating-point operations of a run's training steps."""
-    images = train_images // hyp.workers // hyp.batch_size * hyp.workers * hyp.batch_size  # of an epoch
-    return images * hyp.epochs * fast.count_flop(Network(hyp, classes=10))
 
 
 def whiten(network: Network, images: Tensor) -> None:
@@ -309,7 +297,7 @@ def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: 
 def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
     """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
     team = machine.assign_workers(hyp.workers)
-    precision = machine.choose_precision(hyp.half, half_weights=True)
+    precision = machine.choose_precision(hyp.gpu_precision, half_weights=True)
     own_images = data.count_own(len(images.train_images), team)
     steps = len(images.train_images) // hyp.workers // hyp.batch_size  # of an epoch
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images

@@ -23,6 +23,7 @@ from torch.optim import SGD
 
 from large_batch_cifar_10_fast import check_range
 from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import interpolate, set_rate
 from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
@@ -52,7 +53,7 @@ MOMENTA = (0.95, 0.85, 0.95, 0.95)  # at the knots
 
 
 @dataclass(frozen=True)
-class Hyp:
+class Hyp(BaseHyp):
     """The eight-GPU entry, or the other with --entry one_gpu."""
 
     entry: Literal["eight_gpus", "one_gpu"] = "eight_gpus"  # which of the two entries
@@ -60,20 +61,22 @@ class Hyp:
     batch_size: int = 0  # images a worker takes each step; 0: 128, or 512 with --entry one_gpu
     width: int = 16  # channels of the first convolution; the others scale with it
 
-    half = "fp16"  # precision on a GPU: a constant, not an option
-
     def __post_init__(self) -> None:
-        entry = ENTRIES[self.entry]
-        last = int(entry.knots[-1])
-        object.__setattr__(self, "epochs", self.epochs or last)
-        object.__setattr__(self, "batch_size", self.batch_size or entry.batch_size)
-        check_range(self, 1, last, "epochs")
-        check_range(self, 1, 100_000, "batch_size")
+        check_range(self, 0, ENTRIES[self.entry].knots[-1], "epochs")
+        check_range(self, 0, 100_000, "batch_size")
         check_range(self, layers.NARROWEST // 6 + 1, 100_000, "width")
 
     @property
     def workers(self) -> int:
         return ENTRIES[self.entry].workers
+
+    @property
+    def actual_epochs(self) -> int:
+        return self.epochs or int(ENTRIES[self.entry].knots[-1])
+
+    @property
+    def actual_batch_size(self) -> int:
+        return self.batch_size or ENTRIES[self.entry].batch_size
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -94,7 +97,7 @@ def plan_epoch(hyp: Hyp, images: int, team: Team, seed: int, epoch: int) -> list
     short last batch.
     """
     own_images = data.count_own(images, team)
-    steps, remaining = divmod(images // hyp.workers, hyp.batch_size)
+    steps, remaining = divmod(images // hyp.workers, hyp.actual_batch_size)
     plans = []
     for number, worker in enumerate(team.workers):
         rows = data.shard(number, len(team.workers), own_images, team.device)
@@ -108,7 +111,7 @@ def plan_epoch(hyp: Hyp, images: int, team: Team, seed: int, epoch: int) -> list
         whole_numbers = torch.stack([rows, crops, flips])
         plan = torch.cat([whole_numbers.double(), torch.stack([*factors, angles]).double()])
         plans.append(plan[:, order])
-    return data.split_into_steps(plans, steps, hyp.batch_size, remaining)
+    return data.split_into_steps(plans, steps, hyp.actual_batch_size, remaining)
 
 
 def symmetric_draws(count: int, draws: torch.Generator) -> Tensor:
@@ -255,7 +258,7 @@ def forward_pass(network: Network, precision: fast.Precision, workers: int, imag
 def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
     """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
     team = machine.assign_workers(hyp.workers)
-    precision = machine.choose_precision(hyp.half, half_weights=False)
+    precision = machine.choose_precision(hyp.gpu_precision, half_weights=False)
     train_images = len(images.train_images)
     workers_at_once = len(team.workers) // machine.micro_batches
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
@@ -307,7 +310,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
 
     def run(seed: int) -> Iterator[Epoch]:
         machine.restart(model, seed)
-        for epoch in range(1, hyp.epochs + 1):
+        for epoch in range(1, hyp.actual_epochs + 1):
             with machine.clock.timed("training"):
                 sums.zero_()
                 plan = plan_epoch(hyp, train_images, team, seed, epoch)

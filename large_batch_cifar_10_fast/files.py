@@ -5,7 +5,6 @@ import errno
 import fcntl
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -84,6 +83,8 @@ def flush_to_disk(descriptor: int, path: Path) -> None:
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a name beside `path` to write to; the file replaces `path` when it is on the disk."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "it exists and is not a file", str(path))
     unfinished = path.with_name(f".unfinished.{secrets.token_hex(4)}")  # containers have equal PIDs
     try:
         yield unfinished
@@ -110,12 +111,3 @@ def write_patiently(write: Callable[[], None], what: str, lost: str) -> None:
             warn(f"{reason}: {what} is not written; make room, the next of {left} more tries is in {PAUSE} seconds")
             time.sleep(PAUSE)
     raise LostError(f"{reason}: {what} is not written, and {lost}")
-
-
-def temporary_folder() -> tempfile.TemporaryDirectory:
-    """Return a new folder that is deleted at the end. Raise ConfigError where none can be made."""
-    try:
-        return tempfile.TemporaryDirectory(prefix="large_batch_cifar_10_fast_")
-    except OSError as error:
-        reason = f"no temporary folder can be made ({error.strerror or error})"
-        raise ConfigError(f"{reason}: set TMPDIR to a folder that you may write to") from error

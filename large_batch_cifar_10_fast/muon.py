@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from torch.optim import SGD, Optimizer
 from large_batch_cifar_10_fast import ConfigError, check_range
 from large_batch_cifar_10_fast.core import data, fast, layers
 from large_batch_cifar_10_fast.core.clock import Clock
+from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import Muon, interpolate, set_rate, spread
 from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
@@ -40,8 +41,8 @@ EPOCH_IMAGES = 50_000  # of CIFAR-10
 
 
 @dataclass(frozen=True)
-class Hyp:
-    """Our own settings."""
+class Hyp(BaseHyp):
+    """Muon with small steps, early low resolution and hard-example selection."""
 
     epochs: int = 9  # passes over the training images; the rates fall to 0 at the end
     batch_size: int = 0  # images a worker takes each step; 0: 1000 divided by the workers (muon2024: 2000)
@@ -59,15 +60,16 @@ class Hyp:
     views: Literal["one", "two", "six"] = "six"  # views of a test image after the last epoch (data.average_over_views)
     workers: int = 1  # replicas, each with its own training images
 
-    # Class attributes without an annotation are constants, not options.
-    half = "bf16"  # precision on a GPU that has it
-    small = "--width 16 --epochs 3 --batch_size 500 --pixels 24 --kept 1 --views two"  # with --small
-    whitening_share = 1 / 9  # of the epochs
-    step_images = 1000  # of all workers
-    second_size = 1  # side of the first block's second filters
-    middle = 3.5  # channels of the second block, in widths; the third has four widths
-    adds_mean = True  # the head sees the maximum over all positions plus their mean
-    members = 1  # networks whose logits are averaged
+    gpu_precision = "bf16"
+    small = "--width 16 --epochs 3 --batch_size 500 --pixels 24 --kept 1 --views two"
+
+    # Constants, not options.
+    whitening_share: ClassVar = 1 / 9  # of the epochs
+    step_images: ClassVar = 1000  # of all workers
+    second_size: ClassVar = 1  # side of the first block's second filters
+    middle: ClassVar = 3.5  # channels of the second block, in widths; the third has four widths
+    adds_mean: ClassVar = True  # the head sees the maximum over all positions plus their mean
+    members: ClassVar = 1  # networks whose logits are averaged
 
     def __post_init__(self) -> None:
         check_range(self, 1, 100_000, "epochs", "width", "workers")
@@ -77,27 +79,38 @@ class Hyp:
         check_range(self, 1e-9, 1, "momentum")
         check_range(self, 0, 1, "filter_momentum", "label_smoothing", "norm_momentum")
         if not all(9 <= size <= 32 for size in self.pixels):
-            pixels = ",".join(map(str, self.pixels))
-            raise ConfigError(f"--pixels {pixels}: sizes must be 9 to 32, because the network pools three times")
+            raise ConfigError(f"--pixels {self.pixels}: sizes must be 9 to 32, because the network pools three times")
         if not all(0 < share <= 1 for share in self.kept):
-            raise ConfigError(f"--kept {','.join(map(str, self.kept))}: each fraction must be above 0 and at most 1")
-        if self.batch_size == 0:
-            if self.step_images % self.workers:
-                images = f"{self.step_images} images"
-                raise ConfigError(f"--workers {self.workers} does not divide {images}: choose --batch_size")
-            object.__setattr__(self, "batch_size", self.step_images // self.workers)
-        if self.batch_size == 1:
-            raise ConfigError("a worker's batch of one image is too small for its norms: use a larger --batch_size")
-        if self.whitening_epochs < 0:
-            object.__setattr__(self, "whitening_epochs", max(1, round(self.epochs * self.whitening_share)))
+            raise ConfigError(f"--kept {self.kept}: each fraction must be above 0 and at most 1")
+        if self.batch_size == 0 and self.step_images % self.workers:
+            raise ConfigError(f"--workers {self.workers} does not divide {self.step_images}: choose --batch_size")
+        if self.actual_batch_size == 1:
+            raise ConfigError("a batch of one image is too small for norms: use a larger --batch_size")
+
+    @property
+    def actual_batch_size(self) -> int:
+        return self.batch_size or self.step_images // self.workers
+
+    @property
+    def actual_whitening_epochs(self) -> int:
+        if self.whitening_epochs >= 0:
+            return self.whitening_epochs
+        return max(1, round(self.epochs * self.whitening_share))
+
+    def flop(self, network: nn.Module, train_images: int) -> float:
+        """Return the floating-point operations of a run's training steps."""
+        total = 0.0
+        for epoch, steps in enumerate(steps_by_epoch(self, train_images), 1):
+            stage = stage_of(self, epoch)
+            set_stage(network, stage)
+            total += steps * self.images_of_step * fast.count_flop(network, stage.resolution)
+        return total
 
     def check_images(self, count: int) -> None:
         """Raise ConfigError if `count` training images are too few for one step in each epoch."""
-        for epoch, steps in enumerate(steps_by_epoch(self, count), 1):
-            if not steps:
-                few = f"epoch {epoch} keeps {spread(self.kept, epoch, self.epochs):g} of {count} images, less than a"
-                needed = self.workers * self.batch_size
-                raise ConfigError(f"{few} step's {needed}: raise --kept, or try {self.fit_to(count)}")
+        if 0 in steps_by_epoch(self, count):
+            few = f"--kept leaves fewer than the {self.images_of_step} images of a step in an epoch of {count}"
+            raise ConfigError(f"{few}: raise it, or try {self.fit_to(count)}")
 
     def fit_to(self, images: int) -> str:
         """Return options for a small data set: at least eight steps an epoch, and as many steps as on CIFAR-10.
@@ -151,17 +164,17 @@ def stage_of(hyp: Hyp, epoch: int) -> Stage:
     # Coarse features are learned first and need few pixels. At 24 pixels a step has half the work. Without: --pixels 32
     # (docs/why_it_is_fast.md#fewer-pixels-fewer-images)
     resolution = int(spread(hyp.pixels, epoch, hyp.epochs))
-    return Stage(resolution, trains_whitening=epoch <= hyp.whitening_epochs)
+    return Stage(resolution, trains_whitening=epoch <= hyp.actual_whitening_epochs)
 
 
-def set_stage(network: "Network", stage: Stage) -> None:
+def set_stage(network: nn.Module, stage: Stage) -> None:
     network.get_parameter("whitening.bias").requires_grad_(stage.trains_whitening)
 
 
 def steps_by_epoch(hyp: Hyp, train_images: int) -> list[int]:
     """Return the number of steps of each epoch."""
     kept = [spread(hyp.kept, epoch, hyp.epochs) for epoch in range(1, hyp.epochs + 1)]
-    return [round(train_images // hyp.workers * share) // hyp.batch_size for share in kept]
+    return [round(train_images // hyp.workers * share) // hyp.actual_batch_size for share in kept]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,9 +203,9 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
         first_side = data.independent_assignment(len(rows), 2, data.generator(team.device, seed, worker, 0))
         flips = (first_side + epoch) % 2
         if spread(hyp.kept, epoch, hyp.epochs) < 1:
-            order = order[hardest(last_losses[rows[order]], steps * hyp.batch_size)]
+            order = order[hardest(last_losses[rows[order]], steps * hyp.actual_batch_size)]
         plans.append(torch.stack([rows, crops, flips])[:, order])
-    return data.split_into_steps(plans, steps, hyp.batch_size)
+    return data.split_into_steps(plans, steps, hyp.actual_batch_size)
 
 
 def hardest(losses: Tensor, count: int) -> Tensor:
@@ -299,17 +312,6 @@ def dirac_init(convolution: nn.Conv2d) -> nn.Conv2d:
     return convolution
 
 
-def flop(hyp: Hyp, train_images: int) -> float:
-    """Return the floating-point operations of a run's training steps."""
-    network = Network(hyp, classes=10)
-    total = 0.0
-    for epoch, steps in enumerate(steps_by_epoch(hyp, train_images), 1):
-        stage = stage_of(hyp, epoch)
-        set_stage(network, stage)
-        total += steps * hyp.workers * hyp.batch_size * fast.count_flop(network, stage.resolution)
-    return total
-
-
 def whiten(network: Network, images: Tensor) -> None:
     """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
 
@@ -342,11 +344,11 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     shared_rate = hyp.bias_rate / hyp.members  # its gradient is a sum over the members
     groups: list[dict] = [
         {"params": biases, "first_rate": hyp.bias_rate, "epochs": hyp.epochs},
-        {"params": [network.whitening.bias], "first_rate": shared_rate, "epochs": hyp.whitening_epochs},
+        {"params": [network.whitening.bias], "first_rate": shared_rate, "epochs": hyp.actual_whitening_epochs},
         {"params": heads, "first_rate": hyp.head_rate, "epochs": hyp.epochs},
     ]
     for group in groups:
-        group["weight_decay"] = WEIGHT_DECAY * hyp.batch_size / group["first_rate"]
+        group["weight_decay"] = WEIGHT_DECAY * hyp.actual_batch_size / group["first_rate"]
         group["first_rate"] *= hyp.workers  # for a gradient summed over the step; ours is a mean over workers
     optimizers = [muon, SGD(groups, lr=0.0, momentum=hyp.momentum, nesterov=True)]
     fast.keep_rates_on_gpu(optimizers, team)
@@ -355,7 +357,7 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
 
 def set_rates(hyp: Hyp, optimizers: Sequence[Optimizer], epoch: float) -> None:
     """Set all rates at a time in epochs. They are constant for one step of CIFAR-10, then fall linearly."""
-    step = hyp.workers * hyp.batch_size / EPOCH_IMAGES
+    step = hyp.images_of_step / EPOCH_IMAGES
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             set_rate(group, interpolate(epoch, (step, group["epochs"] + step), (group["first_rate"], 0)))
@@ -401,7 +403,7 @@ def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: 
 def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
     """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
     team = machine.assign_workers(hyp.workers)
-    precision = machine.choose_precision(hyp.half, half_weights=False)
+    precision = machine.choose_precision(hyp.gpu_precision, half_weights=False)
     own_images = data.count_own(len(images.train_images), team)
     steps = steps_by_epoch(hyp, len(images.train_images))
     stages = [stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]

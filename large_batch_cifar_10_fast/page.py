@@ -15,7 +15,7 @@ To try an idea, copy this file, edit it, and train it with `--recipe FILE.py`.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch.optim import SGD, Optimizer
 
 from large_batch_cifar_10_fast import check_range
 from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
 from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
@@ -36,17 +37,14 @@ from large_batch_cifar_10_fast.lab.process import main
 
 
 @dataclass(frozen=True)
-class Basenet:
+class Basenet(BaseHyp):
     """Johnson's settings. The rate does not depend on the batch size."""
 
     epochs: int = 40  # epochs to train; fewer end the fixed schedule early
     batch_size: int = 128  # images of a step
     width: int = 64  # channels of the first stage; the others scale with it
 
-    # Class attributes without an annotation are constants, not options.
-    half = "fp16"  # precision on a GPU
-    by_page = False
-    starting_point = False
+    by_page: ClassVar = False  # a constant, not an option
 
     def __post_init__(self) -> None:
         check_range(self, 1, type(self).epochs, "epochs")
@@ -56,7 +54,7 @@ class Basenet:
     @property
     def first_norm(self) -> bool:
         """Whether a norm and a ReLU follow the first convolution."""
-        return self.starting_point or not self.by_page
+        return True
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,10 @@ class Hyp(Basenet):
     starting_point: bool = False  # Page's first version: one more norm and ReLU, and the jump of the rate
 
     by_page = True
+
+    @property
+    def first_norm(self) -> bool:
+        return self.starting_point
 
 
 SETS = {"basenet": Basenet}
@@ -172,7 +174,7 @@ def learning_rate(hyp: Basenet, epoch: float) -> float:
     if not hyp.by_page:  # it jumps at epoch 15, and again at 35
         return interpolate(epoch, (0, 15, 15, 30, 35, 35), (0, 0.1, 0.105, 0.005, 0, 0.0005))
     image = 1 / hyp.batch_size  # Page's loss is a sum over the batch
-    if hyp.starting_point:
+    if hyp.first_norm:  # Page's starting point
         return interpolate(epoch, (0, 15, 15, 30, 35), (0, 0.1 * image, 0.105 * image, 0.005 * image, 0))
     return interpolate(epoch, (0, 15, 30, 35), (0, 0.1 * image, 0.005 * image, 0))
 
@@ -201,7 +203,7 @@ def forward_pass(hyp: Basenet, network: Network, precision: fast.Precision, imag
 def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int], Iterator[Epoch]]:
     """Set up what all runs share. Return run(seed), which trains a network and yields after each epoch."""
     team = machine.team
-    precision = machine.choose_precision(hyp.half, half_weights=True)
+    precision = machine.choose_precision(hyp.gpu_precision, half_weights=True)
     train_images = len(images.train_images)
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
 

@@ -140,4 +140,4 @@ def test_offsets_in_random_order_are_dealt_to_images_in_random_order():
 
 
 def test_a_batch_is_sixteen_ghost_groups():
-    assert [apple2019.Hyp(batch_size=size).ghost_batch for size in (64, 256, 512)] == [4, 16, 32]
+    assert [apple2019.Hyp(batch_size=size).actual_ghost_batch for size in (64, 256, 512)] == [4, 16, 32]

@@ -118,18 +118,9 @@ def test_a_mean_stands_beside_a_difference_of_the_same_runs(written):
     mine = written("mine", [count + 20 + count % 2 for count in [*counts[4:], 9900, 9000]], seed=4)
     text = compare.compare({"mine": mine, "ref": reference}, "ref").text
     line = next(line for line in text.splitlines() if line.startswith("mine ")).split()
-    (pairs,) = re.findall(r"The 8 runs of ref that share seeds with mine have a mean of (\S+)\.\n", text)
     assert line[1] == "8"
-    assert float(line[2]) - float(pairs) == pytest.approx(float(line[5]), abs=0.0015)
-
-
-def test_what_fewer_images_leave_open_is_said(tmp_path, compared):
-    """By the spread of a proportion: 1,000 images of which 94% are right."""
-    mine = write_runs(tmp_path / "mine", 10 * [939, 941], validation_images=1000)
-    text = compared(mine, "published")[1]
-    assert (
-        "tested on 1000 images, others on 10000. Another 1000 images would change its mean by about 0.8 points" in text
-    )
+    shared = np.mean(counts[4:]) / 100
+    assert float(line[2]) - shared == pytest.approx(float(line[5]), abs=0.0015)
 
 
 def test_a_report_is_a_document_in_markdown(tmp_path, compared):
@@ -148,7 +139,7 @@ def test_a_report_is_a_document_in_markdown(tmp_path, compared):
 
 
 def test_a_table_alone_is_shown(tmp_path, compared):
-    """Each campaign with what was asked for; an experiment's plan counts, too."""
+    """Each campaign with what was asked for."""
     table = write_runs(tmp_path / "a", [9400, 9410, 9390], campaign="night", launch="20200101T000000-aa.0")
     status, text = compared(table)
     head, line = text.splitlines()
@@ -164,7 +155,7 @@ def test_a_table_alone_is_shown(tmp_path, compared):
         holder = [sys.executable, "-c", LOCKED.format(LAUNCHES_BYTE)]
         process = subprocess.Popen(holder, stdin=other, stdout=subprocess.PIPE)
         process.stdout.readline()
-        assert re.search(r"running, about \d+ minutes left\n", compared(table)[1])
+        assert compared(table)[1].endswith("  running\n")
         process.kill()
         process.wait()
     (folder / "night.json").write_text('{"runs": "3"}')
@@ -173,20 +164,6 @@ def test_a_table_alone_is_shown(tmp_path, compared):
     (tmp_path / "epochs.tsv").write_text(begun)
     (folder / "day.json").write_text('{"runs": "4"}')
     assert re.search(r"\nday +0 of 4 +- .* not running\n", compared(tmp_path / "a:*")[1]), "begun, without a run"
-
-
-def test_all_runs_are_written_with_a_column_for_each_option(tmp_path, compared, error_line):
-    table = write_runs(tmp_path / "a", COUNTS, options="width=8 pixels=24,32")
-    compared(table, "--csv", tmp_path / "all.csv")
-    found = pd.read_csv(tmp_path / "all.csv")
-    assert len(found) == len(COUNTS)
-    assert {*found["pixels"]} == {"24,32"}
-    assert found["width"].tolist() == len(COUNTS) * [8]
-    for words, line in (
-        ((table, "--csv", tmp_path), "cannot be written"),
-        (("published", "--csv", "x"), "no finished"),
-    ):
-        assert line in error_line(compare.main, [*map(str, words)])
 
 
 # ---- What forbids a verdict
@@ -224,13 +201,12 @@ def test_diverged_runs_forbid_all_verdicts(written):
 
 
 def test_losses_need_equal_label_smoothing_and_other_differences_are_named(written):
-    """Muon's label smoothing is 0.2."""
-    reference = written("ref", code="a", digest="a")
+    reference = written("ref", code="a", digest="a", options="epochs=8 kept=1,0.5 label_smoothing=0.2")
     mine = written("mine", code="b", digest="b", options="epochs=8 kept=1,0.5 label_smoothing=0.1")
     text = compare.compare({"mine": mine, "ref": reference}, "ref").text
-    assert " of mine: not compared: label_smoothing (0.1, not 0.2).\n" in text
-    assert "mine: code (b, not a): the program" in text
-    assert "\nImages may differ" in text
+    assert " of mine: not compared: label_smoothing 0.1, the reference's 0.2.\n" in text
+    assert "mine: code (b, not a)\n" in text
+    assert "mine: digest (b, not a)\n" in text
 
 
 # ---- Statistics

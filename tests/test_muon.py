@@ -215,8 +215,9 @@ def test_work_is_what_torch_counts_over_a_run_but_for_evaluation(monkeypatch):
     with FlopCounterMode(display=False) as counter:
         trained_by(command, draw_shapes(250, 10), warm_up=False)
     counts = counter.get_flop_counts()
+    hyp = hyp_of(command)[1]
     counted = [*counts["WhiteningConvolution"].values(), *counts["Member"].values()]
-    assert sum(counted) == muon.flop(hyp_of(command)[1], 250)
+    assert sum(counted) == hyp.flop(muon.Network(hyp, 10), 250)
 
 
 def test_a_step_multiplies_the_matrices_of_muon_in_the_precision_of_the_run(monkeypatch):

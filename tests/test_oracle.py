@@ -23,7 +23,7 @@ from large_batch_cifar_10_fast.core.layers import ghost_norms
 from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
-from large_batch_cifar_10_fast.lab.program import PROGRAMS, flop_of, load_program, read_command, workers_of
+from large_batch_cifar_10_fast.lab.program import PROGRAMS, load_program, read_command
 
 SEED = 11
 MEAN, STD = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)
@@ -102,7 +102,7 @@ def check_run(command, arrays, epochs, network, update, reduce, batches, momenta
                 of_members = made if made.ndim == 3 else made[None]
                 targets = labels[rows[part]]
                 each = torch.stack([losses_of(logits, targets, smoothing) for logits in of_members])
-                (reduce(each) / workers_of(hyp)).backward()
+                (reduce(each) / hyp.workers).backward()
                 losses = each.detach().mean(0)
                 seen.append((of_members.detach().mean(0), targets, losses))
                 latest_losses[rows[part]] = losses.float()
@@ -230,9 +230,9 @@ def rate(program, hyp, epoch):
         return cycle(hyp, epoch)["lr"]
     if program is muon:
         optimizers = muon.make_optimizers(hyp, muon.Network(replace(hyp, width=2), 10), ALONE)
-        muon.set_rates(hyp, optimizers, epoch + hyp.batch_size / 50_000)  # the end of a step that begins at `epoch`
+        muon.set_rates(hyp, optimizers, epoch + hyp.images_of_step / 50_000)  # the end of a step that begins at `epoch`
         return optimizers[0].param_groups[0]["lr"]
-    return program.learning_rate(hyp, epoch) * (1 if type(hyp) is page.Basenet else hyp.batch_size)
+    return program.learning_rate(hyp, epoch) * (1 if type(hyp) is page.Basenet else hyp.actual_batch_size)
 
 
 def test_fastais_momentum_falls_while_its_rate_rises():
@@ -252,13 +252,13 @@ def test_the_table_in_the_documents_is_counted_on_the_programs():
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             network(torch.zeros(1, 3, 32, 32))
         assert f"{counter.get_total_flops() / 2e9:.3f}" == multiply_adds
-        assert (f"{workers_of(hyp)} x {hyp.batch_size}", str(hyp.epochs)) == (batches, epochs)
+        assert (f"{hyp.workers} x {hyp.actual_batch_size}", str(hyp.actual_epochs)) == (batches, epochs)
         # Of `0 → 0.1 (15), 0.105 → 0.005 (30)` the first value is that at 0, and another at 15.
         text = re.sub(r"(\([\d.]+\)), ([\d.]+)", r"\1 \2 \1", rates.replace(" ", " (0) ", 1))
         values, knots = np.array(re.findall(r"([\d.]+) \(([\d.]+)\)", text), dtype=float).T
         for epoch in np.linspace(0.001, hyp.epochs - 0.001, 50):
             assert rate(program, hyp, epoch) == pytest.approx(np.interp(epoch, knots, values))
-        assert f"{flop_of(program, hyp, 50_000) / 1e15:.2f}" == pflop
+        assert f"{hyp.flop(program.Network(hyp, 10), 50_000) / 1e15:.2f}" == pflop
 
 
 def test_weights_start_as_their_authors_state():
@@ -314,7 +314,7 @@ def test_in_half_precision_losses_are_float32_and_gradients_point_where_those_of
         torch.manual_seed(0)
         network = program.Network(hyp, 10)
         fast.place(network, precision)
-        images = torch.randn(hyp.batch_size, 3, 32, 32).to(precision.images, memory_format=torch.channels_last)
+        images = torch.randn(hyp.actual_batch_size, 3, 32, 32).to(precision.images, memory_format=torch.channels_last)
         labels = torch.zeros(len(images)).long()  # all equal, so that gradients add up
         first = (network, precision, 1) if program is fastai else (hyp, network, precision)
         loss = program.forward_pass(*first, images, labels).loss

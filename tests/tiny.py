@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from large_batch_cifar_10_fast.core import data, fast
+from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
 from large_batch_cifar_10_fast.lab.process import main
 
 
 @dataclass(frozen=True)
-class Hyp:
+class Hyp(BaseHyp):
     """Two workers of 16 images."""
 
     epochs: int = 2  # passes over the training images

@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import ConfigError, first_line
-from .devices import DTYPES, allow_tf32, gains_by_bf16, has_bf16, out_of_memory_hint
+from .devices import DTYPES, allow_tf32, has_bf16, is_fast_in_bf16, out_of_memory_hint
 from .layers import GhostBatchNorm
 from .optim import set_rate
 from .team import Team, on_one_machine
@@ -62,29 +62,25 @@ class Precision:
         return torch.autocast(self.device.type, self.compute, enabled=self.compute != self.weights)
 
 
-def precision_on_gpu(asked: str, half: str, team: Team) -> str:
-    """Return the requested precision; by default `half`, or fp16 if a GPU has no bf16. All processes must call this.
+def precision_on_gpu(asked: str, preferred: str, gpu: torch.device) -> str:
+    """Return the requested precision, or by default `preferred`, or fp16 if the GPU has no bf16.
 
-    Raise ConfigError for bf16 or tf32 if a GPU lacks it.
+    Raise ConfigError for bf16 or tf32 if the GPU lacks it.
     """
-    has = team.gather("GPU has bf16", str(has_bf16(team.device)))
-    all_have = set(has) == {"True"}
-    if asked in ("bf16", "tf32") and not all_have:
+    if asked in ("bf16", "tf32") and not has_bf16(gpu):
         instead = "fp16" if asked == "bf16" else "fp32"
         raise ConfigError(f"--precision {asked} needs GPUs of compute capability 8.0 or later: use {instead}")
-    return asked or (half if all_have else "fp16")
+    return asked or (preferred if has_bf16(gpu) else "fp16")
 
 
-def precision_on_cpu(asked: str, team: Team) -> str:
-    """Return the requested precision; by default bf16 if it is faster on all processes, otherwise fp32.
+def precision_on_cpu(asked: str) -> str:
+    """Return the requested precision, or by default bf16 where it is fast, otherwise fp32.
 
-    All processes must call this. Raise ConfigError for tf32, which needs a GPU.
+    Raise ConfigError for tf32, which needs a GPU.
     """
     if asked == "tf32":
         raise ConfigError("--precision tf32 is for GPUs: use --precision fp32")
-    gains = team.gather("CPU gains by bf16", str(not asked and gains_by_bf16()))
-    all_gain = set(gains) == {"True"}
-    return asked or ("bf16" if all_gain else "fp32")
+    return asked or ("bf16" if is_fast_in_bf16() else "fp32")
 
 
 def place(network: nn.Module, precision: Precision) -> None:

@@ -53,11 +53,12 @@ class Machine:
         self.team = self.team.with_workers(workers, self.micro_batches)
         return self.team
 
-    def choose_precision(self, half: str, half_weights: bool) -> fast.Precision:
-        """Return the precision: by default `half` on a GPU, fp32 on a CPU. Raise ConfigError for an invalid one."""
+    def choose_precision(self, preferred: str, half_weights: bool) -> fast.Precision:
+        """Return the precision: by default `preferred` on a GPU, fp32 on a CPU. Raise ConfigError."""
         if self.precision not in ("", *DTYPES):
             raise ConfigError(f"precision {self.precision!r} is unknown: use one of {', '.join(DTYPES)}")
-        name = self.precision or (fast.precision_on_gpu("", half, self.team) if self.team.on_gpu else "fp32")
+        default = fast.precision_on_gpu("", preferred, self.team.device) if self.team.on_gpu else "fp32"
+        name = self.precision or default
         return fast.Precision(name, self.team.device, half_weights)
 
     def set_up(

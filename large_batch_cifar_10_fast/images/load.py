@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import ConfigError, first_line
 from ..core.data import CIFAR_10_NORMALIZATION, Images, Normalization
-from .cifar import CIFAR_10, CIFAR_100, CLASSES, DATA, fetch, find_source, read_cifar
+from .cifar import CIFAR_10, CIFAR_100, CLASSES, DATA, find_source, read_cifar
 from .shapes import draw_shapes
 
 CIFAR_10_TRAINING = "f912919bdea3"  # the digest of its training images and labels, as in a .npz file
@@ -36,14 +36,14 @@ def fetch_images(data: str) -> None:
     if data != SYNTHETIC and not data.lower().endswith(".npz"):
         folder, source = find_source(Path(data))
         if not (folder / source.folder).exists():
-            fetch(folder, source)
+            read_cifar(folder, source)
 
 
 def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[str] = (), holdout: int = 0) -> Images:
     """Return a data set of the ARRAYS, in the order for training. Raise ConfigError.
 
     CIFAR's images and the shapes have a random order already. Other images are shuffled, always in the same order:
-    worker i % 8 takes image i, and whitening takes the first images, so they must not be sorted by class.
+    image i goes to worker i % workers, and whitening takes the first images, so they must not be sorted by class.
     """
     train_images, train_labels, test_images, test_labels = arrays
     training_digest, digest = digests_of(arrays)
@@ -153,3 +153,14 @@ def check_names(names: np.ndarray | None, classes: int) -> list[str]:
     if not all(name.isprintable() for name in names.tolist()):
         raise ValueError("class_names have characters that cannot be printed")
     return names.tolist()
+
+
+def count_copies(images: Images) -> int:
+    """Return how many test images are also training images."""
+    return int(np.isin(hash_images(images.test_images), hash_images(images.train_images)).sum())
+
+
+def hash_images(images: np.ndarray) -> np.ndarray:
+    """Return a hash of each image (int64 [n])."""
+    factors = np.random.default_rng(0).integers(2**62, size=384)
+    return images.reshape(len(images), -1).view(np.int64) @ factors

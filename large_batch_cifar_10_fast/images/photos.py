@@ -1,8 +1,4 @@
-"""Read your own photos: a folder per class, with JPEG, PNG and WebP files of any size, as images of 32x32 pixels.
-
-photos/CLASS/PHOTO          a fifth of each class are test images, always the same
-photos/train/CLASS/PHOTO    and photos/test/CLASS/PHOTO, or photos/val/CLASS/PHOTO
-"""
+"""Read your own photos: a folder per class, with JPEG, PNG and WebP files of any size, as images of 32x32 pixels."""
 
 import hashlib
 import os
@@ -10,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -22,107 +19,38 @@ from ..core.team import warn
 FORMATS = ("JPEG", "PNG", "WEBP")  # of files that are read, whatever their ending
 SIZE = 32  # pixels a side
 TEST_SHARE = 0.2  # of each class, if there is no folder of test photos
-MOST_CLASSES = 1000
-PARTS = {"train": "training", "training": "training", "seg_train": "training"}  # by names of folders, in lower case
-PARTS |= {"test": "test", "testing": "test", "seg_test": "test"}
-PARTS |= {"val": "validation", "valid": "validation", "validation": "validation"}
+OTHERS = (".", "@", "__")  # names of files and folders that begin so are left out: .DS_Store, @eaDir, __MACOSX
 Classes = dict[str, list[Path]]  # the files of each class, in the order of their names
 Pictures = dict[str, dict[Path, np.ndarray]]  # the pictures of each class, by their files
 
 # ---- The files
 
 
-def find_photos(folder: Path) -> tuple[Classes, Classes]:
-    """Return the files of the training and test photos of a folder. Without such parts, all are training photos.
-
-    Raise ConfigError if they are not a data set.
-    """
-    try:
-        parts = find_parts(folder)
-        if not parts:
-            classes = files_of_classes(folder)
-            check_no_parts([folder / name for name in classes])
-            return classes, {}
-        train, test = map(files_of_classes, parts)
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read ({error.strerror}): make it readable") from error
-    unmatched = sorted({*train} ^ {*test})
-    if unmatched:
-        has, lacks = parts if unmatched[0] in train else reversed(parts)
-        raise ConfigError(f"{lacks} has no class {unmatched[0]!r}, which {has.name} has: give both the same classes")
-    return train, test
-
-
-def find_parts(folder: Path) -> tuple[Path, Path] | None:
-    """Return the folders of training and test photos, or None if no folder has such a name.
-
-    Without test photos, use validation photos. Raise ConfigError if a part is missing or occurs twice.
-    """
-    found: dict[str, Path] = {}
-    for path in visible(folder):
-        part = PARTS.get(path.name.lower())
-        if not part or not path.is_dir():
-            continue
-        if part in found:
-            two = f"{found[part].name} and {path.name}"
-            raise ConfigError(f"{folder} has two folders of {part} photos, {two}: give one")
-        is_doubled = visible(path) == [path / path.name]  # seg_train/seg_train, as Intel's scenes are unpacked
-        found[part] = path / path.name if is_doubled else path
-    if not found:
-        return None
-    test = found.get("test") or found.get("validation")
-    if "training" not in found or not test:
-        one = next(iter(found.values())).name
-        other = "test" if "training" in found else "train"
-        raise ConfigError(f"{folder} has a folder {one} and no {other}: add it, or rename {one} if it is a class")
-    if len(found) == 3:
-        warn(f"{found['validation']} is not read: {test.name} has the test photos")
-    return found["training"], test
-
-
-def check_no_parts(folders: Sequence[Path]) -> None:
-    """Raise ConfigError if these folders look like parts of a data set: all have the same folders, and no files."""
-    names = [[path.name for path in visible(folder)] for folder in folders]
-    has_folders = all(path.is_dir() for path in visible(folders[0]))
-    if has_folders and len(names[0]) > 1 and all(each == names[0] for each in names):
-        alike = f"{folders[0]} and {folders[1].name} have the same folders, {list_some(names[0], 3)}"
-        advice = "name them train and test, or put each class's photos right into its folder"
-        raise ConfigError(f"{alike}: they look like parts, not classes: {advice}")
-
-
-def visible(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-
-
-def files_of_classes(folder: Path) -> Classes:
-    """Return the files of each class. Raise ConfigError for a class without any."""
-    folders = [path for path in visible(folder) if path.is_dir()]
-    if not 2 <= len(folders) <= MOST_CLASSES:
-        found = f"{len(folders)} folder{'s' * (len(folders) != 1)} with photos of a class"
-        raise ConfigError(f"{folder} has {found}: give 2 to {MOST_CLASSES}, each with the name of its class")
-    classes = {}
-    for path in folders:
-        if not path.name.isprintable():
-            raise ConfigError(f"{folder} has a class {path.name!a} with unprintable characters: rename it")
-        classes[path.name] = sorted(walk(path))
-        if not classes[path.name]:
-            raise ConfigError(f"{path} has no photos: add some, or remove the folder")
-    return classes
+def find_photos(folder: Path) -> Classes:
+    """Return the files of each class: of each folder in `folder`. Raise ConfigError for fewer than two."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(OTHERS))
+    if len(names) < 2:
+        raise ConfigError(f"{folder} has {len(names)} folders: it needs one for each class, with its photos")
+    return {name: sorted(walk(folder / name)) for name in names}
 
 
 def walk(folder: Path) -> Iterator[Path]:
     """Yield the files in a folder and its subfolders, and broken links. Raise OSError.
 
-    Leave out hidden files, links to folders, and special files.
+    Leave out names that begin with OTHERS, links to folders, and special files.
     """
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                yield from walk(Path(entry.path))
-            elif entry.is_file() or not os.path.exists(entry.path):
-                yield Path(entry.path)
+    for root, folders, files in os.walk(folder, onerror=raise_error):
+        folders[:] = [name for name in folders if not name.startswith(OTHERS)]
+        paths = [Path(root, name) for name in files if not name.startswith(OTHERS)]
+        yield from (path for path in paths if path.is_file() or path.is_symlink())
+
+
+def count_left_out(folder: Path) -> int:
+    return sum(path.name.startswith(OTHERS) for path in folder.rglob("*"))
+
+
+def raise_error(error: OSError) -> NoReturn:
+    raise error
 
 
 # ---- The pixels
@@ -141,19 +69,9 @@ def read_picture(path: Path | str) -> np.ndarray:
 
 
 def as_rgb(picture: Image.Image) -> Image.Image:
-    """Return a picture in RGB, on white where it is transparent.
-
-    Gray pictures of 16 bits are scaled by their range, because `convert` would clip them. Microscopes and scanners
-    write 8 or 12 bits to such files; without this scale they would be almost black.
-    """
+    """Return a picture in RGB, on white where it is transparent. `convert` would clip gray pictures of 16 bits."""
     if picture.mode.startswith("I"):
-        values = np.asarray(picture)
-        shift = 8
-        if values.max() < 2**12:
-            shift = 4
-        if values.max() < 2**8:
-            shift = 0
-        picture = Image.fromarray((values >> shift).clip(0, 255).astype(np.uint8))
+        picture = Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
     if picture.has_transparency_data:
         white = Image.new("RGBA", picture.size, "white")
         picture = Image.alpha_composite(white, picture.convert("RGBA"))
@@ -163,8 +81,11 @@ def as_rgb(picture: Image.Image) -> Image.Image:
 def read_photos(train: Classes, test: Classes) -> dict[str, np.ndarray]:
     """Return the arrays of a .npz file of these photos. Without test photos, a fifth of each class become test photos.
 
-    Raise ConfigError if a class has too few readable photos.
+    Raise ConfigError if a class has too few readable photos, or if training and test photos have other classes.
     """
+    unmatched = sorted({*train} ^ {*test})
+    if test and unmatched:
+        raise ConfigError(f"only one of the folders has a class {unmatched[0]!r}: give both the same classes")
     if test:
         parts = {"train": read_classes(train, "train photos"), "test": read_classes(test, "test photos")}
     else:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import LAUNCH, ConfigError, __version__, commit
+from .. import LAUNCH, ConfigError, __version__, commit, system_errors_in_one_line
 from ..core.data import Images
 from ..core.devices import hardware_name
+from ..core.hyp import settings_of
 from ..core.team import Team, warn
 from ..files import claim, locked_byte, share, write_atomically, write_patiently
 from ..images.load import SYNTHETIC
@@ -72,7 +73,7 @@ def conditions(
         device = f"CPU {names}, {prefix}{team.world_size} x {torch.get_num_threads()} threads"
     common: dict[str, Any] = {
         "recipe": name,
-        "options": as_pairs(hyp),
+        "options": as_pairs(settings_of(hyp)),
         "workers": team.total_workers,
         "data": options.data if options.data == SYNTHETIC else os.path.abspath(options.data),
         "images": images.name,
@@ -108,6 +109,7 @@ def check_processes_agree(options: Options, common: Mapping[str, str], team: Tea
 class Campaign:
     """The files of a campaign, which rank 0 reads and writes."""
 
+    @system_errors_in_one_line()
     def __init__(self, name: str, out: Path, runs: int) -> None:
         """Read the rows. Raise ConfigError if a table cannot be read or written."""
         self.name = name
@@ -120,13 +122,10 @@ class Campaign:
         self.has_others = False  # other campaigns in the same table
         self.path = out / ".campaigns" / f"{name}.json"
         self.common: dict[str, str] = {"campaign": name}
-        try:
-            self.table.append()
-            self.path.parent.mkdir(exist_ok=True)
-            # Opened once: closing any descriptor of a file frees all record locks of the process on it.
-            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise ConfigError(f"{out.absolute()} cannot be written ({error}): choose another --out") from error
+        self.table.append()
+        self.path.parent.mkdir(exist_ok=True)
+        # Opened once: closing any descriptor of a file frees all record locks of the process on it.
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if claim(self.file, LAUNCHES, self.path):  # no other launch is alive: what one left here is of no use
             os.ftruncate(self.file, 0)
         share(self.file, LAUNCHES)
@@ -148,17 +147,15 @@ class Campaign:
 
     # ---- Conditions
 
+    @system_errors_in_one_line()
     def agree(self, values: Mapping[str, str]) -> Row:
         """Add conditions that the campaign lacks. Return all its conditions. Raise ConfigError."""
         with locked_byte(self.file, WRITER):
             agreed = {"campaign": self.name, "run": "0", **values, **self.known_conditions()}
             agreed["runs"] = str(max(self.runs, int(agreed.get("runs", 0))))  # runs asked for; `status` shows them
             text = json.dumps(agreed).encode()
-            try:
-                os.pwrite(self.file, text, 0)
-                os.ftruncate(self.file, len(text))
-            except OSError as error:  # a full disk
-                raise ConfigError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from error
+            os.pwrite(self.file, text, 0)
+            os.ftruncate(self.file, len(text))
         return agreed
 
     def known_conditions(self) -> Row:

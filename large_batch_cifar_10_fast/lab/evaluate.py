@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torch import Tensor
 
-from .. import ConfigError
 from ..core.devices import take_device
 from ..images.cifar import DATA
 from .figures import write_picture
@@ -24,7 +22,6 @@ from .statistics import in_columns, wilson
 
 MOST_CONFUSIONS = 5  # that are named
 MOST_WRITTEN = 20  # classes up to which the matrix has numbers
-MOST_NAMED = 150  # classes up to which it has names
 ERRORS = 15  # that are shown
 
 
@@ -62,18 +59,16 @@ def as_table(counts: Tensor, classes: Sequence[str]) -> str:
 def draw_confusions(counts: Tensor, classes: Sequence[str]) -> Figure:
     """Draw the confusion matrix: each row has a class, and the shares of its images by predicted class."""
     is_small = len(classes) <= MOST_WRITTEN
-    size = max(5.0, 0.42 * len(classes)) if is_small else min(24.0, max(8.0, 0.16 * len(classes)))
-    figure = Figure(figsize=(size + 1.5, size + 1), dpi=150, layout="constrained")
+    size = 5.0 + 0.16 * len(classes)
+    figure = Figure(figsize=(size + 1, size), dpi=150, layout="constrained")
     axes = figure.subplots()
     shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
     axes.imshow(shares.numpy(), cmap="Greys", vmin=0, vmax=1)
     for row, column in counts.nonzero().tolist() if is_small else ():
         color = "white" if shares[row, column] > 0.5 else "black"
         axes.text(column, row, str(int(counts[row, column])), ha="center", va="center", color=color, size=8)
-    names = [name if len(name) <= 20 else f"{name[:19]}…" for name in classes]
-    if len(classes) <= MOST_NAMED:
-        axes.set_xticks(range(len(classes)), names, rotation=90, parse_math=False)
-        axes.set_yticks(range(len(classes)), names, parse_math=False)
+    axes.set_xticks(range(len(classes)), classes, rotation=90, parse_math=False)
+    axes.set_yticks(range(len(classes)), classes, parse_math=False)
     axes.tick_params(labelsize=9 if is_small else 6)
     axes.set(xlabel="taken for", ylabel="is")
     largest = "\n".join(largest_confusions(counts, classes)[:3]) or "no errors"
@@ -99,15 +94,6 @@ def draw_errors(images: Tensor, labels: Tensor, probabilities: Tensor, classes: 
     return figure
 
 
-def check_picture(path: Path, option: str) -> None:
-    """Raise ConfigError early if a picture could not be written."""
-    formats = FigureCanvasAgg.filetypes
-    if path.suffix[1:].lower() not in formats:
-        raise ConfigError(f"{option} {path} must end with .png or another of {', '.join(formats)}")
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"{option} {path} cannot be written: {path.parent} is not a folder: make it first")
-
-
 def main(arguments: Sequence[str]) -> None:
     parser = command_parser(__doc__)
     parser.add_argument("weights", help="file that --save wrote")
@@ -117,9 +103,6 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--confusion", type=Path, metavar="PICTURE", help="the confusion matrix: .png, .svg or .pdf")
     parser.add_argument("--errors", type=Path, metavar="PICTURE", help="the most confident errors, in the same formats")
     options = parser.parse_args(arguments)
-    for option, path in (("--confusion", options.confusion), ("--errors", options.errors)):
-        if path:
-            check_picture(path, option)
     model = load(options.weights, options.program).to(take_device(options.device))
     images, labels = test_images(model, options.data)
     logits = model.logits(images).cpu()
@@ -132,6 +115,6 @@ def main(arguments: Sequence[str]) -> None:
     for text in largest_confusions(counts, model.classes):
         print(text)
     if options.confusion:
-        write_picture(draw_confusions(counts, model.classes), options.confusion, "--confusion")
+        write_picture(draw_confusions(counts, model.classes), options.confusion)
     if options.errors:
-        write_picture(draw_errors(images, labels, logits.softmax(1), model.classes), options.errors, "--errors")
+        write_picture(draw_errors(images, labels, logits.softmax(1), model.classes), options.errors)

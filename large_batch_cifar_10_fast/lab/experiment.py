@@ -32,7 +32,7 @@ from ..images.load import load_images
 from .compare import MARGIN, Verdict, accuracies, compare
 from .figures import write_picture
 from .options import command_parser
-from .program import load_program, read_command, recipe_of, workers_of
+from .program import load_program, read_command, recipe_of
 from .results import Log, read_log
 from .source import digests, refuse_change
 from .statistics import compare_means
@@ -169,7 +169,7 @@ def teams_of(plan: Plan) -> int:
     """Return the teams that share the runs: --teams, or as many as there are GPUs for."""
     options, hyp = read_options(plan.baseline)
     gpus = count_gpus(options.device)
-    processes = plan_processes(options.nproc, options.teams, workers_of(hyp), gpus, count_cores())
+    processes = plan_processes(options.nproc, options.teams, hyp.workers, gpus, count_cores())
     return max(options.teams, gpus // processes)
 
 

@@ -2,37 +2,33 @@
 
 import contextlib
 import math
-import os
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from tqdm import tqdm
 
 from .. import ConfigError, __version__, first_line, list_some
 from ..core.clock import PARTS
-from ..core.data import CIFAR_10_NORMALIZATION, Images
-from ..core.devices import driver_and_clocks, matrix_rate, peak_memory, software
+from ..core.data import Images
+from ..core.devices import driver_and_clocks, peak_memory, software
 from ..core.machine import Machine
 from ..core.score import Epoch
 from ..core.team import Team, print_line, show, warn
 from ..files import warn_once
-from ..images.cifar import CLASSES
-from ..images.doubts import doubts_of
+from ..images.load import count_copies
 from .campaign import Campaign, save_weights, teams_on_this_machine
 from .options import Options, as_pairs
 from .table import GOAL, NUMBERS, Row, diverged, reached_goal
 
 T = TypeVar("T")
 
-LONG = 600  # estimated seconds: for a longer run, a CPU compiles and the log has an estimate
-LONG_EPOCH = 10  # seconds: an epoch that takes this long is printed on STDERR
-LONG_SILENCE = 60  # seconds without a line, after which any epoch is printed
+SILENCE = 10  # seconds after an epoch's line, in which no other epoch is printed
 
 
 class Recorder:
@@ -42,33 +38,30 @@ class Recorder:
     """
 
     def __init__(self, options: Options, team: Team, common: dict[str, str], campaign: Campaign | None) -> None:
-        """`common` are the conditions of all rows. There is a campaign on rank 0, unless steps are profiled."""
+        """`common` are the conditions of all rows. There is a campaign on rank 0."""
         self.options = options
         self.team = team
         self.common = common
         self.campaign = campaign
-        self.showed_speed = False
         self.run = 0
         self.epochs: list[dict[str, float]] = []
         self.bar = tqdm(disable=True)
         self.shown = time.monotonic()  # when an epoch was shown
         self.finished_before = {*campaign.rows} if campaign else set()
 
-    def ready(self, machine: Machine, epochs: int, flop: float) -> None:
+    def ready(self, machine: Machine, epochs: int) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
 
-        `epochs` and `flop` (floating-point operations) are those of a run.
+        `epochs` are those of a run.
         Raise ConfigError if earlier runs were compiled or used graphs, and this launch does not.
         """
         self.machine = machine
         self.run_epochs = epochs
-        self.flop = flop
         if self.campaign:
             self.campaign.computed_with(machine.is_compiled, self.team.on_gpu and not machine.has_graphs)
         if self.team.is_main:
             self.common |= driver_and_clocks(self.team.device)  # after the warm-up: an idle GPU slows down
         if self.team.is_first:
-            self.matrix_rate = matrix_rate(self.options.precision, self.team.device)  # after the warm-up, too
             self.print_set_up()
         how: dict[str, Any] = {"unit": "epochs", "smoothing": 0, "miniters": 0, "file": sys.stderr}
         how["bar_format"] = "{desc}{percentage:3.0f}%|{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]"
@@ -108,19 +101,17 @@ class Recorder:
             self.show_epoch(epoch, rate)
 
     def show_epoch(self, epoch: Epoch, rate: float) -> None:
-        """Without a terminal, print an epoch if it took ten seconds, or if a minute passed without a line."""
-        clock = self.machine.clock
-        is_long = clock.last("training") + clock.last("validation") >= LONG_EPOCH
-        if self.bar.disable and (is_long or time.monotonic() - self.shown > LONG_SILENCE):
+        """Without a terminal, print an epoch, but at most one in SILENCE seconds."""
+        if self.bar.disable and time.monotonic() - self.shown > SILENCE:
             self.shown = time.monotonic()
             text = f"run {self.run}, epoch {epoch.number} of {self.run_epochs}: loss {epoch.validation.loss:.3f}, "
             text += f"accuracy {epoch.validation.accuracy:.4f}, {rate:.0f} images/s, "
             show(f"{text}{epoch.seconds:.0f} s of training so far")
 
-    def finish(self, last: Epoch, images: int, for_use: Mapping[str, object]) -> None:
+    def finish(self, last: Epoch, for_use: Mapping[str, object]) -> None:
         """Write and print a finished run: its row, the curve of run 0, and the weights of the last run.
 
-        `images` counts those of all epochs. `for_use` is saved with the weights.
+        `for_use` is saved with the weights.
         """
         if not self.campaign:
             return
@@ -139,9 +130,6 @@ class Recorder:
         if teams_on_this_machine(self.team) > 1:
             print_line(f"# run {self.run}, seed {finished['seed']}")
         self.print_run(finished)
-        if self.team.is_first and not self.showed_speed and not last.diverged:
-            self.showed_speed = True  # one run is as fast as another
-            self.print_speed(images, seconds["training"])
         if self.run == 0:
             with warned("timing_log.tsv"):
                 self.campaign.write_curve(self.epochs)
@@ -178,51 +166,34 @@ class Recorder:
     # ---- Lines
 
     def print_head(self, images: Images) -> None:
-        common = self.common
-        processes = "1 process" if self.team.world_size == 1 else f"{self.team.world_size} processes"
-        code = f"commit {common['commit']}, code {common['code']}, core {common['core']}"
-        print_line(f"# large_batch_cifar_10_fast {__version__}, {code}, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")
+        """Print the conditions of all runs, a line each."""
+        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        print_line(f"# large_batch_cifar_10_fast {__version__}, commit {self.common['commit']}, {now}")
         print_line(f"# {software()}")
-        print_line(f"# {common['workers']} workers on {processes}, {common['device']}")
-        counts = f"{len(images.train_images)} training and {len(images.test_images)} test images"
-        if self.team.on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
-            print_line("# processes share GPUs: times mean nothing")
-        print_line(f"# data {images.name}: {counts}, SHA-256 {images.digest}")
-        if images.class_names not in ([*CLASSES], [*map(str, range(images.classes))]):
-            print_line(f"# classes {list_some(images.class_names, 10)}")
-        if images.normalization != CIFAR_10_NORMALIZATION:
-            own = "normalized by the training images' own mean {} and std {}".format(*images.normalization)
-            print_line(f"# {images.classes} classes, {own}")
+        classes = list_some(images.class_names, 10)
+        means, stds = images.normalization
+        about = {"classes": f"{images.classes} ({classes})", "normalization": f"mean {means} std {stds}"}
+        about |= {"test_images": str(len(images.test_images)), "settings": as_pairs(asdict(self.options))}
+        for name, value in (self.common | about).items():
+            print_line(f"# {name} {value}")
+        if self.campaign:
+            print_line(f"# {len(self.requested_rows())} of {self.options.runs} runs are finished")
         if images.is_shuffled:
             print_line("# training images are shuffled, in the same order each time")
-        for doubt in doubts_of(images):
-            warn(f"--data {self.options.data}: {doubt}")
-        print_line(f"# recipe {common['recipe']} {common['options']}")
-        print_line(f"# settings {as_pairs(self.options)}")
-        if self.campaign:
-            finished = f"{len(self.requested_rows())} of {self.options.runs} runs finished before"
-            print_line(f"# campaign {common['campaign']}, {finished}")
+        copies = count_copies(images)
+        if copies > len(images.test_images) / 100:
+            warn(f"--data {self.options.data}: {copies} of {len(images.test_images)} test images are training images")
 
     def requested_rows(self) -> list[Row]:
         """Return the rows of the finished runs among the first --runs."""
         rows = self.campaign.rows if self.campaign else {}
         return [rows[run] for run in sorted(rows) if run < self.options.runs]
 
-    def warn_of_hours(self, expected: float) -> None:
-        """Warn if the missing runs take long. `expected` is the estimate for one run, in seconds."""
-        missing = self.campaign.missing if self.campaign and self.team.is_first else []
-        if expected > LONG and missing and not self.options.demo:
-            hours = expected * len(missing) / 3600
-            quicker = "" if self.common["recipe"].startswith("muon") else "--recipe muon takes minutes, "
-            warn(f"without a GPU this takes about {hours:.1f} hours; {quicker}--demo shows a small run in two minutes")
-
     def print_set_up(self) -> None:
-        common = self.common
         machine = self.machine
-        chosen = f"precision={common['precision']} compile={machine.is_compiled} graphs={machine.has_graphs}"
-        print_line(f"# computation {chosen} environment={common['environment']}")
-        if common["driver"]:
-            print_line(f"# driver {common['driver']}, clocks {common['clocks']}")
+        print_line(f"# compile {machine.is_compiled}, graphs {machine.has_graphs}")
+        if self.common["driver"]:
+            print_line(f"# driver {self.common['driver']}, clocks {self.common['clocks']}")
         print_line(f"Uploaded data to GPUs {machine.clock.seconds['upload']:.3f}s")
         print_line(f"Compute patch whitening statistics:     {machine.clock.seconds['whitening']:.3f}s")
         for row in self.requested_rows():
@@ -239,15 +210,6 @@ class Recorder:
             memory = number["peak_memory"] / 2**30
             with_it = f"the last validation {last:.3f}s (with it {number['seconds'] + last:.3f}s)"
             print_line(f"# not in it: {with_it}; peak memory {memory:.2f} GiB")
-
-    def print_speed(self, images: int, seconds: float) -> None:
-        """Print the rates of a run's training steps."""
-        text = f"{images / seconds:.0f} images/s"
-        rate = self.flop / seconds
-        if math.isfinite(rate):
-            share = rate / self.team.world_size / self.matrix_rate
-            text += f", {rate / 1e12:.3g} TFLOP/s, {share:.0%} of the matrix rate"
-        print_line(f"# speed of run {self.run}: {text}")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from ..core.devices import ieee_float32
 from ..core.score import Score
 from ..core.team import warn
 from ..images.load import load_images
-from .program import file_of, load_program, stored_hyp
+from .options import make
+from .program import file_of, load_program, sets_of
 from .source import digests
 
 
@@ -33,7 +34,7 @@ class Classifier(nn.Module):
         self.classes = saved["classes"]
         self.normalization = saved["normalization"]
         self.about = saved["about"]
-        self.hyp = stored_hyp(program, self.about["recipe"], saved["options"])
+        self.hyp = make(sets_of(program).get(self.about["recipe"], program.Hyp), saved["options"])
         self.network = program.Network(self.hyp, len(self.classes))
         self.network.load_state_dict(saved["weights"])
         self.network.to(memory_format=torch.channels_last)
@@ -56,9 +57,8 @@ class Classifier(nn.Module):
         if not len(images):
             raise ConfigError("there are no images to predict")
         predict = partial(fast.predict, self.network)
-        views = getattr(self.hyp, "views", "one")
         with ieee_float32():
-            return batches.predict_all(predict, self.normalized(images), views)
+            return batches.predict_all(predict, self.normalized(images), self.hyp.views)
 
     def predict(self, images: Tensor | np.ndarray) -> Tensor:
         """Return probabilities [n, C] of images [n, 32, 32, 3], from the same logits."""
@@ -87,29 +87,18 @@ def load(weights: Path | str, program: Path | str = "") -> Classifier:
     """
     try:
         saved = torch.load(weights, map_location="cpu", weights_only=True)
-        if isinstance(saved, dict) and saved and all(isinstance(value, Tensor) for value in saved.values()):
-            how = "read it with torch.load(FILE, weights_only=True) and load_state_dict of the program's Network"
-            raise ConfigError(f"{weights} has only weights, as in earlier versions: {how}")
         name = saved["about"]["recipe"]
         if not program and name not in PROGRAMS:
-            raise ConfigError(
-                f"{weights} was saved by a program {name}: give its file, program='{name}.py' (--program)"
-            )
+            raise ConfigError(f"{weights} was saved by a program {name}: give program='{name}.py' (--program)")
         code = load_program(str(program or name))
-        now = digests(code)
-        was = {name: saved["about"].get(name) for name in now}
-        try:
-            model = Classifier(saved, code)
-        except RuntimeError as error:  # of load_state_dict
-            if was["code"] == now["code"]:
-                raise
-            file = f"source-{was['code']}.py beside its results"
-            how = f"it was saved by another version of {file_of(code).name}: give that one, program=FILE (--program)"
-            raise ConfigError(f"{weights} does not fit the network: {how}, perhaps {file}") from error
-    except ConfigError:
+        model = Classifier(saved, code)
+    except (ConfigError, OSError):
         raise
-    except Exception as error:  # torch raises nearly anything for a damaged or foreign file
-        raise ConfigError(f"{weights} cannot be loaded ({first_line(error)}): give a file that --save wrote") from error
+    except Exception as error:  # torch raises nearly anything for a damaged file, or another program's weights
+        how = "give a file that --save wrote, and the program that wrote it (--program)"
+        raise ConfigError(f"{weights} cannot be loaded ({first_line(error)}): {how}") from error
+    now = digests(code)
+    was = {name: saved["about"].get(name) for name in now}
     changed = [file for name, file in (("code", file_of(code).name), ("core", "core/")) if was[name] != now[name]]
     if changed:
         other = " and ".join(changed)
@@ -150,6 +139,6 @@ def has_names(classes: Sequence[str]) -> bool:
 def score(model: Classifier, logits: Tensor, labels: Tensor) -> Score:
     """Return the score of logits [n, C] for images of these classes [n]."""
     labels = labels.to(logits.device)
-    loss = F.cross_entropy(logits, labels, label_smoothing=getattr(model.hyp, "label_smoothing", 0.0))
+    loss = F.cross_entropy(logits, labels, label_smoothing=model.hyp.label_smoothing)
     correct = int((logits.argmax(1) == labels).sum())
     return Score(correct, len(labels), float(loss))

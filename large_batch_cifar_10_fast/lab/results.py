@@ -4,9 +4,11 @@ import csv
 import glob
 import io
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -16,8 +18,11 @@ from .table import CONDITIONS, EPOCHS, GOAL, PLACE, SIZES, from_pairs
 PUBLISHED = PACKAGE / "published" / "runs.tsv"
 MAY_DIFFER = (*PLACE, "commit")  # among the runs of a log
 LOSSES = ("train_loss", "validation_loss")
-FIGURES = ("seed", "validation_accuracy", "validation_count", "validation_images", *LOSSES)
-FIGURES += ("seconds", "cpu_seconds", "goal_seconds")
+FIGURES = (
+    *("seed", "validation_accuracy", "validation_count", "validation_images"),
+    *LOSSES,
+    *("seconds", "cpu_seconds", "goal_seconds"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,11 +86,11 @@ def read_table(path: Path) -> pd.DataFrame:
     """Return a table of ours as texts. A last row without a line end is still being written, and is left out."""
     text = path.read_text("utf-8-sig", errors="replace")
     complete = text[: text.rfind("\n") + 1]
+    how: dict[str, Any] = {"sep": "\t", "dtype": str, "na_filter": False, "quoting": csv.QUOTE_NONE, "index_col": False}
     try:
-        table = pd.read_csv(
-            io.StringIO(complete), sep="\t", dtype=str, na_filter=False, quoting=csv.QUOTE_NONE, index_col=False
-        )
-    except ValueError as error:
+        with warnings.catch_warnings(action="error"):  # a row may have too many cells
+            table = pd.read_csv(io.StringIO(complete), **how)
+    except (ValueError, pd.errors.ParserWarning) as error:
         raise ConfigError(f"{path} cannot be read ({first_line(error)})") from error
     if "campaign" not in table:
         raise ConfigError(f"{path} is no table of runs: name a runs.tsv")

@@ -13,7 +13,7 @@ HEAD = ("campaign", "runs", "accuracy, %", "best", "worst", "seconds", "CPU seco
 
 def status_of(source: str) -> list[tuple[str, ...]]:
     """Return HEAD and a line of cells for each campaign of a source. Raise ConfigError."""
-    lines = [HEAD]
+    lines: list[tuple[str, ...]] = [HEAD]
     for path, asked in find_files(source):
         names = dict.fromkeys(campaigns_in(path)) if asked in ("", "*") else [asked]
         lines += [line_of(read_log(f"{path}:{name}"), path) for name in names]

@@ -154,8 +154,6 @@ class Reader:
                 content = file.read()
         except FileNotFoundError:
             return []
-        except OSError as error:  # a folder, or one that may not be read, or too long a name
-            raise ConfigError(f"{self.path} cannot be read ({error.strerror}): choose another --out") from error
         lines = complete_lines(content)
         if lines and not self.lines:
             check_columns(self.path, lines[0], COLUMNS)

@@ -2,11 +2,11 @@
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,11 +16,10 @@ from typing import IO, Any, NamedTuple
 
 from .. import FIRST, INVALID, LAUNCH, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError, Interrupted
 from ..core.devices import count_cores, count_gpus, may_share_gpus
-from ..files import temporary_folder
 from ..images.load import fetch_images
 from .log import print_summary
 from .options import Options
-from .program import load_program, read_command, recipe_of, workers_of
+from .program import load_program, read_command, recipe_of
 from .table import campaign_named, new_name, read
 
 LIBC = ctypes.CDLL(None)
@@ -70,7 +69,7 @@ def start_launch(arguments: Sequence[str], log: IO | None = None, team: int | No
     teams = options.teams
     if team is None and teams > options.runs:
         raise ConfigError(f"--teams {teams} is more than the runs to make ({options.runs}): use fewer")
-    processes = plan_processes(options.nproc, teams, workers_of(hyp), gpus, cores)
+    processes = plan_processes(options.nproc, teams, hyp.workers, gpus, cores)
     command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments]
     environment = environment_of_processes(max(1, cores // (processes * teams)))
     started = range(teams) if team is None else [team]
@@ -119,13 +118,11 @@ class Processes:
     ) -> None:
         """Start `processes` processes for each team in `started`, of `teams` on this machine. Raise ConfigError."""
         self.running: dict[subprocess.Popen, str] = {}
-        self.folder = temporary_folder()
+        self.folder = tempfile.TemporaryDirectory(prefix="large_batch_cifar_10_fast_")
         self.launch = new_name()
         follow = partial(follow_launcher, os.getpid())
         streams: Any = {"stdout": log, "stderr": log}
         try:
-            if processes > 1:
-                check_locks(Path(self.folder.name))
             for team in started:
                 name = f"{self.launch}.{team}" if teams > 1 else self.launch
                 place = {LAUNCH: name, RENDEZVOUS: f"file://{self.folder.name}/{team}", "WORLD_SIZE": processes}
@@ -175,16 +172,6 @@ class Processes:
         for process in self.running:
             process.wait()
         self.folder.cleanup()
-
-
-def check_locks(folder: Path) -> None:
-    """Raise ConfigError for a folder without locks. The rendezvous of several processes needs them."""
-    try:
-        with open(folder / "lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        reason = f"files in {folder.parent} cannot be locked ({error.strerror})"
-        raise ConfigError(f"{reason}: set TMPDIR to another folder") from error
 
 
 def describe_failure(process: subprocess.Popen, name: str, folder: Path) -> tuple[str, int]:
