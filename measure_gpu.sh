@@ -73,10 +73,11 @@ part tests 180 "$python" -m pytest -v "$top/tests/test_gpu.py" "${at_once[@]}"
 watched apple2019 train apple2019 240 --nproc 1 --out "$out/apple2019" --recipe apple2019 --runs 20
 watched in_turn in_turn muon muon2024
 [ "$gpus" = 1 ] || watched apple2019_on_all train apple2019_on_all 240 --out "$out/apple2019_on_all" --recipe apple2019 --runs 50
-for recipe in apple2019 muon; do # each in its own folder, because --campaign in the options may name finished runs
+for recipe in apple2019 muon; do
     for graph in "" --no_graph; do
         name=profile_$recipe${graph#-}
-        train "$name" 60 --recipe $recipe --profile 20 --nproc 1 --out "$out/$name" $graph
+        mkdir -p "$out/$name"
+        part "$name" 60 env -C "$out/$name" "$python" "$top/notebook/profile_steps.py" --recipe $recipe "${options[@]}" $graph
     done
 done
 if NCCL_MULTI_RANK_GPU_ENABLE=1 "$python" -c "$share" 2>/dev/null; then

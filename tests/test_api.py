@@ -152,7 +152,7 @@ def test_python_trains_as_the_command_line_does(tiny_npz, tmp_path, monkeypatch)
     assert re.fullmatch(r"\d{8}T\d{6}-[0-9a-f]{8}", rows["campaign"][0])
     assert not list(tmp_path.glob("None*"))
     words = [f"--{name}={value}" for name, value in small.items() if value is not True]
-    run_here("--recipe", "apple2019", *words, "--no_warmup", "--seed", 1, "--out", "other")
+    run_here("--recipe", "apple2019", "--demo", *words, "--no_warmup", "--seed", 1, "--out", "other")
     assert row_of(tmp_path / "other")["validation_loss"] == rows["validation_loss"][1], "the same options and seed"
     with pytest.raises(ConfigError, match="--runs 0 must lie in 1 to 100000"):
         api.train(data=tiny_npz, runs=0)

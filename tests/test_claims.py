@@ -13,10 +13,9 @@ from conftest import TINY, run_here
 from forked import FORKS
 
 from large_batch_cifar_10_fast import ConfigError
-from large_batch_cifar_10_fast.lab import program as core_program
 from large_batch_cifar_10_fast.lab.campaign import Campaign
 from large_batch_cifar_10_fast.lab.log import Recorder
-from large_batch_cifar_10_fast.lab.table import COLUMNS, read
+from large_batch_cifar_10_fast.lab.table import COLUMNS
 
 pytestmark = pytest.mark.slow
 
@@ -102,19 +101,6 @@ def test_another_launch_with_other_conditions_is_refused_before_it_trains(small,
     other.kill()
     run_here(*small)
     assert runs(tmp_path) == [0]
-
-
-def test_a_busy_machine_continues_in_the_precision_that_was_measured_first(small, tmp_path, monkeypatch):
-    words = [word for word in small if word != "--demo"] + ["--no_compile"]
-    measured = iter(["bf16", "fp32", "fp32"])
-    monkeypatch.setattr(core_program, "precision_on_cpu", lambda asked, team: asked or next(measured))
-    run_here(*words)
-    run_here(*words, "--runs", 2)
-    assert [row["precision"] for row in read(tmp_path / "runs.tsv")] == ["bf16", "bf16"]
-    other = Launch(tmp_path / "beside", precision="bf16")
-    run_here(*words, "--runs", 2, "--out", tmp_path / "beside")
-    assert [row["precision"] for row in read(tmp_path / "beside" / "runs.tsv")] == ["bf16"]
-    other.kill()
 
 
 def test_a_row_that_someone_edited_ends_a_launch_after_its_run_is_written(small, tmp_path, monkeypatch):

@@ -136,7 +136,7 @@ def test_a_signal_ends_an_experiment_and_all_that_it_started(number, tmp_path):
     assert not processes_of(tmp_path / "tmp")
     assert not list((tmp_path / "tmp").iterdir())
     said = (tmp_path / "stderr").read_text().splitlines()
-    assert said == ["baseline: run 1 of 3", "Not finished: the same command continues."]
+    assert said == ["baseline: to run 1 of 3", "Not finished: the same command continues."]
 
 
 # ---- Processes

@@ -155,7 +155,7 @@ def test_a_program_may_have_any_encoding_and_line_ends_that_python_reads(tiny_np
     assert [line[:3] for line in shown] == ["  -", "  +"], "the line that was changed"
     with pytest.raises(SystemExit):
         read_command(load_program(str(mine)), ["--recipe", "mine.py", "--help"])
-    assert re.search(r"--dropout FLOAT +part of the features", capsys.readouterr().out), "its comment"
+    assert re.search(r"--dropout DROPOUT\s+part of the features", capsys.readouterr().out), "its comment"
 
 
 def test_a_program_that_calls_main_when_it_is_loaded_is_one_line(tmp_path):

@@ -19,6 +19,7 @@ STAND_IN = f"""case $* in
     *count_gpus*) echo $GPUS_HERE; exit $((GPUS_HERE == 0)) ;;
     *may_share*) exit 0 ;;
     -m\\ large*) (IFS=$'\\t'; echo "$*" >>calls); case $* in *$FAILING*) exit 1 ;; esac; echo started; $RUNS ;;
+    *profile_steps*) echo "$*" >>../../profiled; case $* in *$FAILING*) exit 1 ;; esac ;;
     *test_gpu.py*) echo "tests/test_gpu.py::test_a PASSED" ;;
     -m*) exit 0 ;;
     *) exec {sys.executable} "$@" ;;
@@ -44,7 +45,7 @@ def measure(tmp_path):
 
 def test_it_calls_programs_with_options_that_they_have_and_a_failing_one_does_not_stop_the_others(measure, tmp_path):
     command, variables = measure
-    failing = {"GPUS_HERE": 8, "FAILING": "apple2019 --profile"}
+    failing = {"GPUS_HERE": 8, "FAILING": "profile_steps.py --recipe apple2019"}
     result = run_program(*command, cwd=tmp_path, **variables | failing)
     report = (tmp_path / "m" / "report.md").read_text()
     parts = dict(re.findall(r"^\| ([\w-]+) \| (\d+) \| \d+ \|", report, re.M))
@@ -64,10 +65,13 @@ def test_it_calls_programs_with_options_that_they_have_and_a_failing_one_does_no
         if name == "train":
             recipe, options, _ = read_command(load_program(recipe_of(arguments, "")), arguments)
             assert options.data == "x.npz"
-            asked.append((recipe, options.runs, options.profile, options.nproc))
-    turns = [(recipe, 5 * turn, 0, 1) for turn in range(1, 5) for recipe in ("muon", "muon2024")]
-    steps = [(recipe, 1, 20, 1) for recipe in ("apple2019", "apple2019", "muon", "muon")]
-    assert asked == [("apple2019", 20, 0, 1), *turns, ("apple2019", 50, 0, 0), *steps, ("apple2019", 1, 0, 8)]
+            asked.append((recipe, options.runs, options.nproc))
+    turns = [(recipe, 5 * turn, 1) for turn in range(1, 5) for recipe in ("muon", "muon2024")]
+    assert asked == [("apple2019", 20, 1), *turns, ("apple2019", 50, 0), ("apple2019", 1, 8)]
+    profiled = [line.split()[1:] for line in (tmp_path / "profiled").read_text().splitlines()]
+    assert [words[1] for words in profiled] == ["apple2019", "apple2019", "muon", "muon"]
+    for words in profiled:
+        assert read_command(load_program(words[1]), words)[1].data == "x.npz"
 
 
 def test_without_a_gpu_it_is_one_line_at_once(measure, tmp_path):

@@ -254,8 +254,8 @@ def test_test_photos_need_the_same_classes(folder, tmp_path):
 
 def test_too_few_photos_are_refused_or_warned_of_with_options_that_fit(file, tmp_path, capsys):
     for recipe, hint in (
-        ("apple2019", "try --workers 1 --batch_size 16 --epochs 48 --lr_scaler 0.0117 "),
-        ("muon", "try --workers 1 --batch_size 18 --epochs 57 "),
+        ("apple2019", "try --workers 1 --batch_size 16 --epochs 48 --lr_scaler 0.0117"),
+        ("muon", "try --workers 1 --batch_size 18 --epochs 57"),
         ("fastai", "use a smaller batch"),
     ):
         with pytest.raises(ConfigError, match=rf"more than the training set's 144: {hint}"):

@@ -247,7 +247,7 @@ def make_runs(plan: Plan, out: Path, teams: int) -> dict[str, str]:
                 part_to_make = next_part(asked, failed, plan.runs, size, teams)
                 if part_to_make:
                     name, target = part_to_make
-                    show(f"{name}: runs {asked[name] + 1} to {target} of {plan.runs}")
+                    show(f"{name}: to run {target} of {plan.runs}")
                     asked[name] = target
                     making[team] = start_part(plan, out, name, target, teams, team)
             if not making:

@@ -133,7 +133,7 @@ def read_log(source: str) -> Log:
 
 
 def make_log(source: str, campaign: str, rows: pd.DataFrame, epochs: pd.DataFrame) -> Log:
-    figures = rows.reindex(columns=FIGURES, fill_value="").apply(pd.to_numeric).astype(float)
+    figures = rows.reindex(columns=FIGURES, fill_value="").map(as_number).astype(float)
     seeds = rows["seed"][rows["seed"] != ""]
     if seeds.duplicated().any():
         raise ConfigError(f"{source} has seed {seeds[seeds.duplicated()].iloc[0]} twice: leave out one run")
@@ -182,8 +182,12 @@ def epochs_of(epochs: pd.DataFrame, rows: pd.DataFrame, campaigns: Sequence[str]
         made = pd.concat([own, rows])[["campaign", "run", "launch"]].drop_duplicates(["campaign", "run"], keep="last")
         own = own.merge(made)
     own = own.drop_duplicates(["campaign", "run", "epoch"], keep="last")
-    numbers = own.reindex(columns=["epoch", "seconds", *LOSSES, "validation_accuracy"]).apply(pd.to_numeric)
-    return numbers.rename(columns={"validation_accuracy": "accuracy"}).astype(float)
+    numbers = own.reindex(columns=["epoch", "seconds", *LOSSES, "validation_accuracy"], fill_value="").map(as_number).astype(float)
+    return numbers.rename(columns={"validation_accuracy": "accuracy"})
+
+
+def as_number(text: str) -> float:
+    return float(text or "nan")
 
 
 def names_of(logs: Sequence[Log]) -> list[str]:
