@@ -320,9 +320,3 @@ def test_what_cannot_be_kept_ends_a_process_with_one_line(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="1"), exit_process():
         raise LostError("No space left on device: w.pt is not written")
     assert capsys.readouterr().err == "process 0: No space left on device: w.pt is not written\n"
-
-
-def test_the_log_says_whose_the_curve_is(small, tmp_path, capsys):
-    for campaign in ("mine", "yours"):
-        run_here(*small, "--out", tmp_path, "--campaign", campaign)
-        assert ("\n# timing_log.tsv in" in capsys.readouterr().out) == (campaign == "yours")

@@ -170,13 +170,6 @@ def test_the_split_and_the_arrays_are_those_of_the_first_release(tmp_path):
     np.testing.assert_array_equal(found["test_images"], [pictures.read_picture(path) for path in tests])
 
 
-def test_at_most_ten_classes_are_named(tmp_path, capsys):
-    for shape in "abcdefghijkl":
-        save_noise(tmp_path / "photos" / shape, "xy")
-    main([str(tmp_path / "photos"), str(tmp_path / "x.npz")])
-    assert capsys.readouterr().out.endswith("12 classes: a, b, c, d, e, f, g, h, i, j and 2 more\n")
-
-
 def test_files_that_are_no_photos_leave_the_split_as_it_is(tmp_path, capsys):
     for name in ("clean", "mixed"):
         for shape in "ab":

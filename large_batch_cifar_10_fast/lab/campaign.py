@@ -119,7 +119,6 @@ class Campaign:
         self.epochs = Table(out / "epochs.tsv", EPOCHS, durable=False)
         self.reader = Reader(self.table.path)
         self.rows: dict[int, Row] = {}  # the finished ones, by run
-        self.has_others = False  # other campaigns in the same table
         self.path = out / ".campaigns" / f"{name}.json"
         self.common: dict[str, str] = {"campaign": name}
         self.table.append()
@@ -142,8 +141,6 @@ class Campaign:
         for row in self.reader.new_rows():
             if row["campaign"] == self.name:
                 self.rows[int(row["run"])] = row
-            else:
-                self.has_others = True
 
     # ---- Conditions
 

@@ -133,10 +133,6 @@ class Recorder:
         if self.run == 0:
             with warned("timing_log.tsv"):
                 self.campaign.write_curve(self.epochs)
-            if self.campaign.has_others:
-                print_line(
-                    f"# timing_log.tsv in {self.campaign.out} now has this run, and no longer another campaign's"
-                )
         if self.run == self.options.runs - 1 and self.options.save:
             save_weights(Path(self.options.save), last.network.state_dict(), finished, for_use)
         if last.diverged:

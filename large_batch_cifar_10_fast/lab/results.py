@@ -182,7 +182,8 @@ def epochs_of(epochs: pd.DataFrame, rows: pd.DataFrame, campaigns: Sequence[str]
         made = pd.concat([own, rows])[["campaign", "run", "launch"]].drop_duplicates(["campaign", "run"], keep="last")
         own = own.merge(made)
     own = own.drop_duplicates(["campaign", "run", "epoch"], keep="last")
-    numbers = own.reindex(columns=["epoch", "seconds", *LOSSES, "validation_accuracy"], fill_value="").map(as_number).astype(float)
+    named = own.reindex(columns=["epoch", "seconds", *LOSSES, "validation_accuracy"], fill_value="")
+    numbers = named.map(as_number).astype(float)
     return numbers.rename(columns={"validation_accuracy": "accuracy"})
 
 

@@ -171,7 +171,8 @@ class Reader:
             row = dict(zip(COLUMNS, line.split("\t"), strict=True))
             for name in NUMBERS:
                 float(row[name])
-            row |= {name: whole_number(row[name]) for name in ("run", "seed")}
+            for name in ("run", "seed"):
+                int(row[name])
             key = row["campaign"], row["run"]
             if key in self.known or key in new:
                 raise ValueError(f"run {row['run']} of campaign {row['campaign']} occurs a second time")
@@ -179,13 +180,6 @@ class Reader:
             raise ConfigError(f"{self.path}, line {number}: {error}; correct it or choose another --out") from None
         new.add(key)
         return row
-
-
-def whole_number(text: str) -> str:
-    """Return a whole number as we write it; pandas may have made `0.0` of `0`. Raise ValueError."""
-    if not re.fullmatch(r"\d+(\.0+)?", text):
-        raise ValueError(f"{text[:40]!r} is not a run or seed")
-    return text.partition(".")[0]
 
 
 def complete_lines(content: bytes) -> list[str]:
