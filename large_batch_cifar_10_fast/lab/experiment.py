@@ -336,8 +336,6 @@ def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict
         texts = ["{runs} runs of {variants} variant(s)".format(**look) for look in plan.looks]
         notes.append(f"{look} look: planned {', then '.join(texts[:-1])}, now {texts[-1]}.")
         notes.append("Each look can find differences that are chance; the intervals hold for one look.")
-    else:
-        notes.append("Runs and variants were planned before the first run (experiment.json).")
     better = [name for name, verdict in verdicts.items() if verdict.word == "better"][:1]
     notes.append("Use the test images last, and only once:")
     for name in (BASELINE, *better):
