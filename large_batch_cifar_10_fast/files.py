@@ -91,6 +91,9 @@ def write_atomically(path: Path) -> Iterator[Path]:
         with open(unfinished, "rb") as file:
             flush_to_disk(file.fileno(), path)
         os.replace(unfinished, path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         unfinished.unlink(missing_ok=True)
 

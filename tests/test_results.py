@@ -112,7 +112,13 @@ def test_tables_of_equal_seeds_or_other_conditions_are_not_taken_together(tmp_pa
 def test_a_damaged_or_foreign_file_is_one_line_that_names_it(tmp_path):
     path = tmp_path / "log"
     good = (tmp_path / "good", write_runs(tmp_path / "good", [9400]))[0].read_text()
-    for text in ("", "epoch\thours\n1\t2\n", good.replace("9400", "many"), good.replace("A100", "A\t100")):
+    for text in (
+        "",
+        "epoch\thours\n1\t2\n",
+        good.replace("9400", "many"),
+        good.replace("A100", "A\t100"),
+        "campaign\nx\n",
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=f"^{path}[^\n]*$"):
             read_log(str(path))

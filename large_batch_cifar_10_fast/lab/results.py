@@ -124,11 +124,9 @@ def read_log(source: str) -> Log:
         tables.append(rows)
         curves.append(epochs_of(read_epochs(path), rows, wanted))
         names |= dict.fromkeys(wanted)
-    if not names:
-        raise ConfigError(f"{source} has no campaign yet")
     try:
         return make_log(source, " + ".join(names), pd.concat(tables).fillna(""), pd.concat(curves))
-    except ValueError as error:  # a text instead of a number
+    except (ValueError, KeyError) as error:  # a text instead of a number, or too few columns
         raise ConfigError(f"{source} cannot be read ({first_line(error)})") from error
 
 
