@@ -5,12 +5,16 @@ import os
 import platform
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from .loading import PACKAGE
-
+STARTED = time.time()  # of this process, about
+PACKAGE = Path(__file__).resolve().parent
+ORIGIN_VARIABLE = "LARGE_BATCH_ORIGIN"  # environment variable: the package of which this one is a copy
+ORIGIN = Path(os.environ.get(ORIGIN_VARIABLE, PACKAGE))
 __version__ = "0.3.0"
 # The module of each recipe.
 PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon95": "muon", "muon2024": "muon"}
@@ -89,6 +93,9 @@ def git(*words: str) -> str:
 @cache
 def commit() -> str:
     """Return the commit of this code, with -dirty if it was changed since; "unknown" outside a git checkout."""
+    copied = PACKAGE.parent / "commit"  # lab/snapshot.py writes it beside a copy
+    if copied.exists():
+        return copied.read_text()
     return git("describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import PACKAGE, ConfigError, first_line
+from .. import ORIGIN, ConfigError, first_line
 from ..files import locked
 
 # The checkout's data folder. If the package is installed: `data` in the current folder.
-DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "run_tests.sh").exists() else Path("data")
+DATA = ORIGIN.parent / "data" if (ORIGIN.parent / "run_tests.sh").exists() else Path("data")
 CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
 CIFAR_100 = "CIFAR-100"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -9,7 +9,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -25,8 +25,8 @@ from ..core.hyp import settings_of
 from ..core.team import Team, warn
 from ..files import claim, locked_byte, share, write_atomically, write_patiently
 from ..images.load import SYNTHETIC
-from . import source
 from .options import Options, as_pairs
+from .snapshot import digests
 from .table import (
     COLUMNS,
     CONDITIONS,
@@ -88,7 +88,7 @@ def conditions(
         "processes": team.world_size,
         "version": __version__,
         "commit": commit(),
-        **source.digests(program),
+        **digests(program),
         "torch": version("torch"),
         "seed": options.seed,  # of run 0
         "launch": os.environ.get(LAUNCH) or new_name(),  # tells whose epochs are whose
@@ -162,26 +162,17 @@ class Campaign:
         first = next(iter(self.rows.values()), None)
         return as_of_run_0(first) if first else {}
 
-    def begin(self, common: Mapping[str, str], program: ModuleType) -> None:
+    def begin(self, common: Mapping[str, str]) -> None:
         """Agree on the conditions. Raise ConfigError if they differ from the campaign's."""
         self.common |= common
         agreed = self.agree({name: common[name] for name in (*AGREED, "commit")})
-        known = [agreed, *self.rows.values()]
-        self.check_code(known, program)
-        check_conditions(known, self.common, AGREED)
+        check_conditions([agreed, *self.rows.values()], self.common, AGREED)
 
     def computed_with(self, compile: bool, no_graph: bool) -> None:
         """Record how steps are computed. Raise ConfigError if this differs from the campaign's earlier runs."""
         self.common |= {"compile": str(compile), "no_graph": str(no_graph)}
         agreed = self.agree({name: self.common[name] for name in (*AGREED, *COMPUTED, "commit")})
         check_conditions([agreed, *self.rows.values()], self.common, COMPUTED)
-
-    def check_code(self, known: Iterable[Row], program: ModuleType) -> None:
-        """Show the changed lines and raise ConfigError, if conditions differ only in the text of the code."""
-        for row in map(as_of_run_0, known):
-            text = differences(self.common, row, AGREED)
-            if text and text == differences(self.common, row, ["code", "core"]):
-                source.refuse_change(program, self.out, row, "give another --campaign")
 
     # ---- Runs
 

@@ -14,15 +14,15 @@ Exit status: 0 none is worse, 1 one is worse (in accuracy, or in time on the sam
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 
-from .. import ConfigError
-from ..loading import decode
+from .. import PACKAGE, PROGRAMS, ConfigError
 from .options import command_parser
 from .results import Log, find_files, names_of, read_log
-from .source import changed_lines
+from .snapshot import Place, changed_lines
 from .statistics import Comparison, compare_means, in_columns, in_markdown, verdict, wilson
 from .status import status_of
 from .table import PLACE, SIZES, differences
@@ -206,20 +206,20 @@ def differing_lines(sides: Mapping[str, Log], base: Log) -> str:
     old = program_text(base)
     for name, log in sides.items():
         new = program_text(log)
-        lines = changed_lines(old, new) if old and new else []
+        lines = changed_lines(old, new) if old.exists() and new.exists() else []
         if lines:
             parts.append("\n".join([f"Lines of {name} that differ (- reference, + {name}):", *lines]))
     return "\n\n".join(parts)
 
 
-def program_text(log: Log) -> list[str]:
-    """Return the lines of the program that the campaign stored, or none."""
-    code = log.conditions.get("code", "")
-    for path, _ in find_files(log.name):
-        text = path.with_name(f"source-{code}.py")
-        if code and text.exists():
-            return decode(text.read_bytes()).splitlines()
-    return []
+def program_text(log: Log) -> Path:
+    """Return the file of the program that the campaign kept, if it did."""
+    out = find_files(log.name)[0][0].parent
+    recipe = log.conditions.get("recipe", "")
+    place = Place(out, log.campaign, f"{recipe}.py")
+    if recipe in PROGRAMS and place.source:
+        return place.source / PACKAGE.name / f"{PROGRAMS[recipe]}.py"
+    return place.program
 
 
 def table_of(

@@ -28,15 +28,14 @@ from .. import ConfigError, Interrupted
 from ..core.devices import count_cores, count_gpus
 from ..core.team import show
 from ..files import write_atomically
-from ..images.load import load_images
 from .compare import MARGIN, Verdict, accuracies, compare
 from .figures import write_picture
 from .options import command_parser
 from .program import load_program, read_command, recipe_of
 from .results import Log, read_log
-from .source import digests, refuse_change
+from .snapshot import check_unchanged, place_of
 from .statistics import compare_means
-from .table import Row, differences, read
+from .table import Row, read
 from .train import Launch, Processes, plan_processes, start_launch
 
 HOLDOUT = 10_000  # of CIFAR-10's 50,000 images: the error of a mean is a third of that over 1,000
@@ -175,8 +174,7 @@ def teams_of(plan: Plan) -> int:
 
 def read_options(words: Sequence[str]) -> tuple[Any, Any]:
     """Return the options and hyper-parameters of a command line. Raise ConfigError."""
-    recipe = recipe_of(words)
-    return read_command(load_program(recipe), words)[1:]
+    return read_command(load_program(recipe_of(words)), words)[1:]
 
 
 # ---- The runs
@@ -191,20 +189,10 @@ def rows_of(out: Path) -> dict[str, list[Row]]:
 
 
 def check_finished(plan: Plan, out: Path) -> None:
-    """Raise ConfigError if finished runs were made by other programs, or on other images, than runs would be now."""
-    made = rows_of(out)
-    if not made:
-        return
-    options = read_options(plan.baseline)[0]
-    digest = load_images(options.data, options.holdout).digest
+    """Raise ConfigError if a program was changed since the first run of its campaign."""
     for name, words in plan.campaigns.items():
-        for row in made.get(name, [])[:1]:
-            program = load_program(recipe_of(words))
-            now = digests(program)
-            if differences(row, now, now):
-                refuse_change(program, out, row, "choose another --out, or another file for a variant")
-            if row["digest"] != digest:
-                raise ConfigError(f"--data {options.data} has other images than campaign {name}: choose another --out")
+        place = place_of(words)._replace(out=out.absolute(), campaign=name)
+        check_unchanged(load_program(place.own_recipe), place)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from ..core.team import warn
 from ..images.load import load_images
 from .options import make
 from .program import file_of, load_program, sets_of
-from .source import digests
+from .snapshot import digests
 
 
 class Classifier(nn.Module):

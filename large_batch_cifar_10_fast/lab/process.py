@@ -10,19 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .. import INVALID, PACKAGE, PROGRAMS, RENDEZVOUS, ConfigError, LostError, first_line
-from ..loading import FINDER, forget_folder
 from .program import load_program, recipe_of, run_program
+from .snapshot import LOADED, LOADING, environment_of
 
 
 def main() -> None:
-    """Load the program in this process's main file again and run it, so the recorded text is the text that runs."""
-    if FINDER.folder:
+    """Train the program in this process's main file: as `train` with one process, or under torchrun here."""
+    if LOADING:
         raise ConfigError("the program calls main() when it is loaded: put it under `if __name__ == '__main__':`")
+    file = Path(str(sys.modules["__main__"].__file__)).absolute()
+    is_ours = file.resolve().parent == PACKAGE and file.stem in PROGRAMS
+    recipe = file.stem if is_ours else str(file)
+    if "RANK" not in os.environ:
+        words = [sys.executable, "-m", PACKAGE.name, "train", "--recipe", recipe, "--nproc", "1", *sys.argv[1:]]
+        os.execve(sys.executable, words, os.environ | environment_of(PACKAGE.parent))
     with exit_process():
-        file = Path(str(sys.modules["__main__"].__file__))
-        is_ours = file.resolve().parent == PACKAGE and file.stem in PROGRAMS
-        forget_folder(file.resolve().parent)
-        run_program(load_program(file.stem if is_ours else str(file)), sys.argv[1:])
+        LOADED.extend([file.parent, file.resolve().parent])  # its modules are loaded again
+        run_program(load_program(recipe), sys.argv[1:])
 
 
 @contextlib.contextmanager

@@ -35,12 +35,11 @@ from ..core.machine import Machine
 from ..core.score import Epoch
 from ..core.team import Team, join_team, warn
 from ..images.load import load_images
-from ..loading import load_file
-from . import source
+from . import snapshot
 from .campaign import Campaign, check_processes_agree, conditions
-from .log import Recorder, warned
+from .log import Recorder
 from .options import Options, check_names, check_save, parse_options, parser_of
-from .table import Row, campaign_named
+from .table import Row, new_name
 
 LONG = 0.08  # PFLOP of a run, from which on a CPU compiles: about ten minutes on two cores in fp32
 FEWEST = 32  # training images for which `Hyp.fit_to` gives options
@@ -64,9 +63,17 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         check_processes_agree(options, common, team)
         campaign = None
         if team.is_main:
-            campaign_name = campaign_named(Path(options.out), options.campaign, options.resume)
-            campaign = opened.enter_context(Campaign(campaign_name, Path(options.out), options.runs))
-            campaign.begin(common, program)
+            place = name_campaign(snapshot.place_of(arguments), options.resume)
+            campaign = opened.enter_context(Campaign(place.campaign, Path(options.out), options.runs))
+            if RENDEZVOUS not in os.environ:  # the launcher has not kept the code
+                file = file_of(program)
+                place = place._replace(recipe=name if file.resolve().parent == PACKAGE else str(file))
+                snapshot.check_unchanged(program, place)
+            campaign.begin(common)
+            if RENDEZVOUS not in os.environ:
+                for file in snapshot.edited_files(program):
+                    warn(f"{file.name} was changed after it was loaded: what runs may differ from what is kept")
+                snapshot.keep(place)
             common = campaign.common
         recorder = Recorder(options, team, common, campaign)
         if team.is_first:
@@ -84,9 +91,6 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
                 options.micro_batches,
                 recorder.watch,
             )
-            if campaign:
-                with warned("the program's source"):
-                    source.store(program, campaign.out)
             # Close it before the process group ends, also after an error.
             opened.callback(machine.close)
             with out_of_memory_hint("training"):
@@ -135,6 +139,13 @@ def check_weights_agree(network: nn.Module, run: int, team: Team) -> None:
         raise ConfigError(f"{wrong}: test memory and links of the machines, or try --no_compile")
 
 
+def name_campaign(place: snapshot.Place, resume: bool) -> snapshot.Place:
+    """Return a place with a campaign: the named one, the last one with `resume`, or a new one. Raise ConfigError."""
+    if resume and not place.campaign:
+        raise ConfigError(f"--resume: there is no campaign in {place.out}: start one without --resume")
+    return place._replace(campaign=place.campaign or new_name())
+
+
 def next_run(campaign: Campaign | None, team: Team, key: str) -> int | None:
     """Return the run that rank 0 takes; None if none is left. All processes must call this, with a key of its own."""
     taken = campaign.take_run() if campaign else None
@@ -167,7 +178,7 @@ def load_program(recipe: str) -> ModuleType:
     if not recipe.endswith(".py"):
         raise ConfigError(f"--recipe {recipe} is neither one of {', '.join(PROGRAMS)} nor FILE.py")
     try:
-        program = load_file(Path(recipe))
+        program = snapshot.load_file(Path(recipe))
         check_program(program)
     except (Exception, SystemExit) as error:  # of whatever the file does
         raise ConfigError(f"--recipe {recipe} cannot be used ({type(error).__name__}: {first_line(error)})") from error

@@ -197,19 +197,6 @@ def new_name() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
-def campaign_named(out: Path, name: str, resume: bool) -> str:
-    """Return the name of a campaign: `name`, or with `resume` the last campaign's, or a new name.
-
-    Raise ConfigError if there is no campaign to resume.
-    """
-    if name or not resume:
-        return name or new_name()
-    rows = read(out / "runs.tsv")
-    if not rows:
-        raise ConfigError(f"--resume: there is no campaign in {out}: start one without --resume")
-    return rows[-1]["campaign"]
-
-
 def check_conditions(rows: Iterable[Row], now: Mapping[str, str], names: Sequence[str]) -> None:
     """Raise ConfigError if the conditions of a campaign's rows differ from the conditions `now`."""
     for row in rows:

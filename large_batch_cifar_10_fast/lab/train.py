@@ -19,8 +19,9 @@ from ..core.devices import count_cores, count_gpus, may_share_gpus
 from ..images.load import fetch_images
 from .log import print_summary
 from .options import Options
-from .program import load_program, read_command, recipe_of
-from .table import campaign_named, new_name, read
+from .program import load_program, name_campaign, read_command
+from .snapshot import check_unchanged, environment_of, keep, place_of
+from .table import new_name, read
 
 LIBC = ctypes.CDLL(None)
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     """Make a campaign's runs. Return the exit status: 0, 1 after a failure, 128 + N after signal N."""
     options = read_options(arguments)
     out = Path(options.out)
-    campaign = campaign_named(out, options.campaign, options.resume)
+    campaign = name_campaign(place_of(arguments), options.resume).campaign
     try:
         with start_launch([*arguments, "--campaign", campaign]) as processes:
             ended = processes.wait()
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_options(arguments: Sequence[str]) -> Options:
-    return read_command(load_program(recipe_of(arguments)), arguments)[1]
+    return read_command(load_program(place_of(arguments).own_recipe), arguments)[1]
 
 
 def start_launch(arguments: Sequence[str], log: IO | None = None, team: int | None = None) -> "Processes":
@@ -62,33 +63,30 @@ def start_launch(arguments: Sequence[str], log: IO | None = None, team: int | No
 
     With `log` their STDOUT and STDERR go there.
     """
-    recipe = recipe_of(arguments)
-    _, options, hyp = read_command(load_program(recipe), arguments)
+    place = place_of(arguments)
+    program = load_program(place.own_recipe)
+    _, options, hyp = read_command(program, arguments)
+    if not options.resume:
+        check_unchanged(program, place)
     gpus = count_gpus(options.device)
     cores = count_cores()
     teams = options.teams
     if team is None and teams > options.runs:
         raise ConfigError(f"--teams {teams} is more than the runs to make ({options.runs}): use fewer")
     processes = plan_processes(options.nproc, teams, hyp.workers, gpus, cores)
-    command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments]
-    environment = environment_of_processes(max(1, cores // (processes * teams)))
     started = range(teams) if team is None else [team]
     fetch_images(options.data)  # in the launcher, which cleans up after Ctrl-C
+    environment = environment_of_processes(keep(place), max(1, cores // (processes * teams)))
+    command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments, f"--recipe={place.own_recipe}"]
     return Processes(command, environment, started, teams, processes, log)
 
 
-def environment_of_processes(threads: int) -> dict[str, str]:
+def environment_of_processes(source: Path, threads: int) -> dict[str, str]:
     """Return the environment of a launch's processes, each with so many threads unless the user says otherwise."""
-    path = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
-    own = {
-        # The folder a user stands in may hold files named like modules: it is not searched for them.
-        "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": os.pathsep.join(path),
-        # A folder name that the log's encoding cannot write must not end a campaign.
-        "PYTHONIOENCODING": f"{encoding}:backslashreplace",
-    }
-    return {"OMP_NUM_THREADS": str(threads)} | os.environ | own
+    # A folder name that the log's encoding cannot write must not end a campaign.
+    own = {"PYTHONIOENCODING": f"{encoding}:backslashreplace"}
+    return {"OMP_NUM_THREADS": str(threads)} | os.environ | own | environment_of(source)
 
 
 def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) -> int:

@@ -1,0 +1,263 @@
+"""Code runs from a copy, so what ran is what is kept, and an edit during a campaign has no effect.
+
+OUT/source/DIGEST       a copy of this package, named by what it holds; campaigns of one version share it
+OUT/runs/NAME/source    the DIGEST from which campaign NAME runs
+OUT/runs/NAME/program/  a copy of a program of one's own: the modules and packages of its folder
+
+The first launch of a campaign makes the copies and starts its processes from them. Later launches start themselves
+again from the campaign's copy. This module imports no torch, so that nothing of the checkout runs before that.
+"""
+
+import argparse
+import difflib
+import hashlib
+import importlib.util
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from .. import ORIGIN, ORIGIN_VARIABLE, PACKAGE, PROGRAMS, STARTED, ConfigError, commit
+
+MOST_LINES = 40  # of texts that differ
+
+
+class Place(NamedTuple):
+    """The folder --out, a campaign in it, and the value of --recipe."""
+
+    out: Path
+    campaign: str
+    recipe: str
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "runs" / self.campaign
+
+    @property
+    def program(self) -> Path:
+        """The campaign's copy of the program FILE.py."""
+        return self.folder / "program" / Path(self.recipe).name
+
+    @property
+    def source(self) -> Path | None:
+        """The campaign's copy of the package, if there is one."""
+        marker = self.folder / "source"
+        return self.out / "source" / marker.read_text() if self.campaign and marker.exists() else None
+
+    @property
+    def own_recipe(self) -> str:
+        """The campaign's copy of FILE.py if there is one, or the recipe as given."""
+        return str(self.program) if self.recipe.endswith(".py") and self.program.exists() else self.recipe
+
+
+def place_of(arguments: Sequence[str], out: str = ".", campaign: str = "", recipe: str = "apple2019") -> Place:
+    """Return what a command line says of its campaign; the other parameters are defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, default in (("out", out), ("campaign", campaign), ("recipe", recipe)):
+        parser.add_argument(f"--{name}", nargs="?", default=default, const="")
+    parser.add_argument("--resume", action="store_true")
+    given = parser.parse_known_args(arguments)[0]
+    folder = Path(given.out).expanduser().absolute()
+    if given.resume and not given.campaign:
+        begun = sorted(folder.glob("runs/*/source"), key=lambda marker: marker.stat().st_mtime_ns)
+        given.campaign = begun[-1].parent.name if begun else ""
+    return Place(folder, given.campaign, given.recipe)
+
+
+# ---- The copies
+
+
+def enter(place: Place, command: str, arguments: Sequence[str]) -> None:
+    """Start this command again from the copy of its campaign, if there is one and it does not run from it."""
+    source = place.source
+    if source and source != PACKAGE.parent:
+        source.stat()  # raises OSError if it was deleted
+        words = [sys.executable, "-m", PACKAGE.name, command, *arguments]
+        os.execve(sys.executable, words, os.environ | environment_of(source))
+
+
+def environment_of(source: Path) -> dict[str, str]:
+    """Return the environment of processes that run from a copy of the package."""
+    path = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The folder a user stands in may hold files named like modules: it is not searched for them.
+    return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", ORIGIN_VARIABLE: str(ORIGIN)}
+
+
+def keep(place: Place) -> Path:
+    """Make the copies that a campaign lacks. Return its copy of the package."""
+    place.folder.mkdir(parents=True, exist_ok=True)
+    if place.recipe.endswith(".py") and not place.program.exists():
+        publish(texts_of_folder(Path(place.recipe)), place.program.parent)
+    if not place.source:
+        texts = texts_of_package()
+        name = digest(texts)
+        publish(texts | {"commit": commit().encode()}, place.out / "source" / name)
+        unfinished = place.folder / f".unfinished.{secrets.token_hex(4)}"
+        unfinished.write_text(name)
+        unfinished.replace(place.folder / "source")
+    source = place.source
+    assert source
+    return source
+
+
+def publish(texts: Mapping[str, bytes], folder: Path) -> None:
+    """Write files by their names to a new folder, all at once. If another launch was first, its folder stays."""
+    unfinished = folder.with_name(f".unfinished.{secrets.token_hex(4)}")
+    for name, text in texts.items():
+        file = unfinished / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text)
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        shutil.rmtree(unfinished)
+        if not folder.exists():
+            raise
+
+
+def texts_of_package() -> dict[str, bytes]:
+    files = [*PACKAGE.rglob("*.py"), *PACKAGE.glob("published/**/*")]
+    return {str(file.relative_to(PACKAGE.parent)): file.read_bytes() for file in files if file.is_file()}
+
+
+def texts_of_folder(program: Path) -> dict[str, bytes]:
+    """Return the texts of a program, and of the modules and packages in its folder, by name."""
+    folder = program.resolve().parent
+    files = [*folder.glob("*.py")]
+    for package in folder.glob("*/__init__.py"):
+        if package.parent != PACKAGE:
+            files += package.parent.rglob("*.py")
+    texts = {str(file.relative_to(folder)): file.read_bytes() for file in files if file.is_file()}
+    return texts | {program.name: program.read_bytes()}
+
+
+# ---- What runs
+
+
+def files_of(program: ModuleType) -> dict[str, Path]:
+    """Return the files of a program, by name: its own, those of its folder that it imports, and our programs.
+
+    A file of this package has the package's name before its own.
+    """
+    own = Path(str(program.__file__)).absolute()
+    if own.resolve().parent == PACKAGE:
+        return {f"{PACKAGE.name}/{own.name}": own}
+    modules = {own.name: program}
+    for module in [*sys.modules.values()]:
+        name = name_in(own.resolve().parent, module)
+        if name and module is not program:
+            modules[name] = module
+    files = {name: Path(str(module.__file__)) for name, module in modules.items()}
+    values = [value for module in modules.values() for value in vars(module).values()]
+    used = {getattr(value, "__module__", None) or getattr(value, "__name__", None) for value in values}
+    for name in PROGRAMS.values():
+        if f"{PACKAGE.name}.{name}" in used:
+            files[f"{PACKAGE.name}/{name}.py"] = PACKAGE / f"{name}.py"
+    return files
+
+
+def name_in(folder: Path, module: ModuleType) -> str:
+    """Return a module's path in a program's folder, or "" if it is not one of its modules and packages."""
+    file = Path(getattr(module, "__file__", None) or "/")
+    if module.__name__ == "__main__" or folder not in file.parents or PACKAGE in file.parents:
+        return ""
+    name = file.relative_to(folder)
+    is_ours = len(name.parts) == 1 or (folder / name.parts[0] / "__init__.py").exists()
+    return str(name) if is_ours else ""
+
+
+def digest(texts: Mapping[str, bytes]) -> str:
+    """Return 12 hexadecimal digits of the SHA-256 over texts and their names."""
+    total = hashlib.sha256()
+    for name, text in sorted(texts.items()):
+        total.update(name.encode())
+        total.update(hashlib.sha256(text).digest())
+    return total.hexdigest()[:12]
+
+
+def digests(program: ModuleType) -> dict[str, str]:
+    """Return the digests `code`, of a program and what it imports, and `core`, of core/ and images/."""
+    code = {name: file.read_bytes() for name, file in files_of(program).items()}
+    core = {str(file.relative_to(PACKAGE.parent)): file.read_bytes() for file in core_files()}
+    return {"code": digest(code), "core": digest(core)}
+
+
+def core_files() -> list[Path]:
+    return [*PACKAGE.glob("core/*.py"), *PACKAGE.glob("images/*.py")]
+
+
+def edited_files(program: ModuleType) -> list[Path]:
+    """Return the files that were changed after this process started, or after it loaded the program."""
+    files = [*files_of(program).values(), *core_files()]
+    loaded = program.__dict__.get("__loaded__", STARTED)
+    return [file for file in files if file.stat().st_mtime > (STARTED if PACKAGE in file.parents else loaded)]
+
+
+def check_unchanged(program: ModuleType, place: Place) -> None:
+    """Raise ConfigError, with the changed lines above, if a program differs from its campaign's copy."""
+    folder = Path(place.recipe).resolve().parent
+    for name in files_of(program):
+        is_ours = name.startswith(f"{PACKAGE.name}/")
+        old = (place.source or PACKAGE.parent) / name if is_ours else place.program.with_name(name)
+        new = ORIGIN.parent / name if is_ours else folder / name
+        if old.exists() and (not new.exists() or old.read_bytes() != new.read_bytes()):
+            lines = changed_lines(old, new)
+            print("\n".join(lines), file=sys.stderr)
+            advice = "undo that, give --resume to continue with the campaign's copy, or choose another --campaign"
+            raise ConfigError(f"{new.name} was changed since campaign {place.campaign} began, as above: {advice}")
+
+
+def changed_lines(old: Path, new: Path) -> list[str]:
+    """Return the first MOST_LINES lines in which two files differ, with - before old and + before new ones."""
+    before, after = (file.read_text(errors="replace").splitlines() if file.exists() else [] for file in (old, new))
+    changes = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]  # after two lines of names
+    lines = [f"  {line[0]} {line[1:]}".rstrip() for line in changes if not line.startswith("@@")]
+    more = len(lines) - MOST_LINES
+    return [*lines[:MOST_LINES], f"  ... and {more} more lines"] if more > 0 else lines
+
+
+# ---- Loading
+
+LOADED: list[Path] = []  # the folders of programs that this process has loaded
+LOADING: list[Path] = []  # the files of programs that are being loaded
+
+
+def load_file(file: Path) -> ModuleType:
+    """Run a program's file and return its module. Its folder is searched last, so its modules hide no others."""
+    forget_modules()
+    folder = file.resolve().parent
+    LOADED.append(folder)
+    sys.path.append(str(folder))
+    importlib.invalidate_caches()  # a module may be a moment old
+    writes_bytecode = not sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # it could be taken for that of a file edited within a second
+    name = f"_program_{file.stem}"  # no library has this name
+    spec = importlib.util.spec_from_file_location(name, file.absolute())
+    assert spec
+    assert spec.loader
+    program = importlib.util.module_from_spec(spec)
+    sys.modules[name] = program
+    program.__dict__["__loaded__"] = time.time()
+    LOADING.append(file)
+    try:
+        spec.loader.exec_module(program)
+    finally:
+        LOADING.remove(file)
+        sys.dont_write_bytecode = not writes_bytecode
+    return program
+
+
+def forget_modules() -> None:
+    """Forget the modules of earlier programs' folders, because another folder may have the same names."""
+    for name, module in [*sys.modules.items()]:
+        if any(name_in(folder, module) for folder in LOADED):
+            del sys.modules[name]
+    for folder in map(str, LOADED):
+        while folder in sys.path:
+            sys.path.remove(folder)
+    LOADED.clear()
