@@ -119,7 +119,7 @@ def test_weights_of_a_program_of_ones_own_are_loaded_by_its_file(tiny_npz, tmp_p
     mine.write_text(text.replace("SiLU", "ELU"))
     api.load(tmp_path / "w.pt", program=mine)
     assert re.search(r"^Warning: .*w.pt was saved by another version of mine.py: .*\n$", capsys.readouterr().err)
-    (stored,) = tmp_path.glob("source-*.py")
+    (stored,) = tmp_path.glob("runs/*/program/mine.py")
     mine.write_text(text.replace("4 * width", "3 * width"))
     with pytest.raises(ConfigError, match=r"w.pt cannot be loaded .*, and the program that wrote it \(--program\)$"):
         api.load(tmp_path / "w.pt", program=mine)

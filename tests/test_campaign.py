@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -190,6 +191,8 @@ def whole(small, tmp_path_factory) -> Path:
 def test_only_missing_runs_are_trained_and_more_runs_can_be_added(small, whole, monkeypatch, tmp_path):
     trained, finish = [], Recorder.finish
     monkeypatch.setattr(Recorder, "finish", lambda log, *last: trained.append(log.run) or finish(log, *last))
+    for kept in ("source", "runs"):
+        shutil.copytree(whole.parent / kept, tmp_path / kept)
     (table := tmp_path / "runs.tsv").write_text("".join(whole.read_text().splitlines(keepends=True)[:3]))
     run_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
     assert trained == [2], "of three, two were finished"
@@ -209,7 +212,7 @@ def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, 
     others = write_npz(tmp_path / "others.npz", *draw_shapes(643, 102))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("NCCL_ALGO", "Ring,Tree\t\nx y")
-    options = ["--lr_scaler", 1.25, "--seed", 3, "--data", others, "--precision", "bf16", "--resume"]
+    options = ["--lr_scaler", 1.25, "--seed", 3, "--data", others, "--precision", "bf16", "--campaign", "whole"]
     with pytest.raises(ConfigError, match=r"^campaign whole cannot be continued with [^\n]*$") as error:
         run_here(*small, *options, "--out", tmp_path)
     found = ["lr_scaler (1.25, not 1.0)", "seed (3, not 7)", "precision (bf16, not fp32)", "processes (1, not 2)"]

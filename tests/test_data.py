@@ -142,7 +142,7 @@ def test_the_launcher_downloads_before_it_starts_processes_that_an_interruption_
     """It does not read a data set that is there."""
     started = Mock()
     monkeypatch.setattr(train, "Processes", started)
-    words = ["--data", "cifar10", "--nproc", "1", "--out", str(tmp_path)]
+    words = ["--data", "cifar10", "--nproc", "1", "--out", str(tmp_path), "--campaign", "night"]
     started.side_effect = lambda *_: (cifar.DATA / FOLDER).exists() or pytest.fail("it was not there")
     train.start_launch(words)
     monkeypatch.setattr(load, "read_cifar", None)

@@ -19,7 +19,7 @@ from large_batch_cifar_10_fast.core.score import Score
 from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.images.load import make_images
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
-from large_batch_cifar_10_fast.lab import compare, source
+from large_batch_cifar_10_fast.lab import compare, snapshot
 from large_batch_cifar_10_fast.lab.program import load_program, read_command, recipe_of
 
 pytestmark = pytest.mark.slow
@@ -136,23 +136,21 @@ def test_another_activation_is_a_copied_program_and_compare_shows_its_lines(few_
     rows = rows_of(tmp_path)
     assert rows["recipe"].tolist() == ["gelu", "gelu", "silu", "silu"]
     assert rows["validation_loss"][0] != rows["validation_loss"][2]
-    assert (tmp_path / f"source-{rows['code'][2]}.py").read_text() == paths[1].read_text()
+    assert (tmp_path / "runs" / "silu" / "program" / "silu.py").read_text() == paths[1].read_text()
     assert rows["pflop"].notna().tolist() == [True, True, False, False], "which is unknown where a value is read"
     compare.main([f"{tmp_path}/runs.tsv:silu", f"{tmp_path}/runs.tsv:gelu"])
     lines = re.findall(r"(?m)^  [-+] .*", capsys.readouterr().out)
     added = ["  + from beside import SiLU", "  +         assert x.abs().sum().item()"]
     assert lines == added + 2 * ["  -         nn.GELU(),", "  +         SiLU(),"]
-    assert source.changed_lines([], [*map(str, range(43))])[39:] == ["  + 39", "  ... and 3 more lines"]
 
 
 def test_the_digests_cover_every_module_of_ours_that_a_program_imports_but_the_lab(tmp_path):
     code = "import sys, large_batch_cifar_10_fast.muon\n"
     code += "print(*[m.__file__ for n, m in sys.modules.items() if n.startswith('large_batch_cifar_10_fast')])"
     imported = {Path(file) for file in python("-c", code, cwd=tmp_path).stdout.split()}
-    texts = source.texts_of(load_program("muon")) | source.core_texts()
-    covered = {PACKAGE.parent / file for file in texts}
+    covered = {*snapshot.files_of(load_program("muon")).values(), *snapshot.core_files()}
     left = {file.relative_to(PACKAGE).parts[0] for file in imported - covered}
-    assert left == {"__init__.py", "loading.py", "files.py", "lab"}
+    assert left == {"__init__.py", "files.py", "lab"}
 
 
 def test_several_machines_use_no_graph(monkeypatch):

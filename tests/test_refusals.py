@@ -34,7 +34,7 @@ CASES = {  # the words of a command line and the error; no word is written to --
     "--demo --save /etc/hosts": "--save /etc/hosts exists and has no weights: choose another name",
     "--demo --save /proc/w.pt": "No such file or directory",
     "--demo --small": "--small and --demo were both given: choose one",
-    "--demo --resume": "--resume: there is no campaign in .",
+    "--demo --resume": "--resume: there is no campaign in /",
     "--demo --campaign a/b": "--campaign 'a/b': use letters",
     "--demo --precision tf32": "--precision tf32 is for GPUs",
     "--recipe muon --workers 3": "--workers 3 does not divide 1000: choose --batch_size",

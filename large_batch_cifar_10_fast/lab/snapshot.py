@@ -75,8 +75,7 @@ def place_of(arguments: Sequence[str], out: str = ".", campaign: str = "", recip
 def enter(place: Place, command: str, arguments: Sequence[str]) -> None:
     """Start this command again from the copy of its campaign, if there is one and it does not run from it."""
     source = place.source
-    if source and source != PACKAGE.parent:
-        source.stat()  # raises OSError if it was deleted
+    if source and not source.samefile(PACKAGE.parent):  # raises OSError if it was deleted
         words = [sys.executable, "-m", PACKAGE.name, command, *arguments]
         os.execve(sys.executable, words, os.environ | environment_of(source))
 
