@@ -20,7 +20,7 @@ from .images.photos import read_picture
 from .lab.model import Classifier, load, score, test_images
 from .lab.options import as_words
 from .lab.program import load_program, run_program
-from .lab.table import COLUMNS, NUMBERS
+from .lab.table import NUMBERS
 
 __all__ = ["Classifier", "Machine", "evaluate", "load", "load_images", "read_picture", "train"]
 
@@ -33,9 +33,8 @@ def train(recipe: Path | str = "apple2019", **options: Any) -> pd.DataFrame:
     if "help" in options or "version" in options:
         raise ConfigError("help and version are options of the command line only: try cifar10-fast train --help")
     rows = run_program(load_program(str(recipe)), ["--recipe", str(recipe), *as_words(options)])
-    table = pd.DataFrame(rows, columns=[*COLUMNS])
-    numbers = ["run", "seed", *NUMBERS, "goal_epoch", "goal_seconds"]
-    table[numbers] = table[numbers].apply(pd.to_numeric)
+    table = pd.DataFrame(rows)
+    table[[*NUMBERS]] = table[[*NUMBERS]].apply(pd.to_numeric)
     return table
 
 

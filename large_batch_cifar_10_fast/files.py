@@ -7,13 +7,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
-from . import ConfigError, LostError, first_line
-from .core.team import warn
+from . import LostError, describe
+from .core.printing import warn, warn_once
 
-warn_once = cache(warn)
+T = TypeVar("T")
 
 NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
@@ -98,19 +98,39 @@ def write_atomically(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-TRIES = 10  # attempts to write the results of a run, a minute apart
-PAUSE = 60  # seconds
-
-
-def write_patiently(write: Callable[[], None], what: str, lost: str) -> None:
-    """Write what a run has made. On a full disk wait and try again, with a line a minute. Raise LostError."""
-    for left in reversed(range(TRIES)):
+def publish(path: Path, content: bytes) -> bool:
+    """Write a file whole and to the disk, unless it exists. Return whether it was written."""
+    unfinished = path.with_name(f".unfinished.{secrets.token_hex(4)}")
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(content)
+            file.flush()
+            flush_to_disk(file.fileno(), path)
         try:
-            write()
-            return
-        except (OSError, ConfigError) as error:  # ConfigError: of a table that someone has edited meanwhile
-            reason = first_line(getattr(error, "strerror", None) or error)
-        if left:
-            warn(f"{reason}: {what} is not written; make room, the next of {left} more tries is in {PAUSE} seconds")
-            time.sleep(PAUSE)
-    raise LostError(f"{reason}: {what} is not written, and {lost}")
+            os.link(unfinished, path)  # which replaces nothing
+        except OSError:  # it exists, or the file system has no links
+            if path.exists():
+                return False
+            os.replace(unfinished, path)
+        return True
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+PAUSE = 60  # seconds
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_patiently(write: Callable[[], T], what: str) -> T:
+    """Write what a run has made; return what `write` does. On a full disk wait and try again, with a line a minute.
+
+    Raise LostError if it cannot be written at all.
+    """
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise LostError(f"{describe(error)}: {what} is not written") from error
+            warn(f"{error.strerror}: {what} is not written; make room, the next try is in {PAUSE} seconds")
+        time.sleep(PAUSE)

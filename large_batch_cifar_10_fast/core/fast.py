@@ -449,8 +449,6 @@ def try_to_compile(what: str, eager: Any, check: Callable[[Callable], None], tea
     except Exception as error:  # a compiler raises nearly anything
         causes = re.findall(".*(?:error:|cannot find|undefined reference).*", str(error))  # in a compiler's output
         failure = ": ".join(dict.fromkeys([first_line(error), *causes[:1]]))
-        if failure.endswith("file too short"):
-            failure += " (an earlier compilation was interrupted: delete this file)"
     failure = team.first_failure(f"compiled {what}", failure)
     if failure:
         team.warn(f"not compiled ({failure}): {what} continues uncompiled; --no_compile skips the attempt")

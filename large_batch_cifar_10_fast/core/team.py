@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
-from tqdm import tqdm
 
 from .. import FIRST, RENDEZVOUS, ConfigError
 from .devices import take_device
+from .printing import show, warn
 
 
 @dataclass(frozen=True)
@@ -134,30 +134,6 @@ class Team:
         """Print a warning on STDERR, on rank 0 only."""
         if self.is_main:
             warn(text)
-
-
-def warn(text: str) -> None:
-    show(f"Warning: {text}")
-
-
-def show(text: str) -> None:
-    """Print a line on STDERR, clear of the progress bar.
-
-    Text and line end are one write: with PYTHONUNBUFFERED they would be two, and lines of several processes would mix.
-    """
-    if sys.stderr:  # None if it was closed: then `print` would use STDOUT
-        with tqdm.external_write_mode():
-            print(f"{text}\n", end="", file=sys.stderr, flush=True)
-
-
-def print_line(line: str) -> None:
-    """Print a line of the log, like `show`. If it cannot be written, continue without a log."""
-    with tqdm.external_write_mode():
-        try:
-            print(f"{line}\n", end="", flush=True)
-        except OSError as error:  # a full disk, or a pipe whose reader has ended
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            warn(f"STDOUT cannot be written ({error.strerror}): the log ends here, the tables continue")
 
 
 def launched_world_size() -> int:

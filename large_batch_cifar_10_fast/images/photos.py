@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from .. import ConfigError, list_some
 from ..core.devices import count_cores
-from ..core.team import warn
+from ..core.printing import warn
 
 FORMATS = ("JPEG", "PNG", "WEBP")  # of files that are read, whatever their ending
 SIZE = 32  # pixels a side

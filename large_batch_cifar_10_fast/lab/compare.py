@@ -25,7 +25,7 @@ from .results import Log, find_files, names_of, read_log
 from .snapshot import Place, changed_lines
 from .statistics import Comparison, compare_means, in_columns, in_markdown, verdict, wilson
 from .status import status_of
-from .table import PLACE, SIZES, differences
+from .table import OPTION, PLACE, SIZES, differences
 
 MARGIN = 0.1  # points of accuracy that are equivalent
 TIME_MARGIN = 0.05  # times within 5% of the reference's are equivalent
@@ -109,7 +109,7 @@ def seconds_of(log: Log) -> pd.Series:
 
 def other_loss(mine: Log, reference: Log) -> str:
     """Return how the label smoothing differs, or "". Recipes without this option have none."""
-    a, b = (float(log.conditions.get("label_smoothing", 0)) for log in (mine, reference))
+    a, b = (float(log.conditions.get(f"{OPTION}label_smoothing", 0)) for log in (mine, reference))
     return f"label_smoothing {a:g}, the reference's {b:g}" if a != b else ""
 
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from .. import ConfigError, Interrupted
 from ..core.devices import count_cores, count_gpus
-from ..core.team import show
+from ..core.printing import show
 from ..files import write_atomically
 from .compare import MARGIN, Verdict, accuracies, compare
 from .figures import write_picture
@@ -35,7 +35,7 @@ from .program import load_program, read_command, recipe_of
 from .results import Log, read_log
 from .snapshot import check_unchanged, place_of
 from .statistics import compare_means
-from .table import Row, read
+from .store import rows_of
 from .train import Launch, Processes, plan_processes, start_launch
 
 HOLDOUT = 10_000  # of CIFAR-10's 50,000 images: the error of a mean is a third of that over 1,000
@@ -178,14 +178,6 @@ def read_options(words: Sequence[str]) -> tuple[Any, Any]:
 
 
 # ---- The runs
-
-
-def rows_of(out: Path) -> dict[str, list[Row]]:
-    """Return the rows of the finished runs, by campaign."""
-    found: dict[str, list[Row]] = {}
-    for row in read(out / "runs.tsv"):
-        found.setdefault(row["campaign"], []).append(row)
-    return found
 
 
 def check_finished(plan: Plan, out: Path) -> None:

@@ -18,12 +18,13 @@ from ..core.clock import PARTS
 from ..core.data import Images
 from ..core.devices import driver_and_clocks, peak_memory, software
 from ..core.machine import Machine
+from ..core.printing import print_line, show, warn, warn_once
 from ..core.score import Epoch
-from ..core.team import Team, print_line, show, warn
-from ..files import warn_once
+from ..core.team import Team
 from ..images.load import count_copies
-from .campaign import Campaign, save_weights, teams_on_this_machine
+from .campaign import save_weights, teams_on_this_machine
 from .options import Options, as_pairs
+from .store import Campaign
 from .table import GOAL, NUMBERS, Row, diverged, reached_goal
 
 T = TypeVar("T")
@@ -58,7 +59,8 @@ class Recorder:
         self.machine = machine
         self.run_epochs = epochs
         if self.campaign:
-            self.campaign.computed_with(machine.is_compiled, self.team.on_gpu and not machine.has_graphs)
+            no_graph = self.team.on_gpu and not machine.has_graphs
+            self.campaign.agree({"compile": str(machine.is_compiled), "no_graph": str(no_graph)})
         if self.team.is_main:
             self.common |= driver_and_clocks(self.team.device)  # after the warm-up: an idle GPU slows down
         if self.team.is_first:
@@ -96,8 +98,8 @@ class Recorder:
         self.bar.n = round(self.bar.n)  # its steps do not add up to 1 exactly
         self.bar.set_postfix(**shown, accuracy=f"{epoch.validation.accuracy:.4f}", refresh=False)
         if self.campaign:
-            with warned("epochs.tsv"):
-                self.campaign.add_epoch(self.run, row)
+            with warned("the epochs so far"):
+                self.campaign.add_epochs(self.run, self.epochs)
             self.show_epoch(epoch, rate)
 
     def show_epoch(self, epoch: Epoch, rate: float) -> None:
@@ -125,14 +127,13 @@ class Recorder:
         at_goal = [epoch for epoch in self.epochs if epoch["validation_accuracy"] >= GOAL]
         if at_goal and not last.diverged:
             row |= {"goal_epoch": at_goal[0]["epoch"], "goal_seconds": at_goal[0]["seconds"]}
-        self.campaign.add_run(self.run, row)
+        self.campaign.add_run(self.run, row, self.epochs)
+        with warned("runs.tsv"):
+            self.campaign.write_tables()
         finished = self.campaign.rows[self.run]
         if teams_on_this_machine(self.team) > 1:
             print_line(f"# run {self.run}, seed {finished['seed']}")
         self.print_run(finished)
-        if self.run == 0:
-            with warned("timing_log.tsv"):
-                self.campaign.write_curve(self.epochs)
         if self.run == self.options.runs - 1 and self.options.save:
             save_weights(Path(self.options.save), last.network.state_dict(), finished, for_use)
         if last.diverged:
@@ -145,7 +146,8 @@ class Recorder:
         self.bar.close()
         if not self.campaign:
             return
-        self.campaign.finish()
+        with warned("runs.tsv"):
+            self.campaign.write_tables(at_once=True)
         if teams_on_this_machine(self.team) > 1:  # the launcher prints it
             return
         if self.campaign.missing:
@@ -197,7 +199,7 @@ class Recorder:
 
     def print_run(self, row: Mapping[str, str]) -> None:
         """Print a run's line, as published but with a fourth decimal, without which runs over 94% cannot be counted."""
-        number = {name: float(row[name]) for name in NUMBERS}
+        number = {name: float(row[name] or "nan") for name in NUMBERS}
         form = "Train acc {train_accuracy:.4f} loss {train_loss:.3f}, validation acc {validation_accuracy:.4f} "
         print_line((form + "loss {validation_loss:.3f} wall time {seconds:.3f}s").format(**number))
         if row["run"] == "0":

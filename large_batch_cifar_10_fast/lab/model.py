@@ -15,8 +15,8 @@ from .. import PROGRAMS, ConfigError, first_line
 from ..core import data as batches
 from ..core import fast
 from ..core.devices import ieee_float32
+from ..core.printing import warn
 from ..core.score import Score
-from ..core.team import warn
 from ..images.load import load_images
 from .options import make
 from .program import file_of, load_program, sets_of

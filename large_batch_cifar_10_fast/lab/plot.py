@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from .. import ConfigError
-from ..core.team import warn
+from ..core.printing import warn
 from .figures import write_picture
 from .options import command_parser
 from .results import Log, each_campaign, names_of, read_log
@@ -49,7 +49,7 @@ def label_of(name: str, log: Log) -> str:
 
 def table_of(log: Log, label: str, color: str) -> pd.DataFrame:
     """Return a row per run and one per epoch of a run, NaN where unknown: accuracies in percent, work in PFLOP."""
-    last = float(log.conditions.get("epochs", "nan")) if log.epochs.empty else np.nan
+    last = float(log.conditions.get("hyp.epochs", "nan")) if log.epochs.empty else np.nan
     work = float(log.conditions.get("pflop", "nan"))
     runs = log.runs.assign(epoch=last, final=100 * log.runs["accuracy"], work=work)
     table = pd.concat([runs, log.epochs]).rename(columns={"validation_loss": "loss"}).assign(label=label, color=color)

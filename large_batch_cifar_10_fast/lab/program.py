@@ -32,13 +32,15 @@ from ..core.devices import out_of_memory_hint
 from ..core.fast import checksum, precision_on_cpu, precision_on_gpu, prepare_cache_folder
 from ..core.hyp import BaseHyp
 from ..core.machine import Machine
+from ..core.printing import warn
 from ..core.score import Epoch
-from ..core.team import Team, join_team, warn
+from ..core.team import Team, join_team
 from ..images.load import load_images
 from . import snapshot
-from .campaign import Campaign, check_processes_agree, conditions
+from .campaign import check_processes_agree, conditions
 from .log import Recorder
 from .options import Options, check_names, check_save, parse_options, parser_of
+from .store import Campaign
 from .table import Row, new_name
 
 LONG = 0.08  # PFLOP of a run, from which on a CPU compiles: about ten minutes on two cores in fp32
@@ -64,12 +66,12 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         campaign = None
         if team.is_main:
             place = name_campaign(snapshot.place_of(arguments), options.resume)
-            campaign = opened.enter_context(Campaign(place.campaign, Path(options.out), options.runs))
+            campaign = opened.enter_context(Campaign(Path(options.out), place.campaign, options.runs))
             if RENDEZVOUS not in os.environ:  # the launcher has not kept the code
                 file = file_of(program)
                 place = place._replace(recipe=name if file.resolve().parent == PACKAGE else str(file))
                 snapshot.check_unchanged(program, place)
-            campaign.begin(common)
+            campaign.agree({name: value for name, value in common.items() if name not in ("compile", "no_graph")})
             if RENDEZVOUS not in os.environ:
                 for file in snapshot.edited_files(program):
                     warn(f"{file.name} was changed after it was loaded: what runs may differ from what is kept")

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from .. import PACKAGE, ConfigError, first_line
-from .table import CONDITIONS, EPOCHS, GOAL, PLACE, SIZES, from_pairs
+from .table import CONDITIONS, EPOCHS, GOAL, OPTION, PLACE, SIZES
 
 PUBLISHED = PACKAGE / "published" / "runs.tsv"
 MAY_DIFFER = (*PLACE, "commit")  # among the runs of a log
@@ -153,12 +153,12 @@ def conditions_of(source: str, rows: pd.DataFrame) -> tuple[dict[str, str], list
 
     Raise ConfigError if conditions differ. A missing value equals all values.
     """
-    named = rows.reindex(columns=["images", *SIZES, *CONDITIONS, *MAY_DIFFER, "validation_images"], fill_value="")
-    named = named.rename(columns={"validation_images": "test_images"}).drop(columns="options")
-    options = pd.DataFrame([*map(from_pairs, rows["options"])], index=rows.index).fillna("")
+    options = [name for name in rows if name.startswith(OPTION)]
+    columns = ["images", *SIZES, *CONDITIONS, *options, *MAY_DIFFER, "validation_images"]
+    named = rows.reindex(columns=columns, fill_value="").rename(columns={"validation_images": "test_images"})
     conditions = {}
     notes = []
-    for name, column in pd.concat([named, options], axis=1).items():
+    for name, column in named.items():
         values = [*dict.fromkeys(column[column != ""])]
         if len(values) == 1:
             conditions[str(name)] = values[0]

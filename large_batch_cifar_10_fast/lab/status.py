@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 from ..files import claim
-from .campaign import LAUNCHES
 from .results import Log, campaigns_in, find_files, read_log
+from .store import LAUNCHES
 
 HEAD = ("campaign", "runs", "accuracy, %", "best", "worst", "seconds", "CPU seconds", "state")
 
@@ -41,11 +41,11 @@ def line_of(log: Log, path: Path) -> tuple[str, ...]:
 
 def plan_of(table: Path, campaign: str) -> tuple[int, bool]:
     """Return the --runs of the last launch (0: unknown), and whether a launch is running."""
-    path = table.parent / ".campaigns" / f"{campaign}.json"
+    folder = table.parent / "runs" / campaign
     planned = 0
     is_running = False
     with contextlib.suppress(OSError, ValueError):  # it was deleted, or may not be opened, or is being written
-        planned = int(json.loads(path.read_text()).get("runs", 0))
-        with path.open("rb+") as file:
-            is_running = not claim(file.fileno(), LAUNCHES, path)
+        planned = json.loads((folder / "campaign.json").read_text())["runs"]
+        with (folder / "claims").open("rb+") as file:
+            is_running = not claim(file.fileno(), LAUNCHES, folder)
     return planned, is_running

@@ -21,7 +21,8 @@ from .log import print_summary
 from .options import Options
 from .program import load_program, name_campaign, read_command
 from .snapshot import check_unchanged, environment_of, keep, place_of
-from .table import new_name, read
+from .store import finished_runs, row_of
+from .table import new_name
 
 LIBC = ctypes.CDLL(None)
 
@@ -36,15 +37,15 @@ class Launch(NamedTuple):
 def main(arguments: Sequence[str]) -> int:
     """Make a campaign's runs. Return the exit status: 0, 1 after a failure, 128 + N after signal N."""
     options = read_options(arguments)
-    out = Path(options.out)
-    campaign = name_campaign(place_of(arguments), options.resume).campaign
+    place = name_campaign(place_of(arguments), options.resume)
+    folder = place.folder
+    campaign = place.campaign
     try:
         with start_launch([*arguments, "--campaign", campaign]) as processes:
             ended = processes.wait()
     except Interrupted as end:
         ended = Launch(*end.args)
-    rows = [row for row in read(out / "runs.tsv") if row["campaign"] == campaign]
-    rows = [row for row in rows if int(row["run"]) < options.runs]
+    rows = [row_of(folder, run) for run in finished_runs(folder) if run < options.runs]
     if ended.status:
         again = f"; the same command with --campaign {campaign} continues" if rows else ""
         finished = f"{len(rows)} of {options.runs} runs are finished"
