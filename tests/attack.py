@@ -9,6 +9,7 @@ broken. A kill takes about ten seconds, a pair of launches twenty.
 import argparse
 import contextlib
 import csv
+import json
 import os
 import random
 import signal
@@ -58,14 +59,14 @@ def kill_one(folder: Path, dice: random.Random) -> int:
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table, without a half-written last one."""
-    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-    return list(csv.DictReader(lines, delimiter="\t"))
+    """Return the rows of a table."""
+    return list(csv.DictReader(path.read_text().splitlines(), delimiter="\t"))
 
 
 def table_of(folder: Path) -> list[tuple[str, ...]]:
-    """Return what does not depend on time, by run."""
-    return sorted(tuple(row[name] for name in EQUAL) for row in rows_of(folder / "runs.tsv"))
+    """Return what does not depend on time, by run, from the files of the finished runs."""
+    rows = [json.loads(path.read_text())["row"] for path in folder.glob("runs/night/0*.json")]
+    return sorted(tuple(str(row[name]) for name in EQUAL) for row in rows)
 
 
 def complete(folder: Path, kind: str, kills: int, dice: random.Random) -> int:

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from forked import FORKS, train_forked
 
-from large_batch_cifar_10_fast import ConfigError, files
+from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast.core import printing
+from large_batch_cifar_10_fast.core.clock import PARTS
 from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab import program
-from large_batch_cifar_10_fast.lab.table import PARTS
 
 CPU = torch.device("cpu")
 ALONE = Team(0, 1, CPU, 1)  # one process with one worker
@@ -53,7 +54,7 @@ TINY = ["--batch_size", "16", "--ghost_batch", "8", "--width", "4", "--epochs", 
 @pytest.fixture(autouse=True)
 def forget_warnings() -> None:
     """Each test is warned anew."""
-    files.warn_once.cache_clear()
+    printing.warn_once.cache_clear()
 
 
 @pytest.fixture(scope="session")

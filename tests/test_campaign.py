@@ -1,10 +1,9 @@
 """A campaign loses nothing: killed and resumed, or made in shares, it equals an uninterrupted one."""
 
 import contextlib
-import errno
+import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -29,14 +28,15 @@ from conftest import (
     write_npz,
 )
 
-from large_batch_cifar_10_fast import ConfigError, LostError, files
+from large_batch_cifar_10_fast import ConfigError, LostError
 from large_batch_cifar_10_fast.core.score import Epoch, Score
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
-from large_batch_cifar_10_fast.lab import log, table
+from large_batch_cifar_10_fast.lab import log
 from large_batch_cifar_10_fast.lab.log import Recorder
 from large_batch_cifar_10_fast.lab.options import Options
 from large_batch_cifar_10_fast.lab.process import exit_process
 from large_batch_cifar_10_fast.lab.results import read_log
+from large_batch_cifar_10_fast.lab.store import finished_runs, write_tables
 
 pytestmark = pytest.mark.slow
 
@@ -107,8 +107,9 @@ def wait_for(happened: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def rows_of(table: Path) -> int:
-    return table.read_bytes().count(b"\n") - 1 if table.exists() else 0
+def rows_of(out: Path) -> int:
+    """Return the number of finished runs."""
+    return len([*out.glob("runs/*/[0-9]*.json")])
 
 
 def trainers(folder: Path) -> list[int]:
@@ -128,24 +129,21 @@ def test_ended_and_continued_a_campaign_equals_an_uninterrupted_one(arguments, t
     table = tmp_path / "runs.tsv"
     words = [*arguments, "--campaign", "night", "--nproc", "2"]
     with started(tmp_path, *words) as process:
-        wait_for(lambda: rows_of(table) == 1)
+        wait_for(lambda: rows_of(tmp_path) == 1)
         assert set() < listening(processes_of(tmp_path)) <= LOOPBACK, "the rendezvous is on this machine"
         for pid in processes_of(tmp_path):
             os.kill(pid, signal.SIGHUP)
-        wait_for(lambda: rows_of(table) == 2)
+        wait_for(lambda: rows_of(tmp_path) == 2)
         os.kill(trainers(tmp_path)[1], signal.SIGKILL)
         check_end(process, tmp_path, 1, "process 1 was ended by SIGKILL")
-    kept = table.read_text()
+    kept = {path: path.read_bytes() for path in tmp_path.glob("runs/night/0*.json")}
     with started(tmp_path, *words) as process:
         wait_for(lambda: len(trainers(tmp_path)) == 2)
         os.killpg(process.pid, signal.SIGINT)
         check_end(process, tmp_path, 128 + signal.SIGINT, "ended by SIGINT")
-    with open(table, "a") as half_written:
-        half_written.write("20990101T000000-1\t2099")
     result = train_together(2, *arguments, "--resume", cwd=tmp_path)
     assert result.returncode == 0
-    assert table.read_text().startswith(kept), "finished rows are not touched"
-    assert "20990101T000000-1\t2099" in (tmp_path / "runs.tsv.broken").read_text()
+    assert {path: path.read_bytes() for path in kept} == kept, "finished runs are not touched"
     pd.testing.assert_frame_equal(results(table), results(uninterrupted[0]))
     assert result.stdout.splitlines()[-2:] == uninterrupted[1].splitlines()[-2:]
 
@@ -154,7 +152,7 @@ def check_end(process: subprocess.Popen, folder: Path, status: int, reason: str)
     """Of a launch that was ended no process is left, and its last line says how it ended and what continues it."""
     assert process.wait(timeout=20) == status
     wait_for(lambda: not processes_of(folder))
-    made = f"; {rows_of(folder / 'runs.tsv')} of {RUNS} runs are finished"
+    made = f"; {rows_of(folder)} of {RUNS} runs are finished"
     how = f"train: {reason}.*{made}; the same command with --campaign night continues\n"
     assert re.fullmatch(how, without_progress(process.stderr.read()))
 
@@ -167,7 +165,7 @@ def test_two_teams_make_the_rows_and_weights_of_one_process_and_end_with_their_l
         wait_for(lambda: len(trainers(tmp_path)) == 2)
         process.kill()
         wait_for(lambda: not processes_of(tmp_path))
-    assert rows_of(tmp_path / "runs.tsv") == 0, "they trained without it"
+    assert rows_of(tmp_path) == 0, "they trained without it"
     with started(tmp_path, *words, "--nproc", 1, "--teams", 2) as process:
         output, errors = process.communicate(timeout=200)
     assert (process.returncode, without_progress(errors)) == (0, "")
@@ -193,7 +191,9 @@ def test_only_missing_runs_are_trained_and_more_runs_can_be_added(small, whole, 
     monkeypatch.setattr(Recorder, "finish", lambda log, *last: trained.append(log.run) or finish(log, *last))
     for kept in ("source", "runs"):
         shutil.copytree(whole.parent / kept, tmp_path / kept)
-    (table := tmp_path / "runs.tsv").write_text("".join(whole.read_text().splitlines(keepends=True)[:3]))
+    for run in (2, 3, 4):
+        (tmp_path / "runs" / "whole" / f"{run:04}.json").unlink()
+    table = tmp_path / "runs.tsv"
     run_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
     assert trained == [2], "of three, two were finished"
     run_here(*small, "--runs", 3, "--resume", "--out", tmp_path)
@@ -205,10 +205,12 @@ def test_only_missing_runs_are_trained_and_more_runs_can_be_added(small, whole, 
 
 def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, tmp_path, monkeypatch):
     """Variables that are known to change results are a condition, too."""
-    rows = pd.read_csv(whole, sep="\t", dtype=str, keep_default_na=False)
-    rows = rows.assign(code="7", torch="7", device="abacus", processes="2")
-    rows.to_csv(table := tmp_path / "runs.tsv", sep="\t", index=False)
-    before = table.read_bytes()
+    shutil.copytree(whole.parent / "runs", tmp_path / "runs")
+    path = tmp_path / "runs" / "whole" / "campaign.json"
+    campaign = json.loads(path.read_text())
+    campaign["conditions"] |= {"code": "7", "torch": "7", "device": "abacus", "processes": "2"}
+    path.write_text(json.dumps(campaign))
+    before = path.read_bytes()
     others = write_npz(tmp_path / "others.npz", *draw_shapes(643, 102))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("NCCL_ALGO", "Ring,Tree\t\nx y")
@@ -219,7 +221,7 @@ def test_other_conditions_are_refused_in_one_line_that_names_them(small, whole, 
     found += ["digest (", "code (", "torch (", "device (CPU ", "environment (NCCL_ALGO=Ring%2CTree%09%0Ax%20y, not -)"]
     for condition in found:
         assert condition in str(error.value)
-    assert table.read_bytes() == before
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(4, 13), (11, 40), (0.1, 0)])
@@ -237,85 +239,26 @@ def test_without_a_terminal_an_epoch_is_seen_in_ten_seconds(seconds, lines, monk
     assert len(capsys.readouterr().err.splitlines()) == lines
 
 
-def test_epochs_are_written_while_a_run_is_made(tiny_npz, tmp_path, monkeypatch):
-    """A run that was interrupted has epochs, but no row; when it is made again, its epochs are written again."""
+def test_epochs_are_in_the_table_while_a_run_is_made(tiny_npz, tmp_path, monkeypatch):
+    """A run that was interrupted has epochs, but no row, until the next launch."""
     options, epoch = ["--demo", *TINY, "--data", tiny_npz, "--out", tmp_path, "--campaign", "a"], Recorder.epoch
     first = iter([True])
     monkeypatch.setattr(Recorder, "epoch", lambda *given: epoch(*given) if next(first, None) else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_here(*options)
-    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t").empty
+    write_tables(tmp_path)
+    assert pd.read_csv(tmp_path / "epochs.tsv", sep="\t")["epoch"].tolist() == [1]
     monkeypatch.setattr(Recorder, "epoch", epoch)
     run_here(*options)
-    epochs = pd.read_csv(tmp_path / "epochs.tsv", sep="\t")
-    assert epochs["epoch"].tolist() == [1, 1, 2]
-    assert epochs["train_loss"][0] == epochs["train_loss"][1]
-    assert read_log(str(tmp_path / "runs.tsv")).epochs["seconds"].tolist() == epochs["seconds"][1:].tolist()
+    assert pd.read_csv(tmp_path / "epochs.tsv", sep="\t")["epoch"].tolist() == [1, 2]
 
 
-def test_a_run_is_not_lost_if_other_files_cannot_be_written(small, tmp_path, capsys):
-    (tmp_path / "timing_log.tsv").mkdir()
-    (tmp_path / "epochs.tsv").write_text("epoch\tmine\n1\t2\n")
-    run_here(*small, "--out", tmp_path)
-    errors = capsys.readouterr().err
-    for name in ("epochs.tsv", "timing_log.tsv"):
-        assert re.search(f"Warning: .*{name} is not written", errors), errors
-    assert (tmp_path / "epochs.tsv").read_text() == "epoch\tmine\n1\t2\n"
-    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [0]
-
-
-@pytest.fixture
-def full_disk(monkeypatch) -> dict[str, int]:
-    """Let the disk have no room for a row until `pauses` pauses are over; return what was counted."""
-    counted = {"pauses": 0, "runs": 0, "room_after": 2}
-
-    def flush(descriptor, path):
-        is_full = path.name == "runs.tsv" and rows_of(path) > 1
-        if is_full and counted["pauses"] < counted["room_after"]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    def begin(recorder, run):
-        counted["runs"] += 1
-        original(recorder, run)
-
-    def sleep(seconds):
-        counted["pauses"] += 1
-
-    original = Recorder.begin
-    monkeypatch.setattr(Recorder, "begin", begin)
-    monkeypatch.setattr(table, "flush_to_disk", flush)
-    monkeypatch.setattr(files, "TRIES", 3)
-    monkeypatch.setattr(files, "time", SimpleNamespace(sleep=sleep))
-    return counted
-
-
-def test_a_run_waits_for_a_full_disk(small, tmp_path, full_disk, capsys):
-    run_here(*small, "--runs", 4, "--out", tmp_path)
-    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [0, 1, 2, 3]
-    lines = re.findall(r"Warning: No space left on device: run 1 of .*, accuracy 0\.\d+\) is", capsys.readouterr().err)
-    assert len(lines) == 2
-
-
-def test_no_run_is_made_that_a_full_disk_cannot_keep(small, tmp_path, full_disk):
-    full_disk["room_after"] = 99
-    with pytest.raises(LostError, match=r"^No space left on device: run 1 of .* is lost: make room, and start again"):
-        run_here(*small, "--runs", 9, "--out", tmp_path)
-    assert full_disk["runs"] == 2
-    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [0]
-
-
-def test_weights_that_a_full_disk_did_not_take_are_an_error(small, tmp_path, monkeypatch):
-    """The row of their run is there."""
-    monkeypatch.setattr(files, "TRIES", 1)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, unlimited[1]))
-    try:
-        with pytest.raises(LostError, match=r"^File too large: .*w.pt is not written, and the weights of run 0 are"):
-            run_here(*small, "--out", tmp_path, "--save", tmp_path / "w.pt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["run"].tolist() == [0]
-    assert not (tmp_path / "w.pt").exists()
+def test_a_run_is_not_lost_if_tables_cannot_be_written(small, tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs.tsv").mkdir()
+    run_here(*small, "--out", tmp_path, "--campaign", "night")
+    assert re.search("Warning: runs.tsv is not written", capsys.readouterr().err)
+    assert finished_runs(tmp_path / "runs" / "night") == [0]
 
 
 def test_what_cannot_be_kept_ends_a_process_with_one_line(capsys, monkeypatch):

@@ -10,7 +10,7 @@ from conftest import REPO, TINY, train_on_machines, train_together, write_npz
 from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab import program
-from large_batch_cifar_10_fast.lab.table import read
+from large_batch_cifar_10_fast.lab.store import rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -104,4 +104,4 @@ def test_processes_whose_weights_drift_apart_end_the_campaign_without_a_row(few_
     line += "test memory and links of the machines, or try --no_compile"
     assert result.returncode == 2
     assert result.stderr.splitlines()[1:] == [line]  # after that of few steps
-    assert read(tmp_path / "out" / "runs.tsv") == []
+    assert rows_of(tmp_path / "out") == {}

@@ -17,12 +17,12 @@ from PIL import Image
 from torch.distributed import run as torchrun
 
 from large_batch_cifar_10_fast import RENDEZVOUS, ConfigError, __main__, apple2019
-from large_batch_cifar_10_fast.core.team import print_line, show
+from large_batch_cifar_10_fast.core.printing import print_line, show
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab import train
 from large_batch_cifar_10_fast.lab.process import exit_process
 from large_batch_cifar_10_fast.lab.program import read_command
-from large_batch_cifar_10_fast.lab.table import read
+from large_batch_cifar_10_fast.lab.store import rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def test_a_small_demo_learns_in_a_hostile_folder_with_stdout_and_stderr_closed(h
     result = run_program("bash", "-c", f"sh {script} {small} >&- 2>&-", cwd=hostile, **outer)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert {path.name for path in hostile.glob("*.tsv")} == {"runs.tsv", "epochs.tsv", "timing_log.tsv"}
-    (row,) = read(hostile / "runs.tsv")
+    ((row,),) = rows_of(hostile).values()
     assert float(row["validation_accuracy"]) > 0.6
 
 
@@ -186,7 +186,7 @@ def test_torchrun_starts_processes_that_go_on_if_their_log_cannot_be_written(tin
         torchrun.main(["--nproc_per_node", "2", "-m", f"{COMMAND}.apple2019", *words])
     finally:
         os.dup2(stdout, 1)
-    assert [row["processes"] for row in read(tmp_path / "runs.tsv")] == ["2", "2"]
+    assert [row["processes"] for row in next(iter(rows_of(tmp_path).values()))] == ["2", "2"]
     assert capfd.readouterr().err.count("STDOUT cannot be written (No space left on device)") == 1
 
 

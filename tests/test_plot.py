@@ -45,7 +45,7 @@ def write_table(folder, campaigns, **fields) -> str:
     rows = []
     for number, (name, end) in enumerate(campaigns.items()):
         counts = [10_000 * end, 10_000 * end + 10]
-        path = write_runs(folder / name, counts, name, 10 * number, **{"options": "epochs=3"} | fields)
+        path = write_runs(folder / name, counts, name, 10 * number, **{"hyp.epochs": 3} | fields)
         tables.append(pd.read_csv(path, sep="\t"))
         curve = [end - 0.3, end - 0.1, end]
         rows += [(name, run, epoch, epoch, curve[epoch - 1] + run / 1000) for run in (0, 1) for epoch in (1, 2, 3)]
@@ -57,7 +57,7 @@ def write_table(folder, campaigns, **fields) -> str:
 def test_a_picture_has_the_data(tmp_path, panels):
     for kept, runs in (("1", [(0.2, 0.25), (0.1, 0.15), (0.3, 0.35)]), ("0.5", [(0.2, 0.3)])):
         folder = tmp_path / kept
-        write_runs(folder / "runs.tsv", [10_000 * b for _, b in runs], options="epochs=2", pflop=kept)
+        write_runs(folder / "runs.tsv", [10_000 * b for _, b in runs], pflop=kept, **{"hyp.epochs": 2})
         rows = [(i, e, a) for i, run in enumerate(runs) for e, a in enumerate(run, 1)]
         write_epochs(folder, [("b", i, e, e, a, 1 - a, (1 - a) / 2) for i, e, a in rows])
     curves, losses, final, work = panels(tmp_path / "1" / "runs.tsv", tmp_path / "0.5" / "runs.tsv").values()
@@ -111,7 +111,7 @@ def test_of_an_asterisk_each_campaign_is_a_line_with_its_name_or_label(tmp_path,
 
 def test_unfinished_runs_count_by_epoch(tmp_path, panels):
     """Of a run that was made again, those of the last launch count, or of the one that finished it."""
-    source = write_runs(tmp_path / "runs.tsv", [3000], launch="x", options="epochs=2")
+    source = write_runs(tmp_path / "runs.tsv", [3000], launch="x")
     rows = [("b", 0, 1, 0.1, "w"), ("b", 0, 1, 0.2, "x"), ("b", 0, 2, 0.3, "x"), ("b", 1, 1, 0.9, "x")]
     rows += [("b", 1, 1, 0.4, "y"), ("other", 2, 1, 0.9, "y"), ("b", 0, 2, 0.9, "z")]
     names = ["campaign", "run", "epoch", "validation_accuracy", "launch"]

@@ -13,7 +13,14 @@ from large_batch_cifar_10_fast.lab.table import GOAL
 
 def write_runs(path, counts, campaign="b", seed=0, table=(), **fields) -> str:
     """Write a runs.tsv of runs with so many of 10,000 images right, which take 5 s, 6 s, ...; return its path."""
-    row = {"campaign": campaign, "recipe": "muon", "options": "epochs=8 kept=1,0.5", "device": "A100", "processes": 1}
+    row = {
+        "campaign": campaign,
+        "recipe": "muon",
+        "hyp.epochs": "8",
+        "hyp.kept": "1,0.5",
+        "device": "A100",
+        "processes": 1,
+    }
     row |= {"train_loss": 1, "validation_loss": 0.9, "validation_images": 10000} | fields
     rows = [row | {"run": i, "seed": seed + i, "seconds": 5 + i, "validation_count": n} for i, n in enumerate(counts)]
     path.parent.mkdir(exist_ok=True)
@@ -81,7 +88,7 @@ def test_the_last_campaign_or_the_named_one_is_read(tmp_path):
     found = read_log(str(file))
     assert found.runs["accuracy"].tolist() == [0.94, 0.93]
     assert found.runs["seconds"].tolist() == [5, 6]
-    assert (found.conditions["images"], found.conditions["kept"]) == ('"', "1,0.5")
+    assert (found.conditions["images"], found.conditions["hyp.kept"]) == ('"', "1,0.5")
     named = {f"{file}": [5, 6], f"{file}:a": [0, 1], f"{tmp_path}/9*:b:1": [5, 6], f"{file}:*": [0, 1, 5, 6]}
     assert {source: read_log(source).runs["seed"].tolist() for source in named} == named
     assert each_campaign(f"{file}:*") == [f"{file}:a", f"{file}:b:1"]

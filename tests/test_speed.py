@@ -436,5 +436,5 @@ def test_if_the_compiler_fails_training_goes_on_with_one_warning_that_says_why(t
     result = python(*command, "--compile", "--data", tiny_npz, cwd=tmp_path, **variables)
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(r"Warning: not compiled \(.*: a.h:1: fatal error: no Python.h\): .*\n", result.stderr)
-    assert re.findall("# compile (True|False)", result.stdout) == ["True", "False"], "what was asked for, and done"
+    assert "\n# compile False, graphs False\n" in result.stdout
     assert pd.read_csv(tmp_path / "runs.tsv", sep="\t")["compile"].tolist() == [False]

@@ -21,7 +21,7 @@ from ..files import write_atomically, write_patiently
 from ..images.load import SYNTHETIC
 from .options import Options, text_of
 from .snapshot import digests
-from .table import OPTION, Row, differences, environment, new_name
+from .table import OPTION, SIZES, Row, decides, differences, environment, new_name
 
 
 def teams_on_this_machine(team: Team) -> int:
@@ -75,7 +75,7 @@ def check_processes_agree(options: Options, common: Mapping[str, str], team: Tea
     plan = {name: str(getattr(options, name)) for name in ("seed", "runs", "no_warmup")}
     first, *others = map(json.loads, team.gather("conditions", json.dumps({**common, **plan})))
     for rank, other in enumerate(others, 1):
-        text = differences(other, first, [name for name in other if name != "launch"])
+        text = differences(other, first, [name for name in other if decides(name) and name not in SIZES])
         if text:
             raise ConfigError(f"process {rank} differs from process 0 in {text}: give all processes the same options")
 

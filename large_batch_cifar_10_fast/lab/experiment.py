@@ -35,7 +35,7 @@ from .program import load_program, read_command, recipe_of
 from .results import Log, read_log
 from .snapshot import check_unchanged, place_of
 from .statistics import compare_means
-from .store import rows_of
+from .store import rows_of, write_tables
 from .train import Launch, Processes, plan_processes, start_launch
 
 HOLDOUT = 10_000  # of CIFAR-10's 50,000 images: the error of a mean is a third of that over 1,000
@@ -282,6 +282,7 @@ def start_part(plan: Plan, out: Path, name: str, runs: int, teams: int, team: in
 
 def read_logs(plan: Plan, out: Path) -> dict[str, Log]:
     """Return the results of all campaigns that have runs, best first. Raise ConfigError without any of the baseline."""
+    write_tables(out)
     made = rows_of(out)
     if BASELINE not in made:
         raise ConfigError(f"{out} has no finished run of the baseline: start without --report")

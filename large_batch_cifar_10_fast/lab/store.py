@@ -26,7 +26,7 @@ import pandas as pd
 from .. import ConfigError, system_errors_in_one_line
 from ..core.printing import warn
 from ..files import claim, lock, locked_byte, publish, share, write_atomically, write_patiently
-from .table import EPOCHS, TIMES, Row, differences
+from .table import EPOCHS, TIMES, Row, decides, differences
 
 PAUSE = 10  # seconds between two writings of the tables
 # Bytes of the file `claims` after those of all runs. The writer of the conditions locks one, all launches the other.
@@ -148,11 +148,6 @@ class Campaign:
             write_tables(self.out)
 
 
-def decides(name: str) -> bool:
-    """Return whether all runs of a campaign must have the same value of this column."""
-    return name not in ("campaign", "commit", "version", "data", "images", "launch", "driver", "clocks")
-
-
 # ---- Files of runs
 
 
@@ -212,7 +207,9 @@ def write_tables(out: Path) -> None:
                     epochs += own
                     curve = own if path.name == "0000.json" else curve
         write_table(out / "epochs.tsv", epochs, EPOCHS)
-        lines = [(epoch["epoch"], epoch["seconds"] / 3600, round(100 * epoch["validation_accuracy"], 4)) for epoch in curve]
+        lines = [
+            (epoch["epoch"], epoch["seconds"] / 3600, round(100 * epoch["validation_accuracy"], 4)) for epoch in curve
+        ]
         if lines:
             named = [dict(zip(("epoch", "hours", "top1Accuracy"), line, strict=True)) for line in lines]
             write_table(out / "timing_log.tsv", named, [])

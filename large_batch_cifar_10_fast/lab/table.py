@@ -69,6 +69,11 @@ def differences(one: Mapping[str, str], other: Mapping[str, str], names: Iterabl
     return ", ".join(found)
 
 
+def decides(name: str) -> bool:
+    """Return whether all runs of a campaign must have the same value of this column."""
+    return name not in ("campaign", "commit", "version", "data", "images", "launch", "driver", "clocks")
+
+
 def environment() -> str:
     """Return those variables of DECIDING that are set, as `NAME=value,NAME=value`, or "-"."""
     return ",".join(as_text(name) for name in DECIDING if name in os.environ) or "-"
