@@ -18,7 +18,6 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from urllib.parse import quote
 
 from .. import PROGRAMS, ConfigError, check_range, system_errors_in_one_line, version
-from ..core.hyp import BaseHyp
 from ..images.cifar import DATA
 
 MOST = 100_000  # the largest number that an option takes, unless it has another limit
@@ -77,7 +76,7 @@ def command_parser(text: str) -> Parser:
     )
 
 
-def parse_options(arguments: Sequence[str], name: str, hyp: type[BaseHyp]) -> tuple[Options, Any]:
+def parse_options(arguments: Sequence[str], name: str, hyp: Any) -> tuple[Options, Any]:
     """Return the options and the hyper-parameters that a command line asks for. Raise ConfigError.
 
     --small and --demo stand for options of the recipe, which those on the command line override.
@@ -95,7 +94,7 @@ def parse_options(arguments: Sequence[str], name: str, hyp: type[BaseHyp]) -> tu
     return make(Options, given), make(hyp, given)
 
 
-def parser_of(name: str, hyp: type[BaseHyp]) -> Parser:
+def parser_of(name: str, hyp: Any) -> Parser:
     """Return the parser of a recipe's command line. Raise TypeError for a field that cannot be an option."""
     parser = Parser(
         usage=f"cifar10-fast train --recipe {name} --runs 5 --campaign night",
@@ -154,15 +153,6 @@ def list_of(kind: type) -> Callable[[str], tuple]:
 
     read.__name__ = f"list of {kind.__name__}"
     return read
-
-
-def check_names(hyp: type[BaseHyp]) -> None:
-    """Raise TypeError for a name in Hyp that is neither a field, nor a ClassVar or property, nor one of BaseHyp."""
-    for owner in hyp.__mro__[: hyp.__mro__.index(BaseHyp)]:
-        for name, value in vars(owner).items():
-            is_own = name in get_type_hints(owner) or isinstance(value, property)
-            if not (is_own or name.startswith("_") or hasattr(BaseHyp, name)):
-                raise TypeError(f"Hyp.{name} is no field, and BaseHyp has no such name: annotate it, or correct it")
 
 
 def text_of(value: object) -> str:

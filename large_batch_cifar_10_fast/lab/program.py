@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from torch import nn
 
@@ -39,7 +39,7 @@ from ..images.load import load_images
 from . import snapshot
 from .campaign import check_processes_agree, conditions
 from .log import Recorder
-from .options import Options, check_names, check_save, parse_options, parser_of
+from .options import Options, check_save, parse_options, parser_of
 from .store import Campaign
 from .table import Row, new_name
 
@@ -202,6 +202,15 @@ def check_program(program: ModuleType) -> None:
         check_names(hyp)
         parser_of(recipe, hyp)
         hyp()  # each field has a default
+
+
+def check_names(hyp: type[BaseHyp]) -> None:
+    """Raise TypeError for a name in Hyp that is neither a field, nor a ClassVar or property, nor one of BaseHyp."""
+    for owner in hyp.__mro__[: hyp.__mro__.index(BaseHyp)]:
+        for name, value in vars(owner).items():
+            is_own = name in get_type_hints(owner) or isinstance(value, property)
+            if not (is_own or name.startswith("_") or hasattr(BaseHyp, name)):
+                raise TypeError(f"Hyp.{name} is no field, and BaseHyp has no such name: annotate it, or correct it")
 
 
 def recipe_of(arguments: Sequence[str], default: str = "apple2019") -> str:
