@@ -108,6 +108,16 @@ def test_published_runs_have_all_options_of_the_recipe(tmp_path, compared):
     assert "decay" not in text
 
 
+def test_equal_runs_have_no_effect_instead_of_a_verdict(written):
+    """As those of a change that does nothing. Another loss is an effect, whatever the accuracy."""
+    reference = written("ref")
+    report = compare.compare({"mine": written("mine"), "ref": reference}, "ref")
+    assert report.accuracy["mine"].word == "-"
+    assert "of mine: not compared: its 20 runs equal the reference's, bit for bit: the change has no" in report.text
+    other = written("other", validation_loss=0.91)
+    assert compare.compare({"mine": other, "ref": reference}, "ref").accuracy["mine"].word == "equivalent"
+
+
 def test_a_mean_stands_beside_a_difference_of_the_same_runs(written):
     """Of 12 and 10 runs, 8 have a partner."""
     counts = [9400 + 10 * i + i % 3 for i in range(12)]
@@ -177,7 +187,8 @@ def test_times_are_compared_under_equal_conditions_only(written, fields, share, 
     """1.9 CPU seconds a second are two threads' share."""
     table = {"device": "CPU", "processes": 1, **LAUNCHES}
     reference = written("ref", table=table | {"cpu_seconds": 1.9 * (5 + np.arange(20))})
-    mine = written("mine", table=table | fields | {"cpu_seconds": share * (5 + np.arange(20))})
+    other = {"cpu_seconds": share * (5 + np.arange(20)), "validation_loss": 0.91}
+    mine = written("mine", table=table | fields | other)
     report = compare.compare({"mine": mine, "ref": reference}, "ref")
     assert f" of mine: not compared: {sentence}" in report.text or not sentence
     assert report.seconds["mine"].word == ("-" if sentence else "equivalent")

@@ -73,7 +73,7 @@ def compare(
     texts = [differing_conditions(sides, base, reference), same_conditions(logs), differing_lines(sides, base)]
     if markdown:
         texts = [f"```\n{text}\n```" for text in texts if text]
-    notes = [*notes_on(verdicts), legend(margin, tests)]
+    notes = [*notes_on(verdicts), *best_and_equals(logs), legend(margin, tests)]
     separator = "\n\n" if markdown else "\n"
     parts = [*texts, *tables, as_table(other_figures(logs)), separator.join(notes)]
     return Report("\n\n".join(part for part in parts if part), verdicts[ACCURACY], verdicts[TIME])
@@ -108,9 +108,9 @@ def seconds_of(log: Log) -> pd.Series:
 
 
 def other_loss(mine: Log, reference: Log) -> str:
-    """Return how the label smoothing differs, or "". Recipes without this option have none."""
+    """Return how the label smoothing differs, or that there is no effect. Recipes without this option have none."""
     a, b = (float(log.conditions.get(f"{OPTION}label_smoothing", 0)) for log in (mine, reference))
-    return f"label_smoothing {a:g}, the reference's {b:g}" if a != b else ""
+    return f"label_smoothing {a:g}, the reference's {b:g}" if a != b else has_no_effect(mine, reference)
 
 
 def why_no_time(mine: Log, reference: Log) -> str:
@@ -122,6 +122,14 @@ def why_diverged(mine: Log, reference: Log) -> str:
         if log.diverged:
             return f"{log.diverged} of {log.count} runs of {log.name} diverged"
     return ""
+
+
+def has_no_effect(mine: Log, reference: Log) -> str:
+    """Return a text if all runs with common seeds are equal, bit for bit, or ""."""
+    both = mine.runs.merge(reference.runs, on="seed")
+    alike = [name for name in ("accuracy", "validation_loss") if both[f"{name}_x"].equals(both[f"{name}_y"])]
+    is_same = mine.name != reference.name and len(both) and len(alike) == 2 and both["validation_loss_x"].notna().all()
+    return f"its {len(both)} runs equal the reference's, bit for bit: the change has no effect" if is_same else ""
 
 
 def differing_place(mine: Log, reference: Log) -> str:
@@ -163,7 +171,7 @@ ACCURACY = "accuracy, %"
 LOSS = "loss"
 TIME = "seconds, by launch"
 QUANTITIES: dict[str, tuple[Callable[[Log], pd.Series], bool, Callable[[Log, Log], str]]] = {
-    ACCURACY: (accuracies, True, lambda mine, reference: ""),
+    ACCURACY: (accuracies, True, has_no_effect),
     LOSS: (losses, False, other_loss),
     TIME: (seconds_of, False, why_no_time),
 }
@@ -288,6 +296,22 @@ def notes_on(verdicts: Mapping[str, Mapping[str, Verdict]]) -> list[str]:
         found = f"these runs find a difference of {largest:.2g} points of accuracy four times in five"
         notes.append(f"No difference shown: {found}.")
     return notes
+
+
+def best_and_equals(logs: Mapping[str, Log]) -> list[str]:
+    """Return which campaign has the highest mean, and which are within noise of it; [] for fewer than three."""
+    compared = {name: accuracies(log) for name, log in logs.items() if not log.diverged}
+    if len(compared) < 3:
+        return []
+    best = max(compared, key=lambda name: compared[name].mean())
+    near = []
+    for name, sample in compared.items():
+        found = compare_means(sample, compared[best], len(compared) - 1)
+        if name != best and (not found or found.high >= 0):
+            near.append(name)
+    within = f"Within noise of it: {', '.join(near)}" if near else "None is within noise of it"
+    together = f"99% intervals, all {len(compared) - 1} together"
+    return [f"Highest mean: {best} (likely too high, because the same runs chose it). {within} ({together})."]
 
 
 def legend(margin: float, tests: int) -> str:

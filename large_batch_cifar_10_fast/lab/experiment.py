@@ -34,7 +34,6 @@ from .options import command_parser
 from .program import load_program, read_command, recipe_of
 from .results import Log, read_log
 from .snapshot import check_unchanged, place_of
-from .statistics import compare_means
 from .store import rows_of, write_tables
 from .train import Launch, Processes, plan_processes, start_launch
 
@@ -290,26 +289,9 @@ def read_logs(plan: Plan, out: Path) -> dict[str, Log]:
     return dict(sorted(logs.items(), key=lambda pair: -accuracies(pair[1]).mean()))
 
 
-def best_and_equals(logs: Mapping[str, Log]) -> str:
-    """Return which campaign has the highest mean, and which are within noise of it; "" for fewer than three."""
-    compared = {name: accuracies(log) for name, log in logs.items() if not log.diverged}
-    if len(compared) < 3:
-        return ""
-    best = max(compared, key=lambda name: compared[name].mean())
-    near = []
-    for name, sample in compared.items():
-        found = compare_means(sample, compared[best], len(compared) - 1)
-        if name != best and (not found or found.high >= 0):
-            near.append(name)
-    within = f"Within noise of it: {', '.join(near)}" if near else "None is within noise of it"
-    together = f"99% intervals, all {len(compared) - 1} together"
-    return f"Highest mean: {best} (likely too high, because the same runs chose it). {within} ({together})."
-
-
 def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict]) -> str:
     """Return notes on the best variant, the looks, and the final test."""
-    best = best_and_equals(logs)
-    notes = [best] if best else []
+    notes = []
     if len(logs) < len(plan.campaigns) or any(log.count < plan.runs for log in logs.values()):
         notes.append(f"Not finished: {plan.runs} runs of each are planned.")
     if len(plan.looks) > 1:

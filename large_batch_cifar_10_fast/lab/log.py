@@ -48,7 +48,7 @@ class Recorder:
         self.epochs: list[dict[str, float]] = []
         self.bar = tqdm(disable=True)
         self.shown = time.monotonic()  # when an epoch was shown
-        self.finished_before = {*campaign.rows} if campaign else set()
+        self.has_saved = False
 
     def ready(self, machine: Machine, epochs: int) -> None:
         """Print the published lines about the set-up and the runs finished before, and start the progress bar.
@@ -136,6 +136,7 @@ class Recorder:
         self.print_run(finished)
         if self.run == self.options.runs - 1 and self.options.save:
             save_weights(Path(self.options.save), last.network.state_dict(), finished, for_use)
+            self.has_saved = True
         if last.diverged:
             when = f"stopped after epoch {len(self.epochs)} of {self.run_epochs}: its loss is not finite"
             more_exact = "" if self.options.precision in ("fp32", "fp64") else ", or try --precision fp32"
@@ -154,10 +155,8 @@ class Recorder:
             others = len(self.campaign.missing)
             print_line(f"# {others} of {self.options.runs} runs are being made by other launches")
         last = self.options.runs - 1
-        row = self.campaign.rows.get(last)
-        by_another = row and row["launch"] != self.common["launch"] and last not in self.finished_before
-        if self.options.save and by_another:
-            warn(f"--save {self.options.save}: another launch made run {last}, so its weights are not saved here")
+        if self.options.save and last in self.campaign.rows and not self.has_saved:
+            warn(f"--save {self.options.save} is not written: run {last} was made before, or by another launch")
         if rows := self.requested_rows():
             print_summary(rows)
 

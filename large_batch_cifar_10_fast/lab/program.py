@@ -11,7 +11,6 @@ A program is a Python file with
 * if it likes, `SETS`: further recipes, their names and classes like Hyp.
 """
 
-import argparse
 import contextlib
 import importlib
 import inspect
@@ -80,8 +79,6 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         recorder = Recorder(options, team, common, campaign)
         if team.is_first:
             recorder.print_head(images)
-        if campaign:
-            warn_of_weights(options, campaign)
         first = next_run(campaign, team, "first")
         if first is not None:
             machine = Machine(
@@ -163,13 +160,6 @@ def load_and_check(options: Options, hyp: Any, team: Team) -> Images:
     return images
 
 
-def warn_of_weights(options: Options, campaign: Campaign) -> None:
-    """Warn if the file --save is missing, but the run with its weights is already finished."""
-    last = options.runs - 1
-    if options.save and not os.path.exists(options.save) and last in campaign.rows:
-        warn(f"--save {options.save}: run {last} is already finished, so its weights cannot be saved")
-
-
 # ---- The command line
 
 
@@ -215,9 +205,7 @@ def check_names(hyp: type[BaseHyp]) -> None:
 
 def recipe_of(arguments: Sequence[str], default: str = "apple2019") -> str:
     """Return the value of --recipe on a command line."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe", nargs="?", default=default)
-    return parser.parse_known_args(arguments)[0].recipe or ""
+    return snapshot.place_of(arguments, recipe=default).recipe
 
 
 def read_command(program: ModuleType, arguments: Sequence[str]) -> tuple[str, Options, Any]:
