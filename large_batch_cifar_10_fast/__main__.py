@@ -24,11 +24,10 @@ COMMANDS = {
 }
 HELP = "Example: cifar10-fast train --recipe muon --runs 5\n\nCommands, each with --help:\n"
 HELP += "".join(f"  {name:12}{text}\n" for name, text in COMMANDS.items())
-HELP += "\nWhere cifar10-fast is not installed, it is python -m large_batch_cifar_10_fast."
 HELP_WITHOUT_PACKAGES = f"""Example: bash train_cifar_parallel.sh --recipe muon --runs 5
 
 Recipes: {", ".join(PROGRAMS)}, or FILE.py: a program of your own.
-Options: docs/running.md#options. Once installed, --recipe NAME --help lists all."""
+Options: docs/running.md#options."""
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # may bind all processes to one core
 
 

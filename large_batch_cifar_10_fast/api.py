@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 
-from . import ConfigError
 from .core.devices import take_device
 from .core.machine import Machine
 from .core.score import Score
@@ -30,8 +29,6 @@ def train(recipe: Path | str = "apple2019", **options: Any) -> pd.DataFrame:
 
     `recipe` is a name, or FILE.py. Raise ConfigError for invalid options.
     """
-    if "help" in options or "version" in options:
-        raise ConfigError("help and version are options of the command line only: try cifar10-fast train --help")
     rows = run_program(load_program(str(recipe)), ["--recipe", str(recipe), *as_words(options)])
     table = pd.DataFrame(rows)
     table[[*NUMBERS]] = table[[*NUMBERS]].apply(pd.to_numeric)

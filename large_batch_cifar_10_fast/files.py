@@ -15,6 +15,12 @@ from .core.printing import warn, warn_once
 
 T = TypeVar("T")
 
+# Bytes of a campaign's file `claims` after those of all runs. The writer of the conditions locks one, all launches the
+# other.
+WRITER = 1 << 40
+LAUNCHES = WRITER + 1
+OPEN: set[Path] = set()  # folders of campaigns that this process trains
+
 NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 

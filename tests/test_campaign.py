@@ -255,6 +255,7 @@ def test_epochs_are_in_the_table_while_a_run_is_made(tiny_npz, tmp_path, monkeyp
 
 def test_a_run_is_not_lost_if_tables_cannot_be_written(small, tmp_path, capsys):
     (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "lock").touch()
     (tmp_path / "runs.tsv").mkdir()
     run_here(*small, "--out", tmp_path, "--campaign", "night")
     assert re.search("Warning: runs.tsv is not written", capsys.readouterr().err)

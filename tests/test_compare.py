@@ -11,10 +11,10 @@ import pytest
 from scipy import stats
 from test_results import write_runs
 
+from large_batch_cifar_10_fast.files import LAUNCHES as LAUNCHES_BYTE
 from large_batch_cifar_10_fast.lab import compare
 from large_batch_cifar_10_fast.lab.results import read_log
 from large_batch_cifar_10_fast.lab.statistics import compare_means, wilson
-from large_batch_cifar_10_fast.lab.store import LAUNCHES as LAUNCHES_BYTE
 
 LOCKED = "import fcntl, time; fcntl.lockf(0, fcntl.LOCK_EX, 1, {}); print(flush=True); time.sleep(60)"
 COUNTS = 10 * [9400, 9410]

@@ -147,12 +147,6 @@ def test_a_run_that_another_launch_makes_is_left_to_it_and_free_when_it_is_kille
     assert (tmp_path / "timing_log.tsv").exists()
 
 
-def test_a_run_that_was_finished_while_it_was_claimed_is_not_made_again(tmp_path):
-    with begin(tmp_path) as campaign:
-        (tmp_path / "runs" / "night" / "0000.json").write_text('{"row": {}, "epochs": []}')
-        assert campaign.take_run() == 1
-
-
 def test_a_claim_ends_with_its_launch_also_in_a_notebook(small, tmp_path, monkeypatch):
     monkeypatch.setattr(Recorder, "finish", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

@@ -268,11 +268,9 @@ def other_figures(logs: Mapping[str, Log]) -> list[tuple[str, ...]]:
 
 
 def seeds_of(log: Log) -> str:
-    """Return the seeds of a log's runs, as `0 to 11`, or as a list if some between them are missing."""
-    seeds = sorted(log.runs["seed"].dropna().astype(int))
-    if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
-        return f"{seeds[0]} to {seeds[-1]}"
-    return " ".join(map(str, seeds)) or "unknown"
+    """Return the first and the last seed of a log's runs."""
+    seeds = log.runs["seed"].dropna().astype(int)
+    return f"{seeds.min()} to {seeds.max()}" if len(seeds) else "unknown"
 
 
 def runs_at_goal(log: Log) -> str:

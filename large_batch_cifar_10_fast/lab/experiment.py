@@ -41,7 +41,6 @@ HOLDOUT = 10_000  # of CIFAR-10's 50,000 images: the error of a mean is a third 
 OWN = ("campaign", "resume", "save", "profile")  # options of a run that an experiment sets or cannot use
 ALIKE = ("data", "holdout", "seed", "runs", "out", "teams", "nproc", "device")  # of all its campaigns
 BASELINE = "baseline"
-ORDINALS = {2: "Second", 3: "Third", 4: "Fourth", 5: "Fifth"}
 COLORS = {"better": "#009E73", "worse": "#D55E00", "equivalent": "#0072B2"}
 
 
@@ -295,9 +294,8 @@ def notes_on(plan: Plan, logs: Mapping[str, Log], verdicts: Mapping[str, Verdict
     if len(logs) < len(plan.campaigns) or any(log.count < plan.runs for log in logs.values()):
         notes.append(f"Not finished: {plan.runs} runs of each are planned.")
     if len(plan.looks) > 1:
-        look = ORDINALS.get(len(plan.looks), f"{len(plan.looks)}th")
         texts = ["{runs} runs of {variants} variant(s)".format(**look) for look in plan.looks]
-        notes.append(f"{look} look: planned {', then '.join(texts[:-1])}, now {texts[-1]}.")
+        notes.append(f"Look {len(plan.looks)}: planned {', then '.join(texts[:-1])}, now {texts[-1]}.")
         notes.append("Each look can find differences that are chance; the intervals hold for one look.")
     better = [name for name, verdict in verdicts.items() if verdict.word == "better"][:1]
     notes.append("Use the test images last, and only once:")

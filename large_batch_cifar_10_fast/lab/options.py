@@ -101,7 +101,6 @@ def parser_of(name: str, hyp: Any) -> Parser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,  # options that are not given are absent from the result
         description=f"recipe {name}: " + (hyp.__doc__ or "").partition("\n")[0],
-        epilog="Environment variables: PYTHON (interpreter), CIFAR10_URL (a mirror of your own).",
     )
     parser.add_argument("--recipe", help=f"{', '.join(PROGRAMS)}, or FILE.py: a program of your own")
     add_options(parser.add_argument_group(f"the recipe {name}"), hyp)

@@ -65,16 +65,15 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         campaign = None
         if team.is_main:
             place = name_campaign(snapshot.place_of(arguments), options.resume)
-            campaign = opened.enter_context(Campaign(Path(options.out), place.campaign, options.runs))
             if RENDEZVOUS not in os.environ:  # the launcher has not kept the code
                 file = file_of(program)
                 place = place._replace(recipe=name if file.resolve().parent == PACKAGE else str(file))
                 snapshot.check_unchanged(program, place)
-            campaign.agree({name: value for name, value in common.items() if name not in ("compile", "no_graph")})
-            if RENDEZVOUS not in os.environ:
-                for file in snapshot.edited_files(program):
-                    warn(f"{file.name} was changed after it was loaded: what runs may differ from what is kept")
+                for edited in snapshot.edited_files(program):
+                    warn(f"{edited.name} was changed after it was loaded: what runs may differ from what is kept")
                 snapshot.keep(place)
+            campaign = opened.enter_context(Campaign(Path(options.out), place.campaign, options.runs))
+            campaign.agree({name: value for name, value in common.items() if name not in ("compile", "no_graph")})
             common = campaign.common
         recorder = Recorder(options, team, common, campaign)
         if team.is_first:

@@ -194,6 +194,4 @@ def names_of(logs: Sequence[Log]) -> list[str]:
     names = [log.campaign for log in logs]
     if len({*names}) < len(names):
         names = [log.name for log in logs]
-    if len({*names}) < len(names):
-        names = [f"{place}: {name}" for place, name in enumerate(names, 1)]
-    return names
+    return [f"{place}: {name}" for place, name in enumerate(names, 1)] if len({*names}) < len(names) else names

@@ -5,7 +5,8 @@ OUT/runs/NAME/source    the DIGEST from which campaign NAME runs
 OUT/runs/NAME/program/  a copy of a program of one's own: the modules and packages of its folder
 
 The first launch of a campaign makes the copies and starts its processes from them. Later launches start themselves
-again from the campaign's copy. This module imports no torch, so that nothing of the checkout runs before that.
+again from the campaign's copy. A campaign without a finished run or a running launch is not begun: it is copied anew.
+This module imports no torch, so that nothing of the checkout runs before that.
 """
 
 import argparse
@@ -22,7 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from .. import ORIGIN, ORIGIN_VARIABLE, PACKAGE, PROGRAMS, STARTED, ConfigError, commit
+from .. import ORIGIN, ORIGIN_VARIABLE, PACKAGE, PROGRAMS, STARTED, ConfigError, commit, system_errors_in_one_line
+from ..files import LAUNCHES, OPEN, claim
 
 MOST_LINES = 40  # of texts that differ
 
@@ -50,9 +52,25 @@ class Place(NamedTuple):
         return self.out / "source" / marker.read_text() if self.campaign and marker.exists() else None
 
     @property
+    def is_begun(self) -> bool:
+        """Whether the campaign has a finished run or a running launch."""
+        claims = self.folder / "claims"
+        if not self.campaign or not claims.exists():
+            return False
+        if self.folder.resolve() in OPEN or any(self.folder.glob("[0-9]*.json")):
+            return True  # if this process trains it, closing the file would free its locks
+        with claims.open("rb+") as file:
+            return not claim(file.fileno(), LAUNCHES, claims)
+
+    @property
     def own_recipe(self) -> str:
-        """The campaign's copy of FILE.py if there is one, or the recipe as given."""
-        return str(self.program) if self.recipe.endswith(".py") and self.program.exists() else self.recipe
+        """The campaign's copy of FILE.py if it is begun, or the recipe as given."""
+        return self.kept_recipe if self.is_begun else self.recipe
+
+    @property
+    def kept_recipe(self) -> str:
+        """The campaign's copy of FILE.py, or a recipe of ours."""
+        return str(self.program) if self.recipe.endswith(".py") else self.recipe
 
 
 def place_of(arguments: Sequence[str], out: str = ".", campaign: str = "", recipe: str = "apple2019") -> Place:
@@ -75,7 +93,7 @@ def place_of(arguments: Sequence[str], out: str = ".", campaign: str = "", recip
 def enter(place: Place, command: str, arguments: Sequence[str]) -> None:
     """Start this command again from the copy of its campaign, if there is one and it does not run from it."""
     source = place.source
-    if source and not source.samefile(PACKAGE.parent):  # raises OSError if it was deleted
+    if source and place.is_begun and not source.samefile(PACKAGE.parent):  # raises OSError if it was deleted
         words = [sys.executable, "-m", PACKAGE.name, command, *arguments]
         os.execve(sys.executable, words, os.environ | environment_of(source))
 
@@ -87,12 +105,13 @@ def environment_of(source: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", ORIGIN_VARIABLE: str(ORIGIN)}
 
 
+@system_errors_in_one_line()
 def keep(place: Place) -> Path:
-    """Make the copies that a campaign lacks. Return its copy of the package."""
+    """Make the copies of a campaign that is not begun. Return its copy of the package."""
     place.folder.mkdir(parents=True, exist_ok=True)
-    if place.recipe.endswith(".py") and not place.program.exists():
-        publish(texts_of_folder(Path(place.recipe)), place.program.parent)
-    if not place.source:
+    if not (place.is_begun and place.source):
+        if place.recipe.endswith(".py"):
+            publish(texts_of_folder(Path(place.recipe)), place.program.parent)
         texts = texts_of_package()
         name = digest(texts)
         publish(texts | {"commit": commit().encode()}, place.out / "source" / name)
@@ -105,12 +124,15 @@ def keep(place: Place) -> Path:
 
 
 def publish(texts: Mapping[str, bytes], folder: Path) -> None:
-    """Write files by their names to a new folder, all at once. If another launch was first, its folder stays."""
+    """Write files by their names to a folder, all at once. If another launch was first, its folder stays."""
+    if all((folder / name).is_file() and (folder / name).read_bytes() == text for name, text in texts.items()):
+        return
     unfinished = folder.with_name(f".unfinished.{secrets.token_hex(4)}")
     for name, text in texts.items():
         file = unfinished / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(text)
+    shutil.rmtree(folder, ignore_errors=True)  # of a launch that finished no run
     try:
         unfinished.rename(folder)
     except OSError:
@@ -198,7 +220,9 @@ def edited_files(program: ModuleType) -> list[Path]:
 
 
 def check_unchanged(program: ModuleType, place: Place) -> None:
-    """Raise ConfigError, with the changed lines above, if a program differs from its campaign's copy."""
+    """Raise ConfigError, with the changed lines above, if a program differs from a begun campaign's copy."""
+    if not place.is_begun:
+        return
     folder = Path(place.recipe).resolve().parent
     for name in files_of(program):
         is_ours = name.startswith(f"{PACKAGE.name}/")

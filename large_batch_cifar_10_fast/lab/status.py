@@ -4,9 +4,8 @@ import contextlib
 import json
 from pathlib import Path
 
-from ..files import claim
+from ..files import LAUNCHES, claim
 from .results import Log, campaigns_in, find_files, read_log
-from .store import LAUNCHES
 
 HEAD = ("campaign", "runs", "accuracy, %", "best", "worst", "seconds", "CPU seconds", "state")
 

@@ -25,14 +25,21 @@ import pandas as pd
 
 from .. import ConfigError, system_errors_in_one_line
 from ..core.printing import warn
-from ..files import claim, lock, locked_byte, publish, share, write_atomically, write_patiently
+from ..files import (
+    LAUNCHES,
+    OPEN,
+    WRITER,
+    claim,
+    lock,
+    locked_byte,
+    publish,
+    share,
+    write_atomically,
+    write_patiently,
+)
 from .table import EPOCHS, TIMES, Row, decides, differences
 
 PAUSE = 10  # seconds between two writings of the tables
-# Bytes of the file `claims` after those of all runs. The writer of the conditions locks one, all launches the other.
-WRITER = 1 << 40
-LAUNCHES = WRITER + 1
-OPEN: set[Path] = set()  # folders of campaigns that this process trains
 
 
 class Campaign:
@@ -48,7 +55,7 @@ class Campaign:
         self.rows: dict[int, Row] = {}  # the finished ones, by run
         self.common: dict[str, str] = {"campaign": name}
         self.written = 0.0  # when the tables were
-        if (out / "runs.tsv").exists() and not (out / "runs").exists():
+        if (out / "runs.tsv").exists() and not (out / "runs" / "lock").exists():
             raise ConfigError(f"{out}/runs.tsv is of an earlier version, and would be replaced: choose another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.folder.resolve() in OPEN:  # record locks are of a process, not of a thread

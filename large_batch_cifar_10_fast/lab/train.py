@@ -78,7 +78,7 @@ def start_launch(arguments: Sequence[str], log: IO | None = None, team: int | No
     started = range(teams) if team is None else [team]
     fetch_images(options.data)  # in the launcher, which cleans up after Ctrl-C
     environment = environment_of_processes(keep(place), max(1, cores // (processes * teams)))
-    command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments, f"--recipe={place.own_recipe}"]
+    command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments, f"--recipe={place.kept_recipe}"]
     return Processes(command, environment, started, teams, processes, log)
 
 
@@ -180,8 +180,7 @@ def describe_failure(process: subprocess.Popen, name: str, folder: Path) -> tupl
         return (folder / f"error.{process.pid}").read_text(), code
     if code > 0:
         return f"{name} ended with status {code}", code
-    memory = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"{name} was ended by {signal.Signals(-code).name}{memory}", 1
+    return f"{name} was ended by {signal.Signals(-code).name}", 1
 
 
 def follow_launcher(launcher: int) -> None:
