@@ -10,7 +10,6 @@ from types import FrameType
 from typing import NoReturn
 
 from . import INVALID, PACKAGE, PROGRAMS, SIGNALS, ConfigError, Interrupted, describe, version
-from .lab.snapshot import enter, place_of
 
 COMMANDS = {
     "train": "make the runs of a campaign (a named set of runs)",
@@ -75,11 +74,13 @@ def run(name: str, arguments: list[str]) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"there is no such command: use {', '.join(COMMANDS)}")
     prepare_environment()
-    if name == "train":
-        enter(place_of(arguments), name, arguments)
-    if name == "experiment" and "--report" not in arguments:
-        enter(place_of(arguments, out="experiment", campaign="baseline"), name, arguments)
     try:
+        from .lab.snapshot import enter, place_of  # which imports packages
+
+        if name == "train":
+            enter(place_of(arguments), name, arguments)
+        if name == "experiment" and "--report" not in arguments:
+            enter(place_of(arguments, out="experiment", campaign="baseline"), name, arguments)
         command = importlib.import_module(f"{PACKAGE.name}.lab.{name}")
     except ModuleNotFoundError as error:
         if "--help" in arguments or "-h" in arguments:
