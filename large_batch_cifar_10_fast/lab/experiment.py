@@ -38,7 +38,7 @@ from .store import rows_of, write_tables
 from .train import Launch, Processes, plan_processes, start_launch
 
 HOLDOUT = 10_000  # of CIFAR-10's 50,000 images: the error of a mean is a third of that over 1,000
-OWN = ("campaign", "resume", "save", "profile")  # options of a run that an experiment sets or cannot use
+OWN = ("campaign", "resume", "save")  # options of a run that an experiment sets or cannot use
 ALIKE = ("data", "holdout", "seed", "runs", "out", "teams", "nproc", "device")  # of all its campaigns
 BASELINE = "baseline"
 COLORS = {"better": "#009E73", "worse": "#D55E00", "equivalent": "#0072B2"}
