@@ -65,6 +65,15 @@ def share(descriptor: int, byte: int) -> None:
         fcntl.lockf(descriptor, fcntl.LOCK_SH, 1, byte)
 
 
+def is_running(folder: Path) -> bool:
+    """Return whether a launch of the campaign in a folder is running. Raise OSError if this cannot be seen."""
+    if folder.resolve() in OPEN:
+        return True  # closing the file here would free this process's own locks
+    claims = folder / "claims"
+    with claims.open("rb+") as file:
+        return not claim(file.fileno(), LAUNCHES, claims)
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Run the body while no other process of this machine does so with this folder."""

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from .. import ORIGIN, ORIGIN_VARIABLE, PACKAGE, PROGRAMS, STARTED, ConfigError, commit, system_errors_in_one_line
-from ..files import LAUNCHES, OPEN, claim
+from ..files import is_running
 
 MOST_LINES = 40  # of texts that differ
 
@@ -54,13 +54,9 @@ class Place(NamedTuple):
     @property
     def is_begun(self) -> bool:
         """Whether the campaign has a finished run or a running launch."""
-        claims = self.folder / "claims"
-        if not self.campaign or not claims.exists():
+        if not self.campaign or not (self.folder / "claims").exists():
             return False
-        if self.folder.resolve() in OPEN or any(self.folder.glob("[0-9]*.json")):
-            return True  # if this process trains it, closing the file would free its locks
-        with claims.open("rb+") as file:
-            return not claim(file.fileno(), LAUNCHES, claims)
+        return any(self.folder.glob("[0-9]*.json")) or is_running(self.folder)
 
     @property
     def own_recipe(self) -> str:
@@ -112,9 +108,9 @@ def keep(place: Place) -> Path:
     if not (place.is_begun and place.source):
         if place.recipe.endswith(".py"):
             publish(texts_of_folder(Path(place.recipe)), place.program.parent)
-        texts = texts_of_package()
-        name = digest(texts)
-        publish(texts | {"commit": commit().encode()}, place.out / "source" / name)
+        texts = texts_of_package() | {"commit": commit().encode()}
+        name = digest(texts)  # of all that it holds: no other campaign's copy is ever replaced
+        publish(texts, place.out / "source" / name)
         unfinished = place.folder / f".unfinished.{secrets.token_hex(4)}"
         unfinished.write_text(name)
         unfinished.replace(place.folder / "source")

@@ -4,7 +4,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from ..files import LAUNCHES, claim
+from ..files import is_running
 from .results import Log, campaigns_in, find_files, read_log
 
 HEAD = ("campaign", "runs", "accuracy, %", "best", "worst", "seconds", "CPU seconds", "state")
@@ -20,8 +20,8 @@ def status_of(source: str) -> list[tuple[str, ...]]:
 
 
 def line_of(log: Log, path: Path) -> tuple[str, ...]:
-    planned, is_running = plan_of(path, log.campaign)
-    state = "running" if is_running else "not running"
+    planned, is_live = plan_of(path, log.campaign)
+    state = "running" if is_live else "not running"
     if 0 < planned <= log.count:
         state = "complete"
     count = f"{log.count} of {planned}" if planned else str(log.count)
@@ -42,9 +42,8 @@ def plan_of(table: Path, campaign: str) -> tuple[int, bool]:
     """Return the --runs of the last launch (0: unknown), and whether a launch is running."""
     folder = table.parent / "runs" / campaign
     planned = 0
-    is_running = False
+    is_live = False
     with contextlib.suppress(OSError, ValueError):  # it was deleted, or may not be opened, or is being written
         planned = json.loads((folder / "campaign.json").read_text())["runs"]
-        with (folder / "claims").open("rb+") as file:
-            is_running = not claim(file.fileno(), LAUNCHES, folder)
-    return planned, is_running
+        is_live = is_running(folder)
+    return planned, is_live

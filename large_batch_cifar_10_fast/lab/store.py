@@ -60,10 +60,10 @@ class Campaign:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.folder.resolve() in OPEN:  # record locks are of a process, not of a thread
             raise ConfigError(f"this process already trains campaign {name}: wait for it, or start another process")
-        OPEN.add(self.folder.resolve())
         # Opened once: closing any descriptor of a file frees all record locks of the process on it.
         path = self.folder / "claims"
         self.claims = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        OPEN.add(self.folder.resolve())
         self.is_alone = claim(self.claims, LAUNCHES, path)
         if self.is_alone:
             for left in [*self.folder.glob("*.part"), *self.folder.glob(".unfinished.*")]:
@@ -123,9 +123,9 @@ class Campaign:
 
     def add_epochs(self, run: int, epochs: Sequence[Mapping[str, object]]) -> None:
         """Write the epochs so far of a run."""
-        part = self.folder / f"{run:04}.part"
-        part.with_suffix(".unfinished").write_text(json.dumps({"epochs": self.with_names(run, epochs)}))
-        part.with_suffix(".unfinished").replace(part)
+        unfinished = self.folder / f".unfinished.{run:04}"
+        unfinished.write_text(json.dumps({"epochs": self.with_names(run, epochs)}))
+        unfinished.replace(self.folder / f"{run:04}.part")
 
     def with_names(self, run: int, epochs: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         own = {"campaign": self.name, "run": run, "launch": self.common["launch"]}
@@ -182,17 +182,17 @@ def read_once(path: Path, changed: int) -> dict[str, Any]:
 def rows_of(out: Path) -> dict[str, list[Row]]:
     """Return the rows of the finished runs of all campaigns that have some, by campaign. The last begun is last."""
     found = {}
-    folders = [marker.parent for marker in sorted(out.glob("runs/*/claims"), key=begun_at)]
-    for folder in folders:
+    for folder in folders_of(out):
         rows = [row_of(folder, run) for run in finished_runs(folder)]
         if rows:
             found[folder.name] = rows
     return found
 
 
-def begun_at(claims: Path) -> int:
-    """Return when a campaign began: nothing is written to its file `claims`."""
-    return claims.stat().st_mtime_ns
+def folders_of(out: Path) -> list[Path]:
+    """Return the folders of all campaigns, as they began: nothing is written to a file `claims`."""
+    markers = sorted(out.glob("runs/*/claims"), key=lambda claims: claims.stat().st_mtime_ns)
+    return [claims.parent for claims in markers]
 
 
 # ---- Tables
@@ -200,13 +200,13 @@ def begun_at(claims: Path) -> int:
 
 def write_tables(out: Path) -> None:
     """Write runs.tsv and epochs.tsv of all campaigns, and timing_log.tsv of the last one that has run 0."""
-    rows = rows_of(out)
     with open(out / "runs" / "lock", "w") as file:
         lock(file.fileno(), Path(file.name))
+        rows = rows_of(out)  # with the lock: an older view must not replace a newer one
         write_table(out / "runs.tsv", [row for of_campaign in rows.values() for row in of_campaign], ["campaign"])
         epochs = []
         curve: list[dict[str, Any]] = []
-        for folder in [claims.parent for claims in sorted(out.glob("runs/*/claims"), key=begun_at)]:
+        for folder in folders_of(out):
             files = [folder / f"{run:04}.json" for run in finished_runs(folder)]
             for path in [*files, *sorted(folder.glob("*.part"))]:
                 with contextlib.suppress(FileNotFoundError):  # a run that was just finished has no part
@@ -214,12 +214,17 @@ def write_tables(out: Path) -> None:
                     epochs += own
                     curve = own if path.name == "0000.json" else curve
         write_table(out / "epochs.tsv", epochs, EPOCHS)
-        lines = [
-            (epoch["epoch"], epoch["seconds"] / 3600, round(100 * epoch["validation_accuracy"], 4)) for epoch in curve
-        ]
-        if lines:
-            named = [dict(zip(("epoch", "hours", "top1Accuracy"), line, strict=True)) for line in lines]
-            write_table(out / "timing_log.tsv", named, [])
+        if curve:
+            write_table(out / "timing_log.tsv", [as_dawnbench(epoch) for epoch in curve], [])
+
+
+def as_dawnbench(epoch: Mapping[str, Any]) -> dict[str, object]:
+    """Return an epoch as DAWNBench has it: the time in hours, and the accuracy in percent."""
+    return {
+        "epoch": epoch["epoch"],
+        "hours": epoch["seconds"] / 3600,
+        "top1Accuracy": round(100 * epoch["validation_accuracy"], 4),
+    }
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> None:
