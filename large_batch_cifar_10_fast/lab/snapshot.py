@@ -138,7 +138,8 @@ def publish(texts: Mapping[str, bytes], folder: Path) -> None:
 
 
 def texts_of_package() -> dict[str, bytes]:
-    files = [*PACKAGE.rglob("*.py"), *PACKAGE.glob("published/**/*")]
+    # Not deeper: --out may be this folder, and hold copies.
+    files = [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/*.py"), *PACKAGE.glob("published/**/*")]
     return {str(file.relative_to(PACKAGE.parent)): file.read_bytes() for file in files if file.is_file()}
 
 
