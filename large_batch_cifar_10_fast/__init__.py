@@ -6,7 +6,7 @@ import platform
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon95": "muon", "muon202
 PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: the rendezvous of the launcher's processes
 LAUNCH = "LARGE_BATCH_LAUNCH"  # the name of their launch, with the number of the team if there are several
-FIRST = "LARGE_BATCH_FIRST"  # "1" in processes of the team that prints the head of their log
+LAUNCHER = "LARGE_BATCH_LAUNCHER"  # the process id of the launcher
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 INVALID = 2  # the exit status for an invalid request
 
@@ -53,15 +53,6 @@ def describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return first_line(error)
-
-
-@contextlib.contextmanager
-def system_errors_in_one_line() -> Iterator[None]:
-    """Turn an OSError of the body into a ConfigError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(describe(error)) from error
 
 
 def list_some(texts: Sequence[str], most: int) -> str:

@@ -21,12 +21,13 @@ COMMANDS = {
     "export": "write saved weights as an ONNX file",
     "photos": "make a .npz file of photos, to train on",
 }
-HELP = "Example: cifar10-fast train --recipe muon --runs 5\n\nCommands, each with --help:\n"
-HELP += "".join(f"  {name:12}{text}\n" for name, text in COMMANDS.items())
-HELP_WITHOUT_PACKAGES = f"""Example: bash train_cifar_parallel.sh --recipe muon --runs 5
+HELP = f"""Example: bash train_cifar_parallel.sh --recipe muon --runs 5, or cifar10-fast train --recipe muon --runs 5
 
-Recipes: {", ".join(PROGRAMS)}, or FILE.py: a program of your own.
-Options: docs/running.md#options."""
+Recipes: {", ".join(PROGRAMS)}, or FILE.py: a program of your own. Options: docs/running.md#options.
+
+Commands, each with --help:
+"""
+HELP += "".join(f"  {name:12}{text}\n" for name, text in COMMANDS.items())
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # may bind all processes to one core
 
 
@@ -81,10 +82,10 @@ def run(name: str, arguments: list[str]) -> int:
             enter(place_of(arguments), name, arguments)
         if name == "experiment" and "--report" not in arguments:
             enter(place_of(arguments, out="experiment", campaign="baseline"), name, arguments)
-        command = importlib.import_module(f"{PACKAGE.name}.lab.{name}")
+        command = importlib.import_module(f"{PACKAGE.name}.commands.{name}")
     except ModuleNotFoundError as error:
         if "--help" in arguments or "-h" in arguments:
-            print(HELP_WITHOUT_PACKAGES)
+            print(HELP)
             return 0
         raise ConfigError(f"{error}: bash train_cifar_parallel.sh installs what is needed") from error
     return command.main(arguments) or 0

@@ -16,9 +16,10 @@ from .core.score import Score
 from .images.cifar import DATA
 from .images.load import load_images
 from .images.photos import read_picture
+from .lab.conduct import run_program
 from .lab.model import Classifier, load, score, test_images
 from .lab.options import as_words
-from .lab.program import load_program, run_program
+from .lab.program import load_program
 from .lab.table import NUMBERS
 
 __all__ = ["Classifier", "Machine", "evaluate", "load", "load_images", "read_picture", "train"]

@@ -1,4 +1,4 @@
-"""Use locks, fsync and temporary folders, which some file systems lack. Write files whole, or not at all."""
+"""Use locks and temporary names. Write files whole, or not at all."""
 
 import contextlib
 import errno
@@ -15,21 +15,29 @@ from .core.printing import warn, warn_once
 
 T = TypeVar("T")
 
-# Bytes of a campaign's file `claims` after those of all runs. The writer of the conditions locks one, all launches the
-# other.
-WRITER = 1 << 40
-LAUNCHES = WRITER + 1
+LAUNCHES = 1 << 40  # the byte of a campaign's file `claims`, after those of all runs, that all its launches lock
 OPEN: set[Path] = set()  # folders of campaigns that this process trains
 
+PAUSE = 60  # seconds
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
-def lock(descriptor: int, path: Path) -> None:
-    """Wait for the lock on an open file or folder. Some file systems have none: warn once, and continue."""
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Run the body while no other process does so with this folder, or this file, which is made if it is missing.
+
+    Some file systems have no locks: warn once, and continue.
+    """
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         warn_once(f"{path} cannot be locked ({error.strerror}): do not write it from several launches at once")
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def claim(descriptor: int, byte: int, path: Path) -> bool:
@@ -47,18 +55,6 @@ def claim(descriptor: int, byte: int, path: Path) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def locked_byte(descriptor: int, byte: int) -> Iterator[None]:
-    """Run the body while no other process does so with this byte, where the file system has locks."""
-    with contextlib.suppress(OSError):
-        fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, byte)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, byte)
-
-
 def share(descriptor: int, byte: int) -> None:
     """Take a shared lock on a byte of an open file: others may share it, but not `claim` it."""
     with contextlib.suppress(OSError):
@@ -74,38 +70,27 @@ def is_running(folder: Path) -> bool:
         return not claim(file.fileno(), LAUNCHES, claims)
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Run the body while no other process of this machine does so with this folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file is on the disk. If the file system cannot do that, warn once, and continue."""
     try:
-        lock(descriptor, folder)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def flush_to_disk(descriptor: int, path: Path) -> None:
-    """Wait until what was written is on the disk. If the file system cannot do that, warn once, and continue."""
-    try:
-        os.fsync(descriptor)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
     except OSError as error:
         if error.errno not in NO_FSYNC:  # a full disk, say
             raise
-        warn_once(f"{path} is written, but a power failure may lose it ({error.strerror}): use another file system")
+        warn_once(f"a power failure may lose what is in {path.parent} ({error.strerror}): use another file system")
 
 
 @contextlib.contextmanager
-def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path` to write to; the file replaces `path` when it is on the disk."""
+def write_atomically(path: Path, publish: Callable[[Path, Path], None] = os.replace) -> Iterator[Path]:
+    """Yield a name beside `path` to write to. When that file is on the disk, it becomes `path` by `publish`."""
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "it exists and is not a file", str(path))
     unfinished = path.with_name(f".unfinished.{secrets.token_hex(4)}")  # containers have equal PIDs
     try:
         yield unfinished
-        with open(unfinished, "rb") as file:
-            flush_to_disk(file.fileno(), path)
-        os.replace(unfinished, path)
+        flush_to_disk(unfinished)
+        publish(unfinished, path)
     except OSError as error:
         error.filename = str(path)
         raise
@@ -113,27 +98,14 @@ def write_atomically(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def publish(path: Path, content: bytes) -> bool:
-    """Write a file whole and to the disk, unless it exists. Return whether it was written."""
-    unfinished = path.with_name(f".unfinished.{secrets.token_hex(4)}")
+def link(source: Path, target: Path) -> None:
+    """Give a file another name. Raise FileExistsError if there is one of that name."""
     try:
-        with open(unfinished, "wb") as file:
-            file.write(content)
-            file.flush()
-            flush_to_disk(file.fileno(), path)
-        try:
-            os.link(unfinished, path)  # which replaces nothing
-        except OSError:  # it exists, or the file system has no links
-            if path.exists():
-                return False
-            os.replace(unfinished, path)
-        return True
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-PAUSE = 60  # seconds
-FULL = (errno.ENOSPC, errno.EDQUOT)
+        os.link(source, target)
+    except OSError:  # it exists, or the file system has no links
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, "it exists", str(target)) from None
+        os.replace(source, target)
 
 
 def write_patiently(write: Callable[[], T], what: str) -> T:

@@ -11,7 +11,7 @@ import pandas as pd
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from large_batch_cifar_10_fast.lab.results import read_log  # noqa: E402
+from large_batch_cifar_10_fast.lab.results import read_results  # noqa: E402
 
 
 def read(path):
@@ -39,4 +39,4 @@ if __name__ == "__main__":
     for word in sys.argv[2:]:
         name, _, campaign = word.partition("=")
         add(Path(sys.argv[1]), name, campaign)
-        read_log(f"{HERE}/runs.tsv:{name}")  # raises an error if it cannot be read
+        read_results(f"{HERE}/runs.tsv:{name}")  # raises an error if it cannot be read

@@ -20,7 +20,8 @@ from large_batch_cifar_10_fast.core import printing
 from large_batch_cifar_10_fast.core.clock import PARTS
 from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
-from large_batch_cifar_10_fast.lab import program
+from large_batch_cifar_10_fast.lab.conduct import run_program as make_runs
+from large_batch_cifar_10_fast.lab.program import load_program, recipe_of
 
 CPU = torch.device("cpu")
 ALONE = Team(0, 1, CPU, 1)  # one process with one worker
@@ -95,7 +96,7 @@ def run_program(*command: object, cwd: Path, **variables: object) -> subprocess.
 
 def without_progress(errors: str) -> str:
     """Drop lines on compiling, on long epochs, of which a busy machine has some, and on the few steps of TINY."""
-    return re.sub(r"(?m)^(compiling, |run \d+, epoch |Warning: 643 training images make ).*\n", "", errors)
+    return re.sub(r"(?m)^(compiling, |run \d+, epoch |Warning: an epoch of 643 images has ).*\n", "", errors)
 
 
 def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:
@@ -124,7 +125,7 @@ def error_line(capsys):
 def run_here(*arguments: object) -> None:
     """Run a program in this process; which, says --recipe. The tables go to --out."""
     words = [*map(str, arguments)]
-    program.run_program(program.load_program(program.recipe_of(words, "apple2019")), words)
+    make_runs(load_program(recipe_of(words)), words)
 
 
 def train_together(processes: int, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from large_batch_cifar_10_fast import INVALID, ConfigError, apple2019
-from large_batch_cifar_10_fast.lab import program
+from large_batch_cifar_10_fast.lab.conduct import run_program
+from large_batch_cifar_10_fast.lab.program import load_program, recipe_of
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([apple2019.__name__, "torch._dynamo"])  # every optimizer of torch imports the latter
@@ -23,7 +24,7 @@ def train_forked(arguments: list[str], environment: dict[str, str], cwd: Path, o
     os.environ |= environment
     torch.set_num_threads(1)
     try:
-        program.run_program(program.load_program(program.recipe_of(arguments, "apple2019")), arguments)
+        run_program(load_program(recipe_of(arguments)), arguments)
     except ConfigError as error:
         if not error.reported:
             print(f"train: {error}", file=sys.stderr)

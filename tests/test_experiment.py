@@ -4,8 +4,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -13,13 +11,13 @@ import pytest
 from conftest import write_npz
 
 from large_batch_cifar_10_fast import ConfigError
+from large_batch_cifar_10_fast.commands import experiment
+from large_batch_cifar_10_fast.commands.experiment import Plan, main
 from large_batch_cifar_10_fast.images.load import load_images
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
-from large_batch_cifar_10_fast.lab import compare, experiment
-from large_batch_cifar_10_fast.lab.experiment import Plan, main
-from large_batch_cifar_10_fast.lab.results import read_log
+from large_batch_cifar_10_fast.lab.report import best_and_equals, compare
+from large_batch_cifar_10_fast.lab.results import read_results
 from large_batch_cifar_10_fast.lab.store import write_tables
-from large_batch_cifar_10_fast.lab.train import Launch
 
 SHAPES = draw_shapes(643, 101)
 WORDS = ["--recipe", "muon", "--runs", 3]
@@ -38,42 +36,26 @@ def write_results(out: Path, counts: dict[str, list[int]]) -> None:
     write_tables(out)
 
 
-class Ended(NamedTuple):
-    """Processes that have ended. Their launch is called as its first run, as `write_results` does."""
-
-    launch: str
-    how: Launch
-
-    def ended(self):
-        return self.how
-
-    def end(self):
-        pass
-
-
 @pytest.fixture
 def launches(monkeypatch, tmp_path):
     """Let launches write rows instead of training, and return what they were asked for; epochs=7 fails."""
     started = []
     counts: dict[str, list[int]] = {}
-    spread = np.random.default_rng(0).integers(-9, 9, 50).tolist()
+    noise = np.random.default_rng(0).integers(-9, 9, 50).tolist()
 
-    def start(words, log, team):
+    def launch(words, log):
         assert json.loads((tmp_path / "out" / "experiment.json").read_text())["looks"], "the plan comes first"
         values = dict(re.findall(r"--(\w+)=(\S+)", " ".join(words)))
-        campaign = values["campaign"]
         runs = int(values["runs"])
-        started.append((campaign, runs))
+        started.append((values["campaign"], runs))
         if values.get("epochs") == "7":
-            return Ended("none", Launch("process 0 ended with status 9", 1))
-        before = len(counts.get(campaign, []))
+            return "process 0 ended with status 9"
         better = 50 if "filter_rate" in values else 0
-        counts[campaign] = [9400 + better + bool(better) * (run % 2) + spread[run] for run in range(runs)]
+        counts[values["campaign"]] = [9400 + better + bool(better) * (run % 2) + noise[run] for run in range(runs)]
         write_results(tmp_path / "out", counts)
-        return Ended(str(before), Launch("", 0))
+        return ""
 
-    monkeypatch.setattr(experiment, "start_launch", start)
-    monkeypatch.setattr(experiment, "check_finished", lambda plan, out: None)  # these rows have no code
+    monkeypatch.setattr(experiment, "launch", launch)
     return started
 
 
@@ -121,12 +103,13 @@ def test_all_campaigns_meet_the_same_machine_in_turn(launches, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--try", "epochs=8 silu.py"], "silu.py is not a file: write FILE.py first"),
-        (["--try", "holdout=0"], "--holdout is not for variants"),
-        (["--try", "epochs=8", "--runs", "2"], "too few to estimate their spread"),
+        (["--try", "silu.py"], "silu.py cannot be used"),
+        (["--try", "holdout=0"], "holdout=0: --data, --holdout, --seed are alike for all"),
+        (["--try", "epochs=8", "--runs", "2"], "at least 3 --runs"),
         (["--try", "filtre_rate=1"], "unrecognized arguments: --filtre_rate=1"),
-        (["--try", "epochs=8", "--try", "epochs=8"], "has the name epochs=8 of another variant"),
-        (["--report"], "--report only shows finished runs"),
+        (["--try", "filter_rate=0.1", "--try", "filter_rate=1e-1"], "filter_rate=1e-1 equals the baseline or another"),
+        (["--try", "filter_rate=0.170"], "filter_rate=0.170 equals the baseline or another"),
+        (["--grid", "width=16,"], "--grid width=16,: give an option and its values"),
     ],
 )
 def test_what_cannot_be_an_experiment_is_one_line_and_nothing_is_written(words, message, tmp_path, error_line):
@@ -134,7 +117,7 @@ def test_what_cannot_be_an_experiment_is_one_line_and_nothing_is_written(words, 
     assert not (tmp_path / "out").exists()
 
 
-def test_another_baseline_or_fewer_runs_are_refused_once_there_is_a_run(launches, tmp_path, error_line, capsys):
+def test_another_baseline_is_refused_once_there_is_a_run(launches, tmp_path, error_line, capsys):
     out = tmp_path / "out"
     experiment.write_plan(Plan(["--recipe", "muon", "--holdout=99999"], {"a": ["--epochs=9"]}, []), out)
     run_main("--recipe", "muon", "--runs", 4, "--try", "epochs=8", out=out)
@@ -142,22 +125,12 @@ def test_another_baseline_or_fewer_runs_are_refused_once_there_is_a_run(launches
     capsys.readouterr()
     other = ["--recipe", "muon", "--width", "16", "--out", str(out)]
     assert "with the baseline --recipe muon --holdout=10000" in error_line(main, other)
-    assert "--runs 3 is less than the 4 finished runs" in error_line(main, [*map(str, WORDS), "--out", str(out)])
 
 
-def test_a_grid_makes_a_variant_of_each_cell_but_the_baselines(launches, tmp_path, capsys, error_line):
-    words = [*WORDS, "--grid", "filter_rate=0.12,0.17", "--grid", "width=16,64"]
-    run_main(*words, out=tmp_path / "out")
+def test_a_grid_makes_a_variant_of_each_cell_but_the_baselines(launches, tmp_path):
+    run_main(*WORDS, "--grid", "filter_rate=0.12,0.17", "--grid", "width=16,64", out=tmp_path / "out")
     cells = ["filter_rate=0.12+width=16", "filter_rate=0.12+width=64", "filter_rate=0.17+width=16"]
     assert [*experiment.read_plan(tmp_path / "out").variants] == cells
-    shown = capsys.readouterr().out
-    best = re.search(
-        r"Highest mean: (\S+) \(likely .* Within noise of it: (.*) \(99% intervals, all 3 together\)", shown
-    )
-    assert best[1] in cells
-    assert {*best[2].split(", ")} == {*cells} - {best[1]}
-    for axis in ("width", "width=16,", "=3"):
-        assert f"--grid {axis}: give an option and its values" in error_line(main, ["--grid", axis])
 
 
 def test_what_is_within_noise_of_the_best(tmp_path):
@@ -165,59 +138,16 @@ def test_what_is_within_noise_of_the_best(tmp_path):
     seeds = [9300, 9400, 9500, 9600]
     counts = {"baseline": seeds, "near": [n + 31 + n % 7 for n in seeds], "best": [n + 35 + n % 3 for n in seeds]}
     write_results(tmp_path, counts)
-    logs = {name: read_log(f"{tmp_path}/runs.tsv:{name}") for name in counts}
-    (text,) = compare.best_and_equals(logs)
+    (text,) = best_and_equals({name: read_results(f"{tmp_path}/runs.tsv:{name}") for name in counts})
     assert text.startswith("Highest mean: best (likely too high, because the same runs chose it). Within noise")
     assert text.endswith(" of it: near (99% intervals, all 2 together).")
 
 
-def test_teams_take_parts_of_all_campaigns_at_once(tmp_path, monkeypatch, capsys):
-    """Each its own part, so that a long campaign does not wait for another; a part is at most half of a campaign."""
-    counts: dict[str, list[int]] = {}
-    running: dict[int, str] = {}
-    started: list[str] = []
-    before_it: list[int] = []  # parts that were begun before one of the baseline's ended
-    most = 0
-
-    def start(words, log, team):
-        nonlocal most
-        values = dict(re.findall(r"--(\w+)=(\S+)", " ".join(words)))
-        assert values["teams"] == "3"
-        running[team] = values["campaign"]
-        most = max(most, len(running))
-        waits = iter(20 * [values["campaign"] == "baseline"])  # it takes longer than the others
-        started.append(values["campaign"])
-        made = counts.setdefault(values["campaign"], [])
-        made += [9400] * (int(values["runs"]) - len(made))
-        if values["campaign"] != "baseline":
-            write_results(tmp_path, {name: made for name, made in counts.items() if name != "baseline"})
-
-        def ended():
-            if next(waits, False):
-                return None
-            if running.pop(team) == "baseline":
-                before_it.append(len(started))
-            write_results(tmp_path, counts)
-            return Launch("", 0)
-
-        return SimpleNamespace(launch=str(len(made) - 1), ended=ended, end=lambda: None)
-
-    monkeypatch.setattr(experiment, "start_launch", start)
-    plan = Plan(["--recipe", "muon"], {name: [] for name in "abc"}, [{"runs": 6, "variants": 3}])
-    assert experiment.make_runs(plan, tmp_path, teams=3) == {}
-    assert most == 3
-    assert before_it[0] > 3, "the other teams did not wait for it"
-    assert {name: len(made) for name, made in counts.items()} == dict.fromkeys(plan.campaigns, 6)
-    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()[:4]] == ["baseline", "a", "b", "c"]
-
-
-def test_a_variants_file_may_have_spaces_and_its_values_too(tmp_path, monkeypatch, error_line):
-    (tmp_path / "my folder").mkdir()
-    path = tmp_path / "my folder" / "silu.py"
-    path.write_text("")
+def test_a_variants_file_may_have_spaces_and_its_values_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = experiment.words_of_variant("my folder/silu.py epochs=8 'note=a b'")
-    assert words == ("silu+epochs=8+note=a-b", [f"--recipe={path}", "--epochs=8", "--note=a b"])
+    words = experiment.words_of_variant("'my folder/silu.py' epochs=8 'note=a b'")
+    program = f"--recipe={tmp_path}/my folder/silu.py"
+    assert words == ("silu+epochs=8+note=a-b", [program, "--epochs=8", "--note=a b"])
 
 
 def test_a_variant_that_fails_does_not_stop_the_others(launches, tmp_path, capsys):
@@ -226,54 +156,42 @@ def test_a_variant_that_fails_does_not_stop_the_others(launches, tmp_path, capsy
     output = capsys.readouterr()
     assert re.search(r"\nfilter_rate=0.12 .* better\n", output.out)
     assert "epochs=7 failed (process 0 ended with status 9); its log is" in output.err
+    launches.clear()
+    assert run_main(*WORDS, "--epochs=7", "--try", "filter_rate=0.12", out=tmp_path / "other") == 1
+    assert launches == [("baseline", 1)], "without a baseline there is nothing to compare"
 
 
 @pytest.mark.slow
-def test_an_experiment_trains_and_its_report_alone_says_the_same(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write_npz(tmp_path / "mine.npz", *SHAPES)
-    shutil.copy(Path(__file__).with_name("tiny.py"), tmp_path / "small.py")
-    words = ["--recipe", "small.py", "--data", "mine.npz", "--holdout", 143, "--no_warmup", "--nproc", 1]
-    assert run_main(*words, "--runs", 3, "--try", "norm=no", out=tmp_path / "out") == 0
-    shown = capsys.readouterr().out
-    rows = pd.read_csv(tmp_path / "out" / "runs.tsv", sep="\t")
-    runs = sorted(zip(rows["campaign"], rows["seed"], strict=True))
-    assert runs == [(name, seed) for name in ("baseline", "norm=no") for seed in (0, 1, 2)]
-    assert set(rows["validation_images"]) == {143}
-    assert rows["precision"].nunique() == 1
-    assert "\n# training_images 500\n" in (tmp_path / "out" / "baseline.log").read_text()
-    assert (tmp_path / "out" / "experiment.png").exists()
-    run_main("--report", out=tmp_path / "out")
-    assert capsys.readouterr().out == shown
-
-
-@pytest.fixture
-def finished(tmp_path, monkeypatch):
-    """Return the words of an experiment of a small program, which is finished: mine.py against its copy."""
+def test_an_experiment_trains_continues_with_its_own_code_and_reports_alone(tmp_path, monkeypatch, capsys):
+    """Two equal programs have no effect. A variant that was edited is not continued. The others are."""
     monkeypatch.chdir(tmp_path)
     write_npz(tmp_path / "mine.npz", *SHAPES)
     for name in ("small", "copy"):
         shutil.copy(Path(__file__).with_name("tiny.py"), tmp_path / f"{name}.py")
-    words = ["--recipe", "small.py", "--data", "mine.npz", "--holdout", 143, "--no_warmup", "--nproc", 1, "--runs", 3]
-    assert run_main(*words, "--try", "copy.py", out=tmp_path / "out") == 0
-    return words
-
-
-@pytest.mark.slow
-def test_what_a_finished_experiment_was_made_of_is_checked(finished, tmp_path, monkeypatch, capsys):
-    """Its programs; a report of what is there is made all the same, from any folder."""
-    out = tmp_path / "out"
-    text = (tmp_path / "copy.py").read_text()
-    (tmp_path / "copy.py").write_text(text + "# edited\n")
-    with pytest.raises(ConfigError, match=r"^copy.py was changed since campaign copy began, as above: undo that"):
-        run_main(*finished, "--try", "copy.py", out=out)
-    assert capsys.readouterr().err.endswith("  + # edited\n")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    (tmp_path / "small.py").unlink()
-    capsys.readouterr()
-    assert run_main("--report", out=out) == 0
-    assert "Accuracy of copy: not compared: its 3 runs equal the reference's, bit for bit" in capsys.readouterr().out
+    words = ["--recipe", "small.py", "--data", "mine.npz", "--holdout", 143, "--no_warmup", "--nproc", 1]
+    words += ["--try", "norm=no", "--try", "copy.py"]
+    assert run_main(*words, "--runs", 3, out=tmp_path / "out") == 0
+    shown = capsys.readouterr().out
+    rows = pd.read_csv(tmp_path / "out" / "runs.tsv", sep="\t")
+    runs = sorted(zip(rows["campaign"], rows["seed"], strict=True))
+    assert runs == [(name, seed) for name in ("baseline", "copy", "norm=no") for seed in (0, 1, 2)]
+    assert set(rows["validation_images"]) == {143}
+    assert "\n# training_images 500\n" in (tmp_path / "out" / "baseline.log").read_text()
+    assert "Accuracy of copy: not compared: its 3 runs equal the reference's, bit for bit" in shown
+    assert (tmp_path / "out" / "experiment.png").exists()
+    assert run_main(*words, "--report", out=tmp_path / "out") == 0
+    assert capsys.readouterr().out == shown
+    with (tmp_path / "copy.py").open("a") as file:
+        file.write("# edited\n")
+    assert run_main(*words, "--runs", 4, out=tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert "\n  + # edited\n" in error
+    assert "copy failed (copy.py was changed since campaign copy began, as above: undo that" in error
+    assert pd.read_csv(tmp_path / "out" / "runs.tsv", sep="\t")["campaign"].value_counts().to_dict() == {
+        "baseline": 4,
+        "norm=no": 4,
+        "copy": 3,
+    }
 
 
 # ---- Verdicts and picture
@@ -288,10 +206,9 @@ def test_the_tables_are_those_of_compare_best_first_and_the_test_images_come_las
     write_results(tmp_path, counts)
     assert run_main("--report", out=tmp_path) == 0
     shown = capsys.readouterr().out
-    logs = {name: read_log(f"{tmp_path}/runs.tsv:{name}") for name in ("a", "baseline", "b")}
-    report = compare.compare(logs, "baseline")
-    assert report.text in shown
-    assert [report.accuracy[name].word for name in ("a", "b")] == ["better", "worse"]
+    found = compare({name: read_results(f"{tmp_path}/runs.tsv:{name}") for name in ("a", "baseline", "b")}, "baseline")
+    assert found.text in shown
+    assert [found.accuracy[name].word for name in ("a", "b")] == ["better", "worse"]
     assert "Not finished: 5 runs of each are planned." in shown
     assert shown.partition("last, and only once:\n")[2].splitlines()[:2] == [
         "  cifar10-fast train --recipe muon --campaign=baseline --runs=5",
@@ -303,8 +220,7 @@ def test_the_picture_has_a_line_for_each_variant(tmp_path):
     draws = np.random.default_rng(0)
     names = ["filter_rate=0.12", "silu", "baseline"]
     write_results(tmp_path, {name: draws.integers(9350, 9450, 4).tolist() for name in names})
-    logs = {name: read_log(f"{tmp_path}/runs.tsv:{name}") for name in names}
-    verdicts = compare.compare(logs, "baseline").accuracy
+    verdicts = compare({name: read_results(f"{tmp_path}/runs.tsv:{name}") for name in names}, "baseline").accuracy
     (axes,) = experiment.draw_differences(verdicts, margin=0.1).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == names[:2]
     for line, verdict in zip(axes.lines[1::2], verdicts.values(), strict=True):

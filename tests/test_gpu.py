@@ -23,7 +23,8 @@ SMALL = {
 EPOCH_WITHOUT_WAITING = """
 import contextlib, sys, torch
 from large_batch_cifar_10_fast.core.clock import Clock
-from large_batch_cifar_10_fast.lab.program import load_program, run_program
+from large_batch_cifar_10_fast.lab.conduct import run_program
+from large_batch_cifar_10_fast.lab.program import load_program
 
 timed = Clock.timed
 

@@ -80,7 +80,7 @@ def test_two_machines_equal_one_and_only_the_first_has_tables(few_npz, tmp_path,
     assert result.stdout.count("\n# processes 2\n") == 1
     check_equal(weights_of(folders[0]), alone("apple2019")[0])
     more = [*command, "--runs", "2"]
-    assert "\n# 1 of 2 runs are finished\n" in train_on_machines(more, more, folders=folders).stdout
+    assert "\n# finished_runs 1\n" in train_on_machines(more, more, folders=folders).stdout
     assert pd.read_csv(folders[0] / "runs.tsv", sep="\t")["seed"].tolist() == [0, 1]
     assert not list(folders[1].iterdir())
 

@@ -16,12 +16,13 @@ FILES = {
     "core": [*PACKAGE.glob("core/*.py")],
     "images": [*PACKAGE.glob("images/*.py")],
     "lab and top level": [
+        *PACKAGE.glob("commands/*.py"),
         *PACKAGE.glob("lab/*.py"),
         *(file for file in PACKAGE.glob("*.py") if file not in PROGRAMS),
     ],
     "tests": [*REPO.glob("tests/*.py")],
 }
-BUDGET = {"programs": 43_800, "core": 58_400, "images": 16_700, "lab and top level": 132_000, "tests": 254_700}
+BUDGET = {"programs": 43_800, "core": 58_300, "images": 16_700, "lab and top level": 116_000, "tests": 212_900}
 
 
 def count_code(file: Path) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 
-from .. import FIRST, RENDEZVOUS, ConfigError
+from .. import RENDEZVOUS, ConfigError
 from .devices import take_device
 from .printing import show, warn
 
@@ -56,8 +56,7 @@ class Team:
 
     @property
     def is_first(self) -> bool:  # the first of all teams that share a log: it prints the head
-        alone = os.environ.get("LOCAL_RANK", "0") == "0"
-        return self.is_main and os.environ.get(FIRST, str(int(alone))) == "1"
+        return self.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
 
     @property
     def on_gpu(self) -> bool:

@@ -1,6 +1,7 @@
 """A trained network for use: saved weights with normalization, class names and test-time augmentation."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -11,16 +12,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import PROGRAMS, ConfigError, first_line
+from .. import PROGRAMS, ConfigError, first_line, list_some
 from ..core import data as batches
 from ..core import fast
 from ..core.devices import ieee_float32
 from ..core.printing import warn
 from ..core.score import Score
+from ..files import write_atomically, write_patiently
 from ..images.load import load_images
 from .options import make
 from .program import file_of, load_program, sets_of
 from .snapshot import digests
+from .table import Row
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor], about: Row, for_use: Mapping[str, object]) -> None:
+    """Write weights, the row of their run, and what else `Classifier` needs. If the disk is full, wait."""
+    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
+    content = io.BytesIO()  # if torch.save writes a file, its errors do not say why
+    torch.save({"weights": on_cpu, "about": about, **for_use}, content)
+
+    def write() -> None:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(path) as unfinished:
+            unfinished.write_bytes(content.getbuffer())
+
+    write_patiently(write, f"{path}, the weights of run {about['run']},")
 
 
 class Classifier(nn.Module):
@@ -67,16 +84,12 @@ class Classifier(nn.Module):
 
 def as_images(images: Any) -> Tensor:
     """Return a tensor of images [n, 32, 32, 3], also from an array, a picture or a single image. Raise ConfigError."""
-    try:
-        tensor = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"these are no images ({first_line(error)}): give uint8 [n, 32, 32, 3]") from error
+    tensor = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))
     if tensor.ndim == 3:
         tensor = tensor[None]
     if tensor.dtype != torch.uint8 or tensor.shape[1:] != (32, 32, 3):
-        kind = str(tensor.dtype).removeprefix("torch.")
         how = "give bytes (0 to 255), uint8 [n, 32, 32, 3] of RGB; api.read_picture reads a file"
-        raise ConfigError(f"images are {kind} {list(tensor.shape)}: {how}")
+        raise ConfigError(f"images are {tensor.dtype} {list(tensor.shape)}: {how}")
     return tensor
 
 
@@ -103,8 +116,6 @@ def load(weights: Path | str, program: Path | str = "") -> Classifier:
     if changed:
         other = " and ".join(changed)
         warn(f"{weights} was saved by another version of {other}: if the network changed, predictions change")
-    if not all(weight.isfinite().all() for weight in saved["weights"].values()):
-        warn(f"{weights} has numbers that are not finite, because its run diverged: its predictions are useless")
     return model.eval()
 
 
@@ -116,16 +127,12 @@ def test_images(model: Classifier, data: str) -> tuple[Tensor, Tensor]:
     images = load_images(data)
     labels = torch.from_numpy(images.test_labels)
     names = images.class_names
-    unknown = [name for name in names if name not in model.classes]
-    if not unknown:  # perhaps in another order, or only some of the model's
-        places = [model.classes.index(name) for name in names]
-        labels = torch.tensor(places)[labels]
-    elif has_names(names) and has_names(model.classes):
-        known = ", ".join(model.classes[:5])
-        raise ConfigError(f"{data} has a class {unknown[0]!r}, and the weights know {known}: give the same classes")
-    elif len(names) > len(model.classes):
-        few = f"the weights know {len(model.classes)} classes, and {data} has {len(names)}"
-        raise ConfigError(f"{few}: give images of the same classes")
+    if {*names} <= {*model.classes}:  # perhaps in another order, or only some of the model's
+        indices = [model.classes.index(name) for name in names]
+        labels = torch.tensor(indices)[labels]
+    elif len(names) > len(model.classes) or (has_names(names) and has_names(model.classes)):
+        known = list_some(model.classes, 5)
+        raise ConfigError(f"{data} has the classes {list_some(names, 5)}, and the weights know {known}: give the same")
     else:
         warn(f"the weights or {data} have no class names: classes are matched by number")
     return torch.from_numpy(images.test_images), labels

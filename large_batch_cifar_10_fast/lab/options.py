@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
-from urllib.parse import quote
 
-from .. import PROGRAMS, ConfigError, check_range, system_errors_in_one_line, version
+from .. import PROGRAMS, ConfigError, check_range, version
 from ..images.cifar import DATA
 
 MOST = 100_000  # the largest number that an option takes, unless it has another limit
@@ -161,16 +160,6 @@ def text_of(value: object) -> str:
     return str(value)
 
 
-def as_pairs(settings: Mapping[str, object]) -> str:
-    """Return settings as tables and logs have them: `name=value name=value`.
-
-    Characters that would end a value are encoded as in a URL: %20 is a space.
-    """
-    texts = {name: text_of(value) for name, value in settings.items()}
-    encoded = {name: re.sub(r"[%\s]", lambda found: quote(found[0]), text) for name, text in texts.items()}
-    return " ".join(f"{name}={text}" for name, text in encoded.items())
-
-
 def as_words(options: Mapping[str, object]) -> list[str]:
     """Return options as words of a command line. Leave out options that are None or False."""
     words = []
@@ -182,9 +171,8 @@ def as_words(options: Mapping[str, object]) -> list[str]:
     return words
 
 
-@system_errors_in_one_line()
 def check_save(save: str) -> None:
-    """Raise ConfigError if a file cannot be written there, or if it would replace a file without weights."""
+    """Raise an error if a file cannot be written there, or if it would replace a file without weights."""
     path = Path(save)
     if save:
         path.absolute().parent.mkdir(parents=True, exist_ok=True)

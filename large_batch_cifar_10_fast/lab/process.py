@@ -1,16 +1,17 @@
-"""Train in this process. Each program's last line calls `main`, and `train` starts it for each GPU or core."""
+"""Train in this process. Each program's last line calls `main`, and a launch starts it for each GPU or core."""
 
 import contextlib
+import ctypes
 import os
 import re
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import INVALID, PACKAGE, PROGRAMS, RENDEZVOUS, ConfigError, LostError, first_line
-from .program import load_program, recipe_of, run_program
+from .. import INVALID, LAUNCHER, PACKAGE, PROGRAMS, RENDEZVOUS, SIGNALS, ConfigError, LostError, describe, first_line
 from .snapshot import LOADED, LOADING, environment_of
 
 
@@ -24,9 +25,17 @@ def main() -> None:
     if "RANK" not in os.environ:
         words = [sys.executable, "-m", PACKAGE.name, "train", "--recipe", recipe, "--nproc", "1", *sys.argv[1:]]
         os.execve(sys.executable, words, os.environ | environment_of(PACKAGE.parent))
+    LOADED.extend([file.parent, file.resolve().parent])  # its modules are loaded again
+    train([*sys.argv[1:], f"--recipe={recipe}"])
+
+
+def train(arguments: list[str]) -> None:
+    """Train the recipe of a command line, and end the process."""
     with exit_process():
-        LOADED.extend([file.parent, file.resolve().parent])  # its modules are loaded again
-        run_program(load_program(recipe), sys.argv[1:])
+        from .conduct import run_program  # which imports torch
+        from .program import load_program, recipe_of
+
+        run_program(load_program(recipe_of(arguments)), arguments)
 
 
 @contextlib.contextmanager
@@ -38,23 +47,21 @@ def exit_process() -> Iterator[None]:
     status = 0
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         status = INVALID
         if launched := os.environ.get(RENDEZVOUS):  # our launcher prints it
-            Path(launched.removeprefix("file://")).with_name(f"error.{os.getpid()}").write_text(str(error))
-        elif error.reported:
+            Path(launched.removeprefix("file://")).with_name(f"error.{os.getpid()}").write_text(describe(error))
+        elif getattr(error, "reported", False):
             time.sleep(3)  # until another process has printed it: torchrun ends all when one ends
         else:
-            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-    except LostError as error:
-        print(f"process {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
+            print(f"{Path(sys.argv[0]).name}: {describe(error)}", file=sys.stderr)
+    except (Exception, SystemExit) as error:
         status = 1
-    except Exception as error:
         if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
             time.sleep(3)  # a lost process caused this error: the launcher ends this one meanwhile
-        traceback.print_exc()
+        if not isinstance(error, LostError | SystemExit):
+            traceback.print_exc()
         print(f"process {os.environ.get('RANK', 0)} failed ({first_line(repr(error))})", file=sys.stderr)
-        status = 1
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed
         stream.flush()
     if "LOCAL_RANK" in os.environ:
@@ -62,6 +69,18 @@ def exit_process() -> Iterator[None]:
     sys.exit(status)
 
 
+def follow_launcher() -> None:
+    """Leave Ctrl-C to the launcher, and end when it ends. It has started this process with blocked signals."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    with contextlib.suppress(AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(os.environ[LAUNCHER]):  # it ended before the request
+        os._exit(1)
+
+
 if __name__ == "__main__":
-    with exit_process():
-        run_program(load_program(recipe_of(sys.argv[1:])), sys.argv[1:])
+    if LAUNCHER in os.environ:
+        follow_launcher()
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names that the log cannot show
+    train(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Read the results of campaigns from runs.tsv and the epochs.tsv beside it, into one `Log`."""
+"""Read the results of campaigns from runs.tsv and the epochs.tsv beside it."""
 
 import csv
 import glob
@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from .. import PACKAGE, ConfigError, first_line
 from .table import CONDITIONS, EPOCHS, GOAL, OPTION, PLACE, SIZES
 
 PUBLISHED = PACKAGE / "published" / "runs.tsv"
-MAY_DIFFER = (*PLACE, "commit")  # among the runs of a log
+MAY_DIFFER = (*PLACE, "commit")  # among the runs of a campaign
 LOSSES = ("train_loss", "validation_loss")
 FIGURES = (
     *("seed", "validation_accuracy", "validation_count", "validation_images"),
@@ -26,7 +27,7 @@ FIGURES = (
 
 
 @dataclass(frozen=True)
-class Log:
+class Results:
     """The results of a campaign.
 
     `runs` has a row per run that did not diverge: seed, accuracy (a fraction), validation_loss, seconds, cpu_seconds,
@@ -34,12 +35,11 @@ class Log:
     are rounded. `epochs` has a row per epoch, also of unfinished runs: epoch, seconds, accuracy and losses.
     """
 
-    name: str
+    name: str  # its source
     campaign: str
     runs: pd.DataFrame
     reached: int | None
-    conditions: dict[str, str]
-    notes: list[str]
+    conditions: dict[str, str]  # what may explain a difference, each option by itself
     epochs: pd.DataFrame
     diverged: int  # runs, which `runs` does not have
 
@@ -79,10 +79,20 @@ def each_campaign(source: str) -> list[str]:
 
 def campaigns_in(path: Path) -> list[str]:
     """Return the campaign of each epoch, then of each finished run."""
-    return [*read_epochs(path)["campaign"], *read_table(path)["campaign"]]
+    rows, epochs = read_tables(path)
+    return [*epochs["campaign"], *rows["campaign"]]
 
 
-def read_table(path: Path) -> pd.DataFrame:
+def read_tables(path: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return a runs.tsv and the epochs.tsv beside it, or an empty one, as texts."""
+    beside = path.with_name("epochs.tsv")
+    empty = pd.DataFrame(columns=[*EPOCHS], dtype=str)
+    epochs = parse_table(beside, beside.stat().st_mtime_ns) if beside.exists() else empty
+    return parse_table(path, path.stat().st_mtime_ns), epochs
+
+
+@cache
+def parse_table(path: Path, changed: int) -> pd.DataFrame:
     """Return a table of ours as texts. A last row without a line end is still being written, and is left out."""
     text = path.read_text("utf-8-sig", errors="replace")
     complete = text[: text.rfind("\n") + 1]
@@ -97,40 +107,29 @@ def read_table(path: Path) -> pd.DataFrame:
     return table
 
 
-def read_epochs(path: Path) -> pd.DataFrame:
-    """Return the epochs.tsv beside a runs.tsv, or an empty one."""
-    beside = path.with_name("epochs.tsv")
-    return read_table(beside) if beside.exists() else pd.DataFrame(columns=[*EPOCHS], dtype=str)
-
-
-def read_log(source: str) -> Log:
-    """Read `FILE` (the last campaign of a runs.tsv), `FILE:CAMPAIGN`, `FILE:*` (all as one), or `published`.
+def read_results(source: str) -> Results:
+    """Read `FILE` (the last campaign of a runs.tsv), `FILE:CAMPAIGN`, or `published`.
 
     FILE may be a pattern; its files are read as one campaign. Raise ConfigError if conditions differ, if a seed occurs
     twice, or for a damaged file.
     """
     tables = []
     curves = []
-    names: dict[str, None] = {}
     for path, asked in find_files(source):
         known = campaigns_in(path)
-        wanted = [asked]
-        if asked in ("", "*"):
-            wanted = [*dict.fromkeys(known)] if asked else known[-1:]
-        if not {*wanted} <= {*known}:
-            raise ConfigError(f"{path} has no campaign {asked}, only {', '.join(dict.fromkeys(known))}")
-        rows = read_table(path)
-        rows = rows[rows["campaign"].isin(wanted)]
+        campaign = asked or "".join(known[-1:])
+        if campaign not in known:
+            raise ConfigError(f"{path} has no campaign {campaign}, only {', '.join(dict.fromkeys(known))}")
+        rows, epochs = (table[table["campaign"] == campaign] for table in read_tables(path))
         tables.append(rows)
-        curves.append(epochs_of(read_epochs(path), rows, wanted))
-        names |= dict.fromkeys(wanted)
+        curves.append(epochs_of(epochs, rows))
     try:
-        return make_log(source, " + ".join(names), pd.concat(tables).fillna(""), pd.concat(curves))
+        return make_results(source, campaign, pd.concat(tables).fillna(""), pd.concat(curves))
     except (ValueError, KeyError) as error:  # a text instead of a number, or too few columns
         raise ConfigError(f"{source} cannot be read ({first_line(error)})") from error
 
 
-def make_log(source: str, campaign: str, rows: pd.DataFrame, epochs: pd.DataFrame) -> Log:
+def make_results(source: str, campaign: str, rows: pd.DataFrame, epochs: pd.DataFrame) -> Results:
     figures = rows.reindex(columns=FIGURES, fill_value="").map(as_number).astype(float)
     seeds = rows["seed"][rows["seed"] != ""]
     if seeds.duplicated().any():
@@ -144,42 +143,38 @@ def make_log(source: str, campaign: str, rows: pd.DataFrame, epochs: pd.DataFram
     reached = {"published": 41}.get(campaign)  # of its unrounded accuracies, by the last line of its log
     if exact.notna().all():
         reached = int((kept["accuracy"] >= GOAL).sum())
-    conditions, notes = conditions_of(source, rows)
-    return Log(source, campaign, kept, reached, conditions, notes, epochs, int(has_diverged.sum()))
+    return Results(source, campaign, kept, reached, conditions_of(source, rows), epochs, int(has_diverged.sum()))
 
 
-def conditions_of(source: str, rows: pd.DataFrame) -> tuple[dict[str, str], list[str]]:
-    """Return what may explain a difference, each option by itself, and notes on what varies among the runs.
+def conditions_of(source: str, rows: pd.DataFrame) -> dict[str, str]:
+    """Return the conditions of a campaign's rows. Raise ConfigError if they differ. A missing value equals all values.
 
-    Raise ConfigError if conditions differ. A missing value equals all values.
+    Of those that MAY_DIFFER among the rows, return all values.
     """
     options = [name for name in rows if name.startswith(OPTION)]
     columns = ["images", *SIZES, *CONDITIONS, *options, *MAY_DIFFER, "validation_images"]
     named = rows.reindex(columns=columns, fill_value="").rename(columns={"validation_images": "test_images"})
     conditions = {}
-    notes = []
     for name, column in named.items():
         values = [*dict.fromkeys(column[column != ""])]
-        if len(values) == 1:
-            conditions[str(name)] = values[0]
-        elif name in MAY_DIFFER and values:
-            notes.append(f"{source} has more than one {name}: {', '.join(values)}")
-        elif values:
+        if len(values) > 1 and name not in MAY_DIFFER:
             raise ConfigError(
                 f"{source} has runs with {name} {values[0]} and {values[1]}: they cannot be read as one campaign"
             )
-    return conditions, notes
+        if values:
+            conditions[str(name)] = " and ".join(values)
+    return conditions
 
 
-def epochs_of(epochs: pd.DataFrame, rows: pd.DataFrame, campaigns: Sequence[str]) -> pd.DataFrame:
-    """Return the epochs of campaigns as numbers. Of a run that was made again, the launch of its row counts, or the
-    last one.
+def epochs_of(epochs: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return a campaign's epochs as numbers. Of a run that was made again, the launch of its row counts, or the last
+    one.
     """
-    own = epochs[epochs["campaign"].isin(campaigns)]
+    own = epochs
     if "launch" in own:
-        made = pd.concat([own, rows])[["campaign", "run", "launch"]].drop_duplicates(["campaign", "run"], keep="last")
+        made = pd.concat([own, rows])[["run", "launch"]].drop_duplicates("run", keep="last")
         own = own.merge(made)
-    own = own.drop_duplicates(["campaign", "run", "epoch"], keep="last")
+    own = own.drop_duplicates(["run", "epoch"], keep="last")
     named = own.reindex(columns=["epoch", "seconds", *LOSSES, "validation_accuracy"], fill_value="")
     numbers = named.map(as_number).astype(float)
     return numbers.rename(columns={"validation_accuracy": "accuracy"})
@@ -189,9 +184,9 @@ def as_number(text: str) -> float:
     return float(text or "nan")
 
 
-def names_of(logs: Sequence[Log]) -> list[str]:
-    """Return the campaigns' names. If two are equal, return where the logs are from."""
-    names = [log.campaign for log in logs]
-    if len({*names}) < len(names):
-        names = [log.name for log in logs]
-    return [f"{place}: {name}" for place, name in enumerate(names, 1)] if len({*names}) < len(names) else names
+def names_of(results: Sequence[Results]) -> list[str]:
+    """Return the campaigns' names. If two are equal, return numbers and sources."""
+    names = [each.campaign for each in results]
+    if len({*names}) == len(names):
+        return names
+    return [f"{number}: {each.name}" for number, each in enumerate(results, 1)]

@@ -1,8 +1,8 @@
 """Code runs from a copy, so what ran is what is kept, and an edit during a campaign has no effect.
 
-OUT/source/DIGEST       a copy of this package, named by what it holds; campaigns of one version share it
-OUT/runs/NAME/source    the DIGEST from which campaign NAME runs
-OUT/runs/NAME/program/  a copy of a program of one's own: the modules and packages of its folder
+OUT/source/DIGEST     a copy of this package, or of a program of one's own: the modules and packages of its folder.
+                      It is named by what it holds, so it is never changed, and campaigns share it
+OUT/runs/NAME/source  the DIGESTs from which campaign NAME runs
 
 The first launch of a campaign makes the copies and starts its processes from them. Later launches start themselves
 again from the campaign's copy. A campaign without a finished run or a running launch is not begun: it is copied anew.
@@ -23,8 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from .. import ORIGIN, ORIGIN_VARIABLE, PACKAGE, PROGRAMS, STARTED, ConfigError, commit, system_errors_in_one_line
-from ..files import is_running
+from .. import ORIGIN, ORIGIN_VARIABLE, PACKAGE, PROGRAMS, STARTED, ConfigError, commit
+from ..files import is_running, write_atomically
+from .table import new_name
 
 MOST_LINES = 40  # of texts that differ
 
@@ -36,20 +37,26 @@ class Place(NamedTuple):
     campaign: str
     recipe: str
 
+    def named(self) -> "Place":
+        """Return this place, with a new campaign if it has none."""
+        return self._replace(campaign=self.campaign or new_name())
+
     @property
     def folder(self) -> Path:
         return self.out / "runs" / self.campaign
 
     @property
-    def program(self) -> Path:
-        """The campaign's copy of the program FILE.py."""
-        return self.folder / "program" / Path(self.recipe).name
+    def copies(self) -> list[Path]:
+        """The campaign's copies: of the package, and of the folder of its own program. Empty if there are none."""
+        marker = self.folder / "source"
+        names = marker.read_text().split() if self.campaign and marker.exists() else []
+        return [self.out / "source" / name for name in names]
 
     @property
-    def source(self) -> Path | None:
-        """The campaign's copy of the package, if there is one."""
-        marker = self.folder / "source"
-        return self.out / "source" / marker.read_text() if self.campaign and marker.exists() else None
+    def program(self) -> Path:
+        """The campaign's copy of the program FILE.py. Without a copy, there is no such file."""
+        folder = self.copies[1] if len(self.copies) > 1 else self.folder
+        return folder / Path(self.recipe).name
 
     @property
     def is_begun(self) -> bool:
@@ -59,18 +66,13 @@ class Place(NamedTuple):
         return any(self.folder.glob("[0-9]*.json")) or is_running(self.folder)
 
     @property
-    def own_recipe(self) -> str:
-        """The campaign's copy of FILE.py if it is begun, or the recipe as given."""
-        return self.kept_recipe if self.is_begun else self.recipe
-
-    @property
     def kept_recipe(self) -> str:
         """The campaign's copy of FILE.py, or a recipe of ours."""
         return str(self.program) if self.recipe.endswith(".py") else self.recipe
 
 
 def place_of(arguments: Sequence[str], out: str = ".", campaign: str = "", recipe: str = "apple2019") -> Place:
-    """Return what a command line says of its campaign; the other parameters are defaults."""
+    """Return what a command line says of its campaign; the other parameters are defaults. Raise ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in (("out", out), ("campaign", campaign), ("recipe", recipe)):
         parser.add_argument(f"--{name}", nargs="?", default=default, const="")
@@ -79,7 +81,9 @@ def place_of(arguments: Sequence[str], out: str = ".", campaign: str = "", recip
     folder = Path(given.out).expanduser().absolute()
     if given.resume and not given.campaign:
         begun = sorted(folder.glob("runs/*/source"), key=lambda marker: marker.stat().st_mtime_ns)
-        given.campaign = begun[-1].parent.name if begun else ""
+        if not begun:
+            raise ConfigError(f"--resume: there is no campaign in {folder}: start one without --resume")
+        given.campaign = begun[-1].parent.name
     return Place(folder, given.campaign, given.recipe)
 
 
@@ -88,10 +92,9 @@ def place_of(arguments: Sequence[str], out: str = ".", campaign: str = "", recip
 
 def enter(place: Place, command: str, arguments: Sequence[str]) -> None:
     """Start this command again from the copy of its campaign, if there is one and it does not run from it."""
-    source = place.source
-    if source and place.is_begun and not source.samefile(PACKAGE.parent):  # raises OSError if it was deleted
+    if place.copies and place.is_begun and not place.copies[0].samefile(PACKAGE.parent):  # or OSError: it was deleted
         words = [sys.executable, "-m", PACKAGE.name, command, *arguments]
-        os.execve(sys.executable, words, os.environ | environment_of(source))
+        os.execve(sys.executable, words, os.environ | environment_of(place.copies[0]))
 
 
 def environment_of(source: Path) -> dict[str, str]:
@@ -101,40 +104,33 @@ def environment_of(source: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", ORIGIN_VARIABLE: str(ORIGIN)}
 
 
-@system_errors_in_one_line()
 def keep(place: Place) -> Path:
     """Make the copies of a campaign that is not begun. Return its copy of the package."""
-    place.folder.mkdir(parents=True, exist_ok=True)
-    if not (place.is_begun and place.source):
+    if not (place.is_begun and place.copies):
+        place.folder.mkdir(parents=True, exist_ok=True)
+        names = [publish(texts_of_package() | {"commit": commit().encode()}, place.out / "source")]
         if place.recipe.endswith(".py"):
-            publish(texts_of_folder(Path(place.recipe)), place.program.parent)
-        texts = texts_of_package() | {"commit": commit().encode()}
-        name = digest(texts)  # of all that it holds: no other campaign's copy is ever replaced
-        publish(texts, place.out / "source" / name)
-        unfinished = place.folder / f".unfinished.{secrets.token_hex(4)}"
-        unfinished.write_text(name)
-        unfinished.replace(place.folder / "source")
-    source = place.source
-    assert source
-    return source
+            names.append(publish(texts_of_folder(Path(place.recipe)), place.out / "source"))
+        with write_atomically(place.folder / "source") as unfinished:
+            unfinished.write_text(" ".join(names))
+    return place.copies[0]
 
 
-def publish(texts: Mapping[str, bytes], folder: Path) -> None:
-    """Write files by their names to a folder, all at once. If another launch was first, its folder stays."""
-    if all((folder / name).is_file() and (folder / name).read_bytes() == text for name, text in texts.items()):
-        return
-    unfinished = folder.with_name(f".unfinished.{secrets.token_hex(4)}")
-    for name, text in texts.items():
-        file = unfinished / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(text)
-    shutil.rmtree(folder, ignore_errors=True)  # of a launch that finished no run
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        shutil.rmtree(unfinished)
-        if not folder.exists():
-            raise
+def publish(texts: Mapping[str, bytes], folder: Path) -> str:
+    """Write files by their names to a folder in `folder`, all at once, unless it is there. Return its name."""
+    name = digest(texts)
+    if not (folder / name).exists():
+        unfinished = folder / f".unfinished.{secrets.token_hex(4)}"
+        for file, text in texts.items():
+            (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
+            (unfinished / file).write_bytes(text)
+        try:
+            unfinished.rename(folder / name)
+        except OSError:  # another launch was first
+            shutil.rmtree(unfinished)
+            if not (folder / name).exists():
+                raise
+    return name
 
 
 def texts_of_package() -> dict[str, bytes]:
@@ -218,12 +214,12 @@ def edited_files(program: ModuleType) -> list[Path]:
 
 def check_unchanged(program: ModuleType, place: Place) -> None:
     """Raise ConfigError, with the changed lines above, if a program differs from a begun campaign's copy."""
-    if not place.is_begun:
+    if not (place.is_begun and place.copies):
         return
     folder = Path(place.recipe).resolve().parent
     for name in files_of(program):
         is_ours = name.startswith(f"{PACKAGE.name}/")
-        old = (place.source or PACKAGE.parent) / name if is_ours else place.program.with_name(name)
+        old = place.copies[0] / name if is_ours else place.program.with_name(name)
         new = ORIGIN.parent / name if is_ours else folder / name
         if old.exists() and (not new.exists() or old.read_bytes() != new.read_bytes()):
             lines = changed_lines(old, new)

@@ -23,20 +23,9 @@ from typing import Any
 
 import pandas as pd
 
-from .. import ConfigError, system_errors_in_one_line
+from .. import ConfigError
 from ..core.printing import warn
-from ..files import (
-    LAUNCHES,
-    OPEN,
-    WRITER,
-    claim,
-    lock,
-    locked_byte,
-    publish,
-    share,
-    write_atomically,
-    write_patiently,
-)
+from ..files import LAUNCHES, OPEN, claim, link, locked, share, write_atomically, write_patiently
 from .table import EPOCHS, TIMES, Row, decides, differences
 
 PAUSE = 10  # seconds between two writings of the tables
@@ -45,7 +34,6 @@ PAUSE = 10  # seconds between two writings of the tables
 class Campaign:
     """The files of a campaign, which rank 0 reads and writes."""
 
-    @system_errors_in_one_line()
     def __init__(self, out: Path, name: str, runs: int) -> None:
         """Read the finished runs. Raise ConfigError if this is impossible."""
         self.name = name
@@ -79,12 +67,8 @@ class Campaign:
         OPEN.discard(self.folder.resolve())
 
     def read_rows(self) -> None:
-        """Read the runs that were finished since the last time."""
-        for run in finished_runs(self.folder):
-            if run not in self.rows:
-                self.rows[run] = row_of(self.folder, run)
+        self.rows = {int(row["run"]): row for row in rows_in(self.folder)}
 
-    @system_errors_in_one_line()
     def agree(self, values: Mapping[str, str]) -> None:
         """Add conditions that the campaign lacks. Raise ConfigError if others differ.
 
@@ -92,7 +76,7 @@ class Campaign:
         """
         self.common |= values
         path = self.folder / "campaign.json"
-        with locked_byte(self.claims, WRITER):
+        with locked(self.folder / "lock"):
             known: dict[str, Any] = {"runs": 0, "conditions": {}}
             if path.exists() and not (self.is_alone and not self.rows):
                 known = json.loads(path.read_text())
@@ -109,13 +93,14 @@ class Campaign:
     # ---- Runs
 
     @property
-    def missing(self) -> list[int]:
-        return [run for run in range(self.runs) if run not in self.rows]
+    def requested(self) -> list[Row]:
+        """The rows of the finished runs among those that were asked for."""
+        return [row for run, row in self.rows.items() if run < self.runs]
 
     def take_run(self) -> int | None:
         """Claim the next run that is neither finished nor claimed by another process; None if there is none."""
-        for run in self.missing:
-            if claim(self.claims, run, self.folder / "claims"):
+        for run in range(self.runs):
+            if run not in self.rows and claim(self.claims, run, self.folder / "claims"):
                 self.read_rows()  # another process may just have finished it
                 if run not in self.rows:
                     return run
@@ -134,15 +119,23 @@ class Campaign:
     def add_run(self, run: int, row: Mapping[str, object], epochs: Sequence[Mapping[str, object]]) -> None:
         """Publish a finished run. If the disk is full, wait. Raise LostError if the campaign's folder is gone."""
         path = self.folder / f"{run:04}.json"
-        whole = {**self.common, **row}
-        content = {"row": whole, "epochs": self.with_names(run, epochs)}
+        mine = {**self.common, **row}
+        text = json.dumps({"row": mine, "epochs": self.with_names(run, epochs)})
+
+        def publish() -> bool:
+            try:
+                with write_atomically(path, link) as unfinished:
+                    unfinished.write_text(text)
+            except FileExistsError:
+                return False
+            return True
+
         what = f"run {run} of {self.folder} (seed {row['seed']}, accuracy {row['validation_accuracy']:.4f})"
-        is_first = write_patiently(lambda: publish(path, json.dumps(content).encode()), what)
+        is_first = write_patiently(publish, what)
         path.with_suffix(".part").unlink(missing_ok=True)
-        self.rows[run] = row_of(self.folder, run)
-        mine = {name: str(value) for name, value in whole.items()}
+        self.read_rows()
         deciding = [name for name in mine if decides(name) and name not in TIMES]
-        if not is_first and differences(mine, self.rows[run], deciding):
+        if not is_first and differences(as_row(mine), self.rows[run], deciding):
             warn(f"another launch has also made run {run}, with another result: the seed did not decide it")
         elif not is_first:
             warn(f"another launch has also made run {run}, because locks have no effect here: give each its own --out")
@@ -158,20 +151,24 @@ class Campaign:
 # ---- Files of runs
 
 
-def finished_runs(folder: Path) -> list[int]:
-    """Return the finished runs of a campaign's folder, in order."""
-    names = os.listdir(folder) if folder.exists() else []
-    return sorted(int(name[:-5]) for name in names if re.fullmatch(r"\d{4,}\.json", name))
+def files_in(folder: Path) -> list[Path]:
+    """Return the files of the finished runs in a campaign's folder, in order."""
+    found = [path for path in folder.glob("*.json") if re.fullmatch(r"\d{4,}", path.stem)]
+    return sorted(found, key=lambda path: int(path.stem))
 
 
-def row_of(folder: Path, run: int) -> Row:
-    """Return the row of a finished run, as texts."""
-    return {name: str(value) for name, value in read_run(folder / f"{run:04}.json")["row"].items()}
+def rows_in(folder: Path) -> list[Row]:
+    """Return the rows of the finished runs in a campaign's folder, in order."""
+    return [as_row(read_run(path)["row"]) for path in files_in(folder)]
+
+
+def as_row(values: Mapping[str, object]) -> Row:
+    return {name: str(value) for name, value in values.items()}
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """Return the file of a run. A finished one is never changed, so this process reads it once."""
-    return read_once(path, path.stat().st_mtime_ns) if path.suffix == ".json" else json.loads(path.read_text())
+    """Return the file of a finished run. It is never changed, so this process reads it once."""
+    return read_once(path, path.stat().st_mtime_ns)
 
 
 @cache
@@ -181,12 +178,8 @@ def read_once(path: Path, changed: int) -> dict[str, Any]:
 
 def rows_of(out: Path) -> dict[str, list[Row]]:
     """Return the rows of the finished runs of all campaigns that have some, by campaign. The last begun is last."""
-    found = {}
-    for folder in folders_of(out):
-        rows = [row_of(folder, run) for run in finished_runs(folder)]
-        if rows:
-            found[folder.name] = rows
-    return found
+    found = {folder.name: rows_in(folder) for folder in folders_of(out)}
+    return {name: rows for name, rows in found.items() if rows}
 
 
 def folders_of(out: Path) -> list[Path]:
@@ -200,19 +193,19 @@ def folders_of(out: Path) -> list[Path]:
 
 def write_tables(out: Path) -> None:
     """Write runs.tsv and epochs.tsv of all campaigns, and timing_log.tsv of the last one that has run 0."""
-    with open(out / "runs" / "lock", "w") as file:
-        lock(file.fileno(), Path(file.name))
-        rows = rows_of(out)  # with the lock: an older view must not replace a newer one
-        write_table(out / "runs.tsv", [row for of_campaign in rows.values() for row in of_campaign], ["campaign"])
-        epochs = []
+    with locked(out / "runs" / "lock"):
+        rows: list[Row] = []  # read with the lock: an older view must not replace a newer one
+        epochs: list[dict[str, Any]] = []
         curve: list[dict[str, Any]] = []
         for folder in folders_of(out):
-            files = [folder / f"{run:04}.json" for run in finished_runs(folder)]
-            for path in [*files, *sorted(folder.glob("*.part"))]:
+            runs = [read_run(path) for path in files_in(folder)]
+            rows += [run["row"] for run in runs]
+            for path in sorted(folder.glob("*.part")):
                 with contextlib.suppress(FileNotFoundError):  # a run that was just finished has no part
-                    own = read_run(path)["epochs"]
-                    epochs += own
-                    curve = own if path.name == "0000.json" else curve
+                    runs.append(json.loads(path.read_text()))
+            epochs += [epoch for run in runs for epoch in run["epochs"]]
+            curve = next((run["epochs"] for run in runs if run.get("row", {}).get("run") == 0), curve)
+        write_table(out / "runs.tsv", rows, ["campaign"])
         write_table(out / "epochs.tsv", epochs, EPOCHS)
         if curve:
             write_table(out / "timing_log.tsv", [as_dawnbench(epoch) for epoch in curve], [])

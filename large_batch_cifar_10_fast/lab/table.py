@@ -5,7 +5,6 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from urllib.parse import quote
 
 from ..core.clock import PARTS
 
@@ -75,13 +74,8 @@ def decides(name: str) -> bool:
 
 
 def environment() -> str:
-    """Return those variables of DECIDING that are set, as `NAME=value,NAME=value`, or "-"."""
-    return ",".join(as_text(name) for name in DECIDING if name in os.environ) or "-"
-
-
-def as_text(variable: str) -> str:
-    """Return `NAME=value`, with separators of tables and logs encoded as in a URL: %2C is a comma."""
-    return f"{variable}={quote(os.fsencode(os.environ[variable]), safe=':/')}"
+    """Return those variables of DECIDING that are set, as `NAME=value NAME=value`, or "-"."""
+    return " ".join(f"{name}={os.environ[name]}" for name in DECIDING if name in os.environ) or "-"
 
 
 def new_name() -> str:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from .. import ConfigError
 from ..core import data
 from ..files import write_atomically
-from .model import Classifier, load
-from .options import command_parser
+from ..lab.model import Classifier, load
+from ..lab.options import command_parser
 
 
 class Probabilities(nn.Module):

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .. import ConfigError
 from ..images.photos import decode, walk
-from .model import load
-from .options import command_parser
+from ..lab.model import load
+from ..lab.options import command_parser
 
 MOST = 3  # classes of a line
 

@@ -15,7 +15,7 @@ import numpy as np
 from .. import list_some
 from ..files import write_atomically
 from ..images.photos import OTHERS, count_left_out, find_photos, read_photos
-from .options import command_parser
+from ..lab.options import command_parser
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,0 +1,28 @@
+"""Make the runs of a campaign: start the processes of a launch on this machine, and report how they ended."""
+
+from collections.abc import Sequence
+
+from .. import Interrupted
+from ..core.printing import show
+from ..lab.launch import Ended, start_launch
+from ..lab.log import print_summary
+from ..lab.snapshot import place_of
+from ..lab.store import rows_in
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make a campaign's runs. Return the exit status: 0, 1 after a failure, 128 + N after signal N."""
+    place = place_of(arguments).named()
+    with start_launch([*arguments, "--campaign", place.campaign]) as launch:
+        try:
+            ended = launch.wait()
+        except Interrupted as end:
+            ended = Ended(*end.args)
+    rows = [row for row in rows_in(place.folder) if int(row["run"]) < launch.runs]
+    if ended.status:
+        again = f"; the same command with --campaign {place.campaign} continues" if rows else ""
+        finished = f"{len(rows)} of {launch.runs} runs are finished"
+        show(f"train: {ended.failure}; {finished}{again}")
+        return ended.status
+    print_summary(rows, launch.runs)
+    return 0

@@ -1,0 +1,299 @@
+"""Make the missing runs of a campaign in this process, or in the processes of a team together."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from .. import LAUNCH, PACKAGE, RENDEZVOUS, ConfigError, __version__, commit
+from ..core.clock import PARTS, Clock
+from ..core.data import Images
+from ..core.devices import driver_and_clocks, hardware_name, out_of_memory_hint, peak_memory
+from ..core.fast import checksum, precision_on_cpu, precision_on_gpu, prepare_cache_folder
+from ..core.hyp import BaseHyp, settings_of
+from ..core.machine import Machine
+from ..core.printing import print_line, warn
+from ..core.score import Epoch
+from ..core.team import Team, join_team
+from ..images.load import SYNTHETIC, load_images
+from . import snapshot
+from .log import Progress, print_head, print_run, print_set_up, print_summary, warned
+from .model import save_weights
+from .options import Options, check_save, text_of
+from .program import file_of, read_command
+from .store import Campaign
+from .table import GOAL, OPTION, SIZES, Row, decides, differences, environment, new_name
+
+FEWEST = 32  # training images for which `Hyp.fit_to` gives options
+FEW_STEPS = 8  # steps an epoch, below which these options are better
+SMALL_STEP = 16  # images of a step, up to which there is no warning: apple2019's options go no lower
+LONG = 0.08  # PFLOP of a run, from which on a CPU compiles: about ten minutes on two cores in fp32
+
+
+def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
+    """Make the missing runs of a campaign. Return the rows of all its finished runs, on rank 0."""
+    name, options, hyp = read_command(program, arguments)
+    check_save(options.save)
+    if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
+        raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
+    with join_team(options.device, options.timeout) as processes, contextlib.ExitStack() as opened:
+        prepare_cache_folder(processes)  # before imports of torch that need it
+        team = processes.with_workers(hyp.workers, options.micro_batches)
+        images = load_images(options.data, options.holdout)
+        check_counts(len(images.train_images), len(images.test_images), team, hyp)
+        sizes = sizes_of(program, hyp, images)
+        options = choose_computation(options, hyp.gpu_precision, float(sizes["pflop"] or 0), team)
+        common = conditions(options, name, hyp, program, images, sizes, team)
+        check_processes_agree(options, common, team)
+        campaign = None
+        if team.is_main:
+            place = snapshot.place_of(arguments).named()
+            if RENDEZVOUS not in os.environ:  # the launcher has not kept the code
+                keep_here(program, place)
+            campaign = opened.enter_context(Campaign(place.out, place.campaign, options.runs))
+            campaign.agree({name: value for name, value in common.items() if name not in ("compile", "no_graph")})
+            common = campaign.common
+            if options.save and options.runs - 1 in campaign.rows:
+                warn(f"--save {options.save} is not written: run {options.runs - 1} is finished")
+        progress = Progress(team.is_first, hyp.actual_epochs)
+        if campaign and team.is_first:
+            print_head(options, common, images, campaign)
+        first = take_run(campaign, team, "first")
+        if first is not None:
+            machine = Machine(
+                team,
+                options.precision,
+                options.compile,
+                not options.no_graph,
+                not options.no_warmup,
+                options.micro_batches,
+                progress.watch,
+            )
+            # Close it before the process group ends, also after an error.
+            opened.callback(machine.close)
+            with out_of_memory_hint("training"):
+                run = program.train(hyp, images, machine)
+                if campaign:
+                    no_graph = team.on_gpu and not machine.has_graphs
+                    campaign.agree({"compile": str(machine.is_compiled), "no_graph": str(no_graph)})
+                    campaign.common |= driver_and_clocks(team.device)  # after the warm-up: an idle GPU slows down
+                    progress.start(options.runs, len(campaign.requested))
+                if campaign and team.is_first:
+                    print_set_up(machine, campaign)
+                for_use: dict[str, Any] = {"classes": images.class_names, "normalization": images.normalization}
+                for_use |= {"size": (32, 32, 3), "options": asdict(hyp)}
+                make_runs(run, first, options, campaign, progress, machine, for_use)
+        progress.bar.close()
+        if not campaign:
+            return []
+        with warned("runs.tsv"):
+            campaign.write_tables(at_once=True)
+        if RENDEZVOUS not in os.environ:  # otherwise the launcher prints it
+            print_summary(campaign.requested, options.runs)
+        return campaign.requested
+
+
+def keep_here(program: ModuleType, place: snapshot.Place) -> None:
+    """Keep the code of a process that no launcher started: its files as they are."""
+    file = file_of(program)
+    if file.resolve().parent != PACKAGE:
+        place = place._replace(recipe=str(file))
+    snapshot.check_unchanged(program, place)
+    for edited in snapshot.edited_files(program):
+        warn(f"{edited.name} was changed after it was loaded: what runs may differ from what is kept")
+    snapshot.keep(place)
+
+
+# ---- The runs
+
+
+def make_runs(
+    run: Callable[[int], Iterator[Epoch]],
+    first: int,
+    options: Options,
+    campaign: Campaign | None,
+    progress: Progress,
+    machine: Machine,
+    for_use: Mapping[str, object],
+) -> None:
+    """Train one run after the other, from the first on, until none is left to take. All processes must call this.
+
+    Rank 0 writes epochs, rows, and the weights of the last run, with the data `for_use`.
+    """
+    team = machine.team
+    number: int | None = first
+    while number is not None:
+        progress.begin(number)
+        epochs: list[dict[str, float]] = []
+        last: Epoch | None = None
+        for last in run(options.seed + number):
+            epochs.append(row_of_epoch(last))
+            if campaign:
+                with warned("the epochs so far"):
+                    campaign.add_epochs(number, epochs)
+            progress.show(last, machine.clock.last("training"))
+            if last.diverged:
+                break
+        if last is None:
+            raise ConfigError("run(seed) of the program has yielded no Epoch: yield one after each epoch")
+        check_weights_agree(last.network, number, team)
+        if campaign:
+            row = {"run": number, "seed": options.seed + number, **row_of_run(epochs, last, machine.clock)}
+            campaign.add_run(number, row | {"peak_memory": peak_memory(team.device)}, epochs)
+            with warned("runs.tsv"):
+                campaign.write_tables()
+            if options.teams > 1:
+                print_line(f"# run {number}, seed {row['seed']}")
+            print_run(campaign.rows[number])
+            if last.diverged:
+                warn(f"run {number} stopped after epoch {last.number}: its loss is not finite; lower the learning rate")
+            if number == options.runs - 1 and options.save:
+                save_weights(Path(options.save), last.network.state_dict(), campaign.rows[number], for_use)
+        number = take_run(campaign, team, f"after run {number}")
+
+
+def row_of_epoch(epoch: Epoch) -> dict[str, float]:
+    return {
+        "epoch": epoch.number,
+        "seconds": epoch.seconds,
+        "train_loss": epoch.train.loss,
+        "validation_loss": epoch.validation.loss,
+        "train_accuracy": epoch.train.accuracy,
+        "validation_accuracy": epoch.validation.accuracy,
+    }
+
+
+def row_of_run(epochs: Sequence[dict[str, float]], last: Epoch, clock: Clock) -> dict[str, Any]:
+    """Return the results of a run, from its epochs and its clock."""
+    at_goal = [epoch for epoch in epochs if epoch["validation_accuracy"] >= GOAL]
+    reached = at_goal[0] if at_goal and not last.diverged else {"epoch": "", "seconds": ""}
+    return {
+        **epochs[-1],
+        "validation_count": last.validation.correct,
+        "validation_images": last.validation.images,
+        **{part: clock.seconds[part] for part in PARTS},
+        "cpu_seconds": clock.cpu_seconds,
+        "last_validation": clock.last("validation"),
+        "goal_epoch": reached["epoch"],
+        "goal_seconds": reached["seconds"],
+    }
+
+
+def take_run(campaign: Campaign | None, team: Team, key: str) -> int | None:
+    """Return the run that rank 0 takes; None if none is left. All processes must call this, with a key of its own."""
+    taken = campaign.take_run() if campaign else None
+    return json.loads(team.gather(f"run {key}", json.dumps(taken))[0])
+
+
+def check_weights_agree(network: nn.Module, run: int, team: Team) -> None:
+    """Raise ConfigError if the processes of a team have trained different weights. All must call this."""
+    if team.world_size == 1:
+        return
+    sums = team.gather(f"weights of run {run}", checksum(network))
+    others = [rank for rank, each in enumerate(sums) if each != sums[0]]
+    if others:
+        wrong = f"after run {run} the weights of process {others[0]} differ from process 0's, so the run does not count"
+        raise ConfigError(f"{wrong}: test memory and links of the machines, or try --no_compile")
+
+
+# ---- The conditions
+
+
+def conditions(
+    options: Options,
+    name: str,
+    hyp: Any,
+    program: ModuleType,
+    images: Images,
+    sizes: Mapping[str, str],
+    team: Team,
+) -> dict[str, str]:
+    """Return the values that all rows of a launch share, as texts: recipe, images, code, device, versions."""
+    names = " and ".join(sorted(set(team.gather("device", hardware_name(team.device)))))
+    device = f"{team.world_size} x {names}"
+    if not team.on_gpu:
+        device = f"CPU {names}, {team.world_size} x {torch.get_num_threads()} threads"
+    if options.teams > 1:
+        device = f"{options.teams} teams of {device}"
+    common: dict[str, Any] = {
+        "recipe": name,
+        **{f"{OPTION}{option}": text_of(value) for option, value in settings_of(hyp).items()},
+        "workers": team.total_workers,
+        "data": options.data if options.data == SYNTHETIC else os.path.abspath(options.data),
+        "images": images.name,
+        **sizes,
+        "digest": images.digest,
+        "precision": options.precision,
+        "micro_batches": options.micro_batches,
+        "compile": options.compile,
+        "no_graph": options.no_graph,
+        "environment": environment(),
+        "device": device,
+        "processes": team.world_size,
+        "version": __version__,
+        "commit": commit(),
+        **snapshot.digests(program),
+        "torch": version("torch"),
+        "seed": options.seed,  # of run 0
+        "launch": os.environ.get(LAUNCH) or new_name(),  # tells whose epochs are whose
+    }
+    return {name: str(value) for name, value in common.items()}
+
+
+def check_processes_agree(options: Options, common: Mapping[str, str], team: Team) -> None:
+    """Raise ConfigError if the conditions of a process differ from those of the first process."""
+    plan = {name: str(getattr(options, name)) for name in ("seed", "runs", "no_warmup")}
+    first, *others = map(json.loads, team.gather("conditions", json.dumps({**common, **plan})))
+    for rank, other in enumerate(others, 1):
+        text = differences(other, first, [name for name in other if decides(name) and name not in SIZES])
+        if text:
+            raise ConfigError(f"process {rank} differs from process 0 in {text}: give all processes the same options")
+
+
+def check_counts(count: int, tests: int, team: Team, hyp: BaseHyp) -> None:
+    """Raise ConfigError if there are too few training images for a step, or fewer test images than processes.
+
+    Warn if an epoch has too few steps to learn much.
+    """
+    if tests < team.world_size:
+        raise ConfigError(
+            f"{team.world_size} processes need one test image each, there are {tests}: use fewer processes"
+        )
+    steps = count // hyp.images_of_step
+    if steps < FEW_STEPS and hyp.images_of_step > SMALL_STEP:
+        advice = hyp.fit_to(count) if count >= FEWEST else ""
+        few = f"an epoch of {count} images has {steps} steps of {hyp.images_of_step}: try {advice or 'more images'}"
+        if not steps:
+            raise ConfigError(few)
+        team.warn(few)
+    hyp.check_images(count)
+
+
+def sizes_of(program: ModuleType, hyp: BaseHyp, images: Images) -> dict[str, str]:
+    """Return the sizes of a run for its row: training images, trained parameters and PFLOP; "" where unknown."""
+    sizes = {"training_images": str(len(images.train_images)), "parameters": "", "pflop": ""}
+    with contextlib.suppress(Exception):  # a network that only `train` can make, or that reads values
+        network = program.Network(hyp, images.classes)
+        parameters = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
+        sizes["parameters"] = str(parameters)
+        sizes["pflop"] = f"{hyp.flop(network, len(images.train_images)) / 1e15:.4g}"
+    return sizes
+
+
+def choose_computation(options: Options, gpu_precision: str, pflop: float, team: Team) -> Options:
+    """Choose precision and compilation where they were not given, by the hardware and by the work of a run."""
+    if team.on_gpu:
+        precision = precision_on_gpu(options.precision, gpu_precision, team.device)
+    else:
+        precision = precision_on_cpu(options.precision)
+    is_long = team.on_gpu or pflop >= LONG
+    use_compiler = options.compile or (is_long and not options.no_compile)
+    return replace(options, precision=cast(Any, precision), compile=use_compiler, no_compile=not use_compiler)
