@@ -151,6 +151,7 @@ def test_two_teams_make_the_runs_of_one_and_end_with_their_launcher(arguments, t
         output, errors = process.communicate(timeout=200)
     assert (process.returncode, without_progress(errors)) == (0, "")
     check_equal(tmp_path, output, *uninterrupted)
+    assert output.count("Maximum training time") == 1, "the launcher prints the summary, not each team"
     assert torch.load(tmp_path / "w.pt", weights_only=True)["about"]["run"] == str(RUNS - 1)
 
 
