@@ -88,7 +88,7 @@ def make_plan(baseline: list[str], texts: Sequence[str], axes: Sequence[str], ru
 
     Variants of an earlier plan stay if they have a run. A cell of a grid may be the baseline.
     """
-    made = {name: len(rows) for name, rows in rows_of(out).items()}
+    made = rows_of(out)
     before = read_plan(out) if made else Plan(baseline, {}, [])  # without a run there is nothing to continue
     if before.baseline != baseline:
         was = shlex.join(before.baseline)
@@ -146,8 +146,9 @@ def make_runs(plan: Plan, out: Path) -> dict[str, str]:
     teams = read_words(plan.baseline)[1].teams
     size = teams
     counts = {name: len(rows_of(out).get(name, [])) for name in plan.campaigns}
-    total = plan.runs * len(counts)
-    with tqdm(total=total, initial=sum(counts.values()), unit="runs", smoothing=0, disable=None) as bar:
+    with tqdm(
+        total=plan.runs * len(counts), initial=sum(counts.values()), unit="runs", smoothing=0, disable=None
+    ) as bar:
         while BASELINE not in failed:
             left = [name for name in counts if counts[name] < plan.runs and name not in failed]
             if not left:

@@ -74,10 +74,6 @@ def accuracies(campaign: Results) -> pd.Series:
     return 100 * values(campaign, "accuracy")
 
 
-def losses(campaign: Results) -> pd.Series:
-    return values(campaign, "validation_loss")
-
-
 def values(campaign: Results, name: str) -> pd.Series:
     """Return a quantity of all runs that have it, by seed."""
     return campaign.runs.set_index("seed")[name].dropna()
@@ -152,7 +148,7 @@ LOSS = "loss"
 TIME = "seconds, by launch"
 QUANTITIES: dict[str, tuple[Callable[[Results], pd.Series], bool, Callable[[Results, Results], str]]] = {
     ACCURACY: (accuracies, True, has_no_effect),
-    LOSS: (losses, False, other_loss),
+    LOSS: (lambda campaign: values(campaign, "validation_loss"), False, other_loss),
     TIME: (seconds_of, False, why_no_time),
 }
 

@@ -67,7 +67,10 @@ class Campaign:
         OPEN.discard(self.folder.resolve())
 
     def read_rows(self) -> None:
-        self.rows = {int(row["run"]): row for row in rows_in(self.folder)}
+        """Read the runs that were finished since the last time."""
+        for path in files_in(self.folder):
+            if int(path.stem) not in self.rows:
+                self.rows[int(path.stem)] = row_in(path)
 
     def agree(self, values: Mapping[str, str]) -> None:
         """Add conditions that the campaign lacks. Raise ConfigError if others differ.
@@ -95,7 +98,7 @@ class Campaign:
     @property
     def requested(self) -> list[Row]:
         """The rows of the finished runs among those that were asked for."""
-        return [row for run, row in self.rows.items() if run < self.runs]
+        return [self.rows[run] for run in sorted(self.rows) if run < self.runs]
 
     def take_run(self) -> int | None:
         """Claim the next run that is neither finished nor claimed by another process; None if there is none."""
@@ -159,7 +162,11 @@ def files_in(folder: Path) -> list[Path]:
 
 def rows_in(folder: Path) -> list[Row]:
     """Return the rows of the finished runs in a campaign's folder, in order."""
-    return [as_row(read_run(path)["row"]) for path in files_in(folder)]
+    return [*map(row_in, files_in(folder))]
+
+
+def row_in(path: Path) -> Row:
+    return as_row(read_run(path)["row"])
 
 
 def as_row(values: Mapping[str, object]) -> Row:
