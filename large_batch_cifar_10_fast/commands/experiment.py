@@ -31,7 +31,7 @@ from ..lab.options import Options, command_parser
 from ..lab.program import load_program, read_command, recipe_of
 from ..lab.report import MARGIN, Verdict, accuracies, compare
 from ..lab.results import Results, read_results
-from ..lab.store import rows_of, write_tables
+from ..lab.store import rows_in, rows_of, write_tables
 
 HOLDOUT = 10_000  # of CIFAR-10's 50,000 images: the error of a mean is a third of that over 1,000
 ALIKE = ("data", "holdout", "seed")  # options that all campaigns share
@@ -138,44 +138,36 @@ def write_plan(plan: Plan, out: Path) -> None:
 def make_runs(plan: Plan, out: Path) -> dict[str, str]:
     """Make the missing runs. Return how campaigns failed.
 
-    The campaign with the fewest runs gets a part of its runs, then the next one. So the campaigns take turns, and all
-    run on the machine in the same state. The runs of a part take ten times as long as its start. But a part has at
-    most half of a campaign. A variant that fails gets no more runs. If the baseline fails, the experiment stops.
+    The campaigns take turns: in a round all get the same number of runs. So all run on the machine in the same state.
+    The runs of a turn take ten times as long as its start, but are at most half of a campaign. A variant that fails
+    gets no more runs. If the baseline fails, the experiment stops. Other launches may make some of the runs meanwhile.
     """
     failed: dict[str, str] = {}
-    teams = read_words(plan.baseline)[1].teams
-    size = teams
-    counts = {name: len(rows_of(out).get(name, [])) for name in plan.campaigns}
-    with tqdm(
-        total=plan.runs * len(counts), initial=sum(counts.values()), unit="runs", smoothing=0, disable=None
-    ) as bar:
-        while BASELINE not in failed:
-            left = [name for name in counts if counts[name] < plan.runs and name not in failed]
-            if not left:
-                break
-            name = min(left, key=lambda each: counts[each])
-            part = max(teams, min(size, (plan.runs + 1) // 2))
-            target = min(counts[name] + part, plan.runs)
-            show(f"{name}: to run {target} of {plan.runs}")
-            start = time.monotonic()
-            words = [
-                *plan.campaigns[name],
-                f"--campaign={name}",
-                f"--runs={target}",
-                f"--out={out}",
-                f"--teams={teams}",
-            ]
-            failure = launch(words, out / f"{name}.log")
-            rows = rows_of(out).get(name, [])
-            made = rows[counts[name] :]
-            if failure or len(rows) < target:
-                failed[name] = failure or "another launch is making its runs"
-            bar.update(len(made))
-            counts[name] = len(rows)
-            if made:
-                training = sum(float(row["seconds"]) for row in made) / teams
-                around = time.monotonic() - start - training  # start, compilation, validation and end
-                size = math.ceil(10 * around * len(made) / training)
+    target = 0
+    turn = 1
+    finished = sum(len(rows_in(out / "runs" / name)) for name in plan.campaigns)
+    total = plan.runs * len(plan.campaigns)
+    with tqdm(total=total, initial=finished, unit="runs", smoothing=0, disable=None) as bar:
+        while target < plan.runs and BASELINE not in failed:
+            target = min(target + turn, plan.runs)
+            for name, words in plan.campaigns.items():
+                folder = out / "runs" / name
+                before = len(rows_in(folder))
+                if before >= target or failed.keys() & {name, BASELINE}:
+                    continue
+                show(f"{name}: to run {target} of {plan.runs}")
+                start = time.monotonic()
+                failure = launch(
+                    [*words, f"--campaign={name}", f"--runs={target}", f"--out={out}"], out / f"{name}.log"
+                )
+                if failure:
+                    failed[name] = failure
+                made = rows_in(folder)[before:]
+                bar.update(len(made))
+                if made:
+                    training = sum(float(row["seconds"]) for row in made)
+                    around = time.monotonic() - start - training  # start, compilation, validation and end
+                    turn = max(1, min(math.ceil(10 * around * len(made) / training), (plan.runs + 1) // 2))
     return failed
 
 
@@ -202,37 +194,34 @@ def read_campaigns(plan: Plan, out: Path) -> dict[str, Results]:
 def notes_on(plan: Plan, found: Mapping[str, Results], verdicts: Mapping[str, Verdict]) -> str:
     """Return notes on unfinished runs, the looks, and the final test."""
     notes = []
-    if len(found) < len(plan.campaigns) or any(each.count < plan.runs for each in found.values()):
+    if sum(each.count for each in found.values()) < plan.runs * len(plan.campaigns):
         notes.append(f"Not finished: {plan.runs} runs of each are planned.")
     if len(plan.looks) > 1:
         texts = ["{runs} runs of {variants} variant(s)".format(**look) for look in plan.looks]
-        notes.append(f"Look {len(plan.looks)}: planned {', then '.join(texts[:-1])}, now {texts[-1]}.")
-        notes.append("Each look can find differences that are chance; the intervals hold for one look.")
+        notes.append(f"Look {len(texts)}: {', then '.join(texts)}. The intervals hold for one look.")
     better = [name for name, verdict in verdicts.items() if verdict.word == "better"]
     notes.append("Use the test images last, and only once:")
     for name in (BASELINE, *better[:1]):
         words = [word for word in plan.campaigns[name] if not word.startswith("--holdout")]
-        words += [f"--campaign={name}", f"--runs={plan.runs}"]
-        notes.append(f"  cifar10-fast train {shlex.join(words)}")
+        notes.append(f"  cifar10-fast train {shlex.join(words)} --campaign={name} --runs={plan.runs}")
     return "\n".join(notes)
 
 
-def draw_differences(verdicts: Mapping[str, Verdict], margin: float) -> Figure:
+def draw_differences(verdicts: Mapping[str, Verdict]) -> Figure:
     """Draw the differences from the baseline with their intervals, as wide as README shows a picture."""
-    compared = {name: verdict for name, verdict in verdicts.items() if verdict.found}
+    compared = {name: (verdict.word, verdict.found) for name, verdict in verdicts.items() if verdict.found}
     figure = new_figure(8.5, 1.6 + 0.45 * len(compared))
     axes = figure.subplots()
-    axes.axvspan(-margin, margin, color="0.92", lw=0)
+    axes.axvspan(-MARGIN, MARGIN, color="0.92", lw=0)
     axes.axvline(0, color="black", lw=0.8)
-    for row, verdict in enumerate(compared.values()):
-        found: Any = verdict.found
-        color = COLORS.get(verdict.word, "0.35")
+    for row, (word, found) in enumerate(compared.values()):
+        color = COLORS.get(word, "0.35")
         axes.plot([found.low, found.high], [row, row], color=color, lw=2)
         axes.plot(found.difference, row, "o", color=color)
-        axes.annotate(verdict.word, (1.01, row), xycoords=("axes fraction", "data"), color=color, va="center")
+        axes.annotate(word, (1.01, row), xycoords=("axes fraction", "data"), color=color, va="center")
     axes.set_yticks(range(len(compared)), [*compared])
     axes.set_ylim(len(compared) - 0.5, -0.5)
-    axes.set_xlabel(f"accuracy minus baseline's, points: mean over pairs, 99% intervals (grey: {margin:g} points)")
+    axes.set_xlabel(f"accuracy minus baseline's, points: mean over pairs, 99% intervals (grey: {MARGIN:g} points)")
     axes.set_title("Difference from the baseline")
     return figure
 
@@ -244,12 +233,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", type=int, default=12, help="runs of each, chosen before you look (12)")
     parser.add_argument("--out", type=Path, default=Path("experiment"), help="folder of the experiment (experiment)")
     parser.add_argument("--holdout", type=int, default=HOLDOUT, help="training images to test on (10000)")
-    parser.add_argument("--margin", type=float, default=MARGIN, help="points of accuracy that are equivalent (0.1)")
     parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     parser.add_argument("--report", action="store_true", help="make no runs; show the finished ones")
     options, baseline = parser.parse_known_args(arguments)
-    if not options.margin > 0 or options.runs < 3 or options.holdout < 1:
-        raise ConfigError("use a --margin above 0, at least 3 --runs and a --holdout of at least 1 image")
+    if options.runs < 3 or options.holdout < 1:
+        raise ConfigError("use at least 3 --runs and a --holdout of at least 1 image")
     out = options.out.expanduser()
     failed: dict[str, str] = {}
     if not options.report:
@@ -267,10 +255,10 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     plan = read_plan(out)
     found = read_campaigns(plan, out)
-    report = compare(found, BASELINE, options.margin, len(plan.variants), options.markdown)
+    report = compare(found, BASELINE, tests=len(plan.variants), markdown=options.markdown)
     print(f"Baseline: {' '.join(plan.baseline)}\n\n{report.text}\n\n{notes_on(plan, found, report.accuracy)}")
     if any(verdict.found for verdict in report.accuracy.values()):
         picture = out / "experiment.png"
-        write_picture(draw_differences(report.accuracy, options.margin), picture)
+        write_picture(draw_differences(report.accuracy), picture)
         print(f"Picture: {picture}")
     return int(bool(failed))

@@ -10,7 +10,14 @@ from matplotlib.figure import Figure
 from ..files import write_atomically
 
 STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
-STYLE |= {"axes.titlepad": 10, "axes.spines.right": False, "axes.spines.top": False, "grid.color": "0.9"}
+STYLE |= {
+    "axes.titlepad": 10,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "grid.color": "0.9",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+}
 STYLE |= {"text.parse_math": False, "lines.markeredgewidth": 0, "legend.frameon": False}
 # Colors by Okabe and Ito, for all eyes.
 STYLE |= {

@@ -53,8 +53,8 @@ class Options:
         check_range(self, 0, 2**62 - 1, "seed")
         for name in ("data", "out", "save"):
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))  # a shell leaves `--out=~/x` alone
-        if not re.fullmatch(r"[\w.:+=-]{0,100}", self.campaign):
-            raise ConfigError(f"--campaign {self.campaign!a}: use letters, digits and . : + = - _, at most 100")
+        if not re.fullmatch(r"[\w.+=-]{0,100}", self.campaign):
+            raise ConfigError(f"--campaign {self.campaign!a}: use letters, digits and . + = - _, at most 100")
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,15 +1,11 @@
 """Read the results of campaigns from runs.tsv and the epochs.tsv beside it."""
 
-import csv
 import glob
-import io
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -19,26 +15,22 @@ from .table import CONDITIONS, EPOCHS, GOAL, OPTION, PLACE, SIZES
 PUBLISHED = PACKAGE / "published" / "runs.tsv"
 MAY_DIFFER = (*PLACE, "commit")  # among the runs of a campaign
 LOSSES = ("train_loss", "validation_loss")
-FIGURES = (
-    *("seed", "validation_accuracy", "validation_count", "validation_images"),
-    *LOSSES,
-    *("seconds", "cpu_seconds", "goal_seconds"),
-)
+FIGURES = ("seed", "validation_accuracy", "validation_count", "validation_images", *LOSSES, "seconds")
 
 
 @dataclass(frozen=True)
 class Results:
     """The results of a campaign.
 
-    `runs` has a row per run that did not diverge: seed, accuracy (a fraction), validation_loss, seconds, cpu_seconds,
-    goal_seconds (the time to 94%), NaN where unknown, and launch. `reached` counts the runs at 94%; None if accuracies
-    are rounded. `epochs` has a row per epoch, also of unfinished runs: epoch, seconds, accuracy and losses.
+    `runs` has a row per run that did not diverge: seed, accuracy (a fraction), validation_loss and seconds, NaN where
+    unknown, and launch. `reached` counts the runs at 94%. `epochs` has a row per epoch, also of unfinished runs: epoch,
+    seconds, accuracy and losses.
     """
 
     name: str  # its source
     campaign: str
     runs: pd.DataFrame
-    reached: int | None
+    reached: int
     conditions: dict[str, str]  # what may explain a difference, each option by itself
     epochs: pd.DataFrame
     diverged: int  # runs, which `runs` does not have
@@ -52,18 +44,14 @@ class Results:
 def find_files(source: str) -> list[tuple[Path, str]]:
     """Return path and campaign of each file of FILE or FILE:CAMPAIGN, where FILE may be a pattern.
 
-    Both may contain colons: the longest FILE that exists counts. FILE is ours for `published`.
+    FILE is ours for `published`.
     """
-    path = source
-    campaign = ""
-    while path:
+    for path, campaign in ((source, ""), source.rpartition(":")[::2]):
         if path == "published":
             return [(PUBLISHED, campaign or "published")]
         paths = [path] if os.path.exists(path) else sorted(glob.glob(path))
         if paths:
             return [(Path(each), campaign) for each in paths]
-        path = path.rpartition(":")[0]
-        campaign = source[len(path) + 1 :]
     raise ConfigError(f"{source}: there is no such file")
 
 
@@ -94,17 +82,11 @@ def read_tables(path: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
 @cache
 def parse_table(path: Path, changed: int) -> pd.DataFrame:
     """Return a table of ours as texts. A last row without a line end is still being written, and is left out."""
-    text = path.read_text("utf-8-sig", errors="replace")
-    complete = text[: text.rfind("\n") + 1]
-    how: dict[str, Any] = {"sep": "\t", "dtype": str, "na_filter": False, "quoting": csv.QUOTE_NONE, "index_col": False}
-    try:
-        with warnings.catch_warnings(action="error"):  # a row may have too many cells
-            table = pd.read_csv(io.StringIO(complete), **how)
-    except (ValueError, pd.errors.ParserWarning) as error:
-        raise ConfigError(f"{path} cannot be read ({first_line(error)})") from error
-    if "campaign" not in table:
+    lines = path.read_text("utf-8-sig", errors="replace").split("\n")[:-1]
+    head, *rows = [line.split("\t") for line in lines or [""]]
+    if "campaign" not in head:
         raise ConfigError(f"{path} is no table of runs: name a runs.tsv")
-    return table
+    return pd.DataFrame(rows, columns=head).fillna("")
 
 
 def read_results(source: str) -> Results:
@@ -113,6 +95,14 @@ def read_results(source: str) -> Results:
     FILE may be a pattern; its files are read as one campaign. Raise ConfigError if conditions differ, if a seed occurs
     twice, or for a damaged file.
     """
+    try:
+        return make_results(source, *find_rows(source))
+    except (ValueError, KeyError) as error:  # a text instead of a number, too many columns or too few
+        raise ConfigError(f"{source} cannot be read ({first_line(error)})") from error
+
+
+def find_rows(source: str) -> tuple[str, pd.DataFrame, pd.DataFrame]:
+    """Return the name of a campaign, its rows, and its epochs."""
     tables = []
     curves = []
     for path, asked in find_files(source):
@@ -123,10 +113,7 @@ def read_results(source: str) -> Results:
         rows, epochs = (table[table["campaign"] == campaign] for table in read_tables(path))
         tables.append(rows)
         curves.append(epochs_of(epochs, rows))
-    try:
-        return make_results(source, campaign, pd.concat(tables).fillna(""), pd.concat(curves))
-    except (ValueError, KeyError) as error:  # a text instead of a number, or too few columns
-        raise ConfigError(f"{source} cannot be read ({first_line(error)})") from error
+    return campaign, pd.concat(tables).fillna(""), pd.concat(curves)
 
 
 def make_results(source: str, campaign: str, rows: pd.DataFrame, epochs: pd.DataFrame) -> Results:
@@ -137,12 +124,11 @@ def make_results(source: str, campaign: str, rows: pd.DataFrame, epochs: pd.Data
     exact = figures["validation_count"] / figures["validation_images"]
     runs = figures.assign(accuracy=exact.fillna(figures["validation_accuracy"]))
     runs["launch"] = rows.get("launch", "")
-    runs["launch"] = runs["launch"].str.replace(r"\..*", "", regex=True)  # without the number of the team
     has_diverged = rows[[*LOSSES]].isin(["nan", "inf", "-inf"]).any(axis=1)
     kept = runs[~has_diverged]
-    reached = {"published": 41}.get(campaign)  # of its unrounded accuracies, by the last line of its log
-    if exact.notna().all():
-        reached = int((kept["accuracy"] >= GOAL).sum())
+    reached = int((kept["accuracy"] >= GOAL).sum())
+    if campaign == "published":
+        reached = 41  # of its unrounded accuracies, by the last line of its log
     return Results(source, campaign, kept, reached, conditions_of(source, rows), epochs, int(has_diverged.sum()))
 
 

@@ -1,6 +1,5 @@
 """Compare the means of two samples of runs; intervals, verdicts, and tables as text."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from scipy import stats
 
 SIGNIFICANCE = 0.01  # of a verdict: intervals have a confidence of 99%
 POWER = 0.8  # with which a detectable difference is found
+ROUNDING = 1e-9  # differences of equal counts, as percents, differ by less
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,11 @@ class Comparison:
     high: float
     p: float  # of no difference
     detectable: float  # the difference that is found with POWER
-    pairs: int  # 0: not compared in pairs
-    mine: float  # the means
-    reference: float
-    spread: float  # standard deviation of mine
+    sample: pd.Series  # the compared values of mine
 
 
 def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comparison | None:
-    """Compare the means of two samples, indexed by seed (NaN: unknown); None if one has a single value.
+    """Compare the means of two samples, indexed by seed (NaN: unknown); None if there is no variance to judge by.
 
     If at least half of the runs of a side have common seeds, these runs are compared in pairs by Student's test.
     Otherwise all runs are compared by Welch's test, which allows different variances.
@@ -42,20 +39,21 @@ def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comp
     if min(len(mine), len(reference)) < 2:
         return None
     common = sorted({*mine.index.dropna()} & {*reference.index.dropna()})
-    pairs = len(common) if 2 * len(common) >= max(4, min(len(mine), len(reference))) else 0
-    a = (mine[common] if pairs else mine).to_numpy()
-    b = (reference[common] if pairs else reference).to_numpy()
-    means = float(a.mean()), float(b.mean()), float(a.std(ddof=1))
-    if (np.ptp(a - b) if pairs else max(np.ptp(a), np.ptp(b))) == 0:  # no variance, so no test
-        difference = float(a[0] - b[0])  # means of equal values may differ in their last bit
-        return Comparison(difference, difference, difference, float(difference == 0), 0.0, pairs, *means)
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # nearly equal values
-        test = stats.ttest_rel(a, b) if pairs else stats.ttest_ind(a, b, equal_var=False)
+    is_paired = 2 * len(common) >= max(4, min(len(mine), len(reference)))
+    if is_paired:
+        mine = mine[common]
+        reference = reference[common]
+    a = mine.to_numpy()
+    b = reference.to_numpy()
+    varying = [a - b] if is_paired else [a, b]
+    if max(map(np.ptp, varying)) < ROUNDING:
+        return None
+    test = stats.ttest_rel(a, b) if is_paired else stats.ttest_ind(a, b, equal_var=False)
     significance = SIGNIFICANCE / tests
     low, high = map(float, test.confidence_interval(1 - significance))
     error = (high - low) / 2 / stats.t.ppf(1 - significance / 2, test.df)
     p = min(1.0, tests * float(test.pvalue))
-    return Comparison(means[0] - means[1], low, high, p, detectable(error, test.df, tests), pairs, *means)
+    return Comparison(a.mean() - b.mean(), low, high, p, detectable(error, test.df, tests), mine)
 
 
 def detectable(error: float, df: float, tests: int) -> float:
@@ -71,6 +69,13 @@ def verdict(found: Comparison, more_is_better: bool, margin: float) -> str:
     if not found.low <= 0 <= found.high:
         return "better" if (found.difference > 0) == more_is_better else "worse"
     return "no difference shown"
+
+
+def mean_and_std(sample: pd.Series) -> str:
+    """Return `94.186 ± 0.185`, without the deviation of a single value; "unknown" for none."""
+    if sample.empty:
+        return "unknown"
+    return f"{sample.mean():.3f} ± {sample.std():.3f}".removesuffix(" ± nan")
 
 
 def wilson(count: int, total: int) -> tuple[float, float]:
