@@ -5,13 +5,11 @@ import os
 import platform
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-STARTED = time.time()  # of this process, about
 PACKAGE = Path(__file__).resolve().parent
 ORIGIN_VARIABLE = "LARGE_BATCH_ORIGIN"  # environment variable: the package of which this one is a copy
 ORIGIN = Path(os.environ.get(ORIGIN_VARIABLE, PACKAGE))
@@ -20,7 +18,7 @@ __version__ = "0.3.0"
 PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon95": "muon", "muon2024": "muon"}
 PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: the rendezvous of the launcher's processes
-LAUNCH = "LARGE_BATCH_LAUNCH"  # the name of their launch, with the number of the team if there are several
+LAUNCH = "LARGE_BATCH_LAUNCH"  # the name of their launch
 LAUNCHER = "LARGE_BATCH_LAUNCHER"  # the process id of the launcher
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 INVALID = 2  # the exit status for an invalid request

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import NoReturn
 
 from . import INVALID, PACKAGE, PROGRAMS, SIGNALS, ConfigError, Interrupted, describe, version
+from .lab.process import is_started
 
 COMMANDS = {
     "train": "make the runs of a campaign (a named set of runs)",
@@ -37,31 +38,24 @@ def main() -> NoReturn:
     An error of the system, and a ValueError of NumPy, pandas or Matplotlib, is one line here. `python -X dev` shows
     where it is from.
     """
-    open_closed_streams()
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: keep that
-            signal.signal(number, interrupt)  # before torch's slow import: PID 1 has no default action
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # escape names that the terminal cannot show
     try:
-        try:
-            sys.exit(run(name, sys.argv[2:]))
-        finally:
-            print(end="", flush=True)
-    except ConfigError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(INVALID)
+        status = run(name, arguments)
+        print(end="", flush=True)
     except Interrupted as end:
         text, status = end.args
         print(f"{name}: {text}", file=sys.stderr)
-        sys.exit(status)
     except BrokenPipeError:  # the reader of STDOUT has ended, like head
+        status = 128 + signal.SIGPIPE
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    except (OSError, ValueError) as error:
+    except (ConfigError, OSError, ValueError) as error:
         if sys.flags.dev_mode:
             raise
+        status = INVALID
         print(f"{name}: {describe(error)}", file=sys.stderr)
-        sys.exit(INVALID)
+    sys.exit(status)
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -74,41 +68,34 @@ def run(name: str, arguments: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise ConfigError(f"there is no such command: use {', '.join(COMMANDS)}")
-    prepare_environment()
     try:
-        from .lab.snapshot import enter, place_of  # which imports packages
-
-        if name == "train":
-            enter(place_of(arguments), name, arguments)
-        if name == "experiment" and "--report" not in arguments:
-            enter(place_of(arguments, out="experiment", campaign="baseline"), name, arguments)
+        if not is_started():
+            prepare(name, arguments)
         command = importlib.import_module(f"{PACKAGE.name}.commands.{name}")
     except ModuleNotFoundError as error:
-        if "--help" in arguments or "-h" in arguments:
+        if "--help" in arguments:
             print(HELP)
             return 0
         raise ConfigError(f"{error}: bash train_cifar_parallel.sh installs what is needed") from error
     return command.main(arguments) or 0
 
 
-def prepare_environment() -> None:
-    """Remove variables that other launchers set, before torch is imported."""
-    for name in (*BINDING, "LOCAL_RANK"):
-        os.environ.pop(name, None)
+def prepare(name: str, arguments: list[str]) -> None:
+    """Prepare the process of a command for signals and for torch. Start it again from the copy of its campaign."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: keep that
+            signal.signal(number, interrupt)  # before torch's slow import: PID 1 has no default action
+    for variable in (*BINDING, "LOCAL_RANK"):  # that other launchers set
+        os.environ.pop(variable, None)
     if not re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", "")):  # OpenMP would take all cores, with a warning
         os.environ.pop("OMP_NUM_THREADS", None)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # an error is one line
+    from .lab.snapshot import enter, place_of
 
-
-def open_closed_streams() -> None:
-    """Open what a user closed, as by `2>&-`: otherwise the next file that is opened would get the log, or errors."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            os.set_inheritable(number, True)  # for the processes that are started, too
-            setattr(sys, name, os.fdopen(number, "w"))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # escape names that the terminal cannot show
+    if name == "train":
+        enter(place_of(arguments), name, arguments)
+    if name == "experiment" and "--report" not in arguments:
+        enter(place_of(arguments, out="experiment", campaign="baseline"), name, arguments)
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:

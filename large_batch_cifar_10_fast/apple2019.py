@@ -1,8 +1,7 @@
 """CIFAR-10 to 94% with eight workers of 256 images: Apple's method of December 2019 (docs/method.md).
 
     bash train_cifar_parallel.sh                            # on 1, 2, 4 or 8 GPUs, or a CPU
-    python -m large_batch_cifar_10_fast.apple2019 --demo    # small, without the launcher, in one process
-    torchrun --nproc_per_node 8 -m large_batch_cifar_10_fast.apple2019
+    torchrun --nproc_per_node 8 -m large_batch_cifar_10_fast train
 
 Published: 94.19% in 7.8 s on eight V100s (n = 50). The file reads in the order in which an image meets its parts.
 To try an idea, copy this file, edit it, and train it with `--recipe FILE.py`. Sections are those of docs/method.md.
@@ -29,7 +28,6 @@ from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
 from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
-from large_batch_cifar_10_fast.lab.process import main
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hyper-parameters. Each is an option: --epochs 12. The first six are the published ones, with their defaults.
@@ -354,7 +352,3 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run
-
-
-if __name__ == "__main__":
-    main()

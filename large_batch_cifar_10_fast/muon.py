@@ -4,7 +4,6 @@ docs/recipes.md#muon describes the recipe, docs/why_it_is_fast.md its tricks. Po
 the earlier `muon` (docs/why_it_is_fast.md#what-each-trick-brings).
 
     bash train_cifar_parallel.sh --recipe muon              # or muon95, two larger networks, or muon2024, the first
-    python -m large_batch_cifar_10_fast.muon --runs 5       # the same without the launcher, in one process
 
 A run has 9 epochs: four at 24 pixels, then five at 32. The last four epochs skip the easiest quarter of the images. A
 step has 1000 images. A run needs 0.144 PFLOP; the method of 2019 needs 2.01.
@@ -31,7 +30,6 @@ from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import Muon, interpolate, set_rate, spread
 from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
-from large_batch_cifar_10_fast.lab.process import main
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hyper-parameters. Each is an option: --epochs 12
@@ -482,7 +480,3 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run
-
-
-if __name__ == "__main__":
-    main()

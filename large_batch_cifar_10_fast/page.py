@@ -29,7 +29,6 @@ from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
 from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
-from large_batch_cifar_10_fast.lab.process import main
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hyper-parameters. Each is an option: --epochs 12
@@ -252,7 +251,3 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run
-
-
-if __name__ == "__main__":
-    main()

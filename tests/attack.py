@@ -24,10 +24,10 @@ import numpy as np
 
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER = ("bash", REPO / "train_cifar_parallel.sh")
-PROCESS = (sys.executable, "-m", "large_batch_cifar_10_fast.lab.process")  # a launch of one process
+PROCESS = (*LAUNCHER, "--nproc", "1")  # a launch of one process
 CAMPAIGN = "--demo --batch_size 16 --ghost_batch 8 --width 4 --epochs 2 --no_warmup --ema_ep 0.4 --data ../images.npz"
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")  # in which a launch is process 1
-KINDS = ("--nproc 2 --teams 1", "--nproc 1 --teams 2")
+KINDS = ("--nproc 2", "--nproc 1")
 EQUAL = ("run", "seed", "train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "validation_count")
 RUNS = 4
 

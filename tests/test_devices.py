@@ -53,11 +53,11 @@ def test_a_program_computes_in_its_half_precision_if_the_gpu_has_it(monkeypatch)
         fast.precision_on_gpu("tf32", "bf16", gpu)
 
 
-def test_each_process_of_a_team_needs_a_gpu_and_teams_share_one(monkeypatch):
+def test_each_process_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(devices, "count_gpus", lambda device: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert devices.take_device().index == 0  # of two teams of one process
+    assert devices.take_device().index == 0
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="2 processes need 2 GPUs, this machine has 1"):
         devices.take_device()

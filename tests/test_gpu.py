@@ -133,15 +133,6 @@ def test_an_epoch_neither_waits_for_the_gpu_nor_copies_from_it(recipe, tiny_npz,
     check_fast(python(*command, cwd=tmp_path, **GPU))
 
 
-def test_two_teams_share_a_gpu(tiny_npz, tmp_path):
-    arguments = ["--demo", *TINY, "--no_compile", "--runs", 4, "--data", tiny_npz]
-    result = launch(*arguments, "--teams", 2, cwd=tmp_path, **GPU)
-    check_fast(result)
-    rows = pd.read_csv(tmp_path / "runs.tsv", sep="\t")
-    assert sorted(rows["run"]) == [0, 1, 2, 3]
-    assert rows["device"].str.fullmatch("2 teams of 1 x .*").all()
-
-
 @pytest.mark.numbers
 def test_fp32_is_ieee_float32_and_tf32_is_not(tmp_path):
     """By the errors of a convolution and of a matrix product."""

@@ -1,6 +1,7 @@
 """The heart of the design: the result does not depend on how many processes compute the workers."""
 
 import functools
+import re
 
 import pandas as pd
 import pytest
@@ -88,11 +89,9 @@ def test_two_machines_equal_one_and_only_the_first_has_tables(few_npz, tmp_path,
 def test_two_machines_that_were_asked_for_different_things_train_nothing(tiny_npz, tmp_path):
     command = [*SMALL["apple2019"], "--data", str(tiny_npz)]
     result = train_on_machines(command, [*command, "--seed", "5", "--epochs", "3"], folders=[tmp_path] * 2)
-    message = (
-        "process 1 differs from process 0 in epochs (3, not 2), seed (5, not 0): give all processes the same options"
-    )
+    form = r"train: process . differs from process . in epochs \((3, not 2|2, not 3)\), .*: give all the same options\n"
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == f"train: {message}\n", "one process of all reports it"
+    assert re.fullmatch(form, result.stderr), "one process of all reports it"
     assert not list(tmp_path.iterdir())
 
 
@@ -100,7 +99,7 @@ def test_processes_whose_weights_drift_apart_end_the_campaign_without_a_row(few_
     drift = "optimizer.step()\n        network[0].weight.data += 1e-6 * team.rank"
     (tmp_path / "drift.py").write_text((REPO / "tests" / "tiny.py").read_text().replace("optimizer.step()", drift))
     result = train_together(2, "--recipe", "drift.py", "--data", few_npz, "--out", "out", cwd=tmp_path)
-    line = "train: after run 0 the weights of process 1 differ from process 0's, so the run does not count: "
+    line = "train: after run 0 the processes have different weights, so the run does not count: "
     line += "test memory and links of the machines, or try --no_compile"
     assert result.returncode == 2
     assert result.stderr.splitlines()[1:] == [line]  # after that of few steps

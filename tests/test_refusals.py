@@ -4,7 +4,7 @@ import itertools
 import re
 import sys
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import get_origin, get_type_hints
 
 import pytest
@@ -17,7 +17,7 @@ from large_batch_cifar_10_fast.core import devices
 from large_batch_cifar_10_fast.images import load
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab.conduct import choose_computation
-from large_batch_cifar_10_fast.lab.launch import plan_processes
+from large_batch_cifar_10_fast.lab.launch import largest_divisor
 from large_batch_cifar_10_fast.lab.options import Options
 from large_batch_cifar_10_fast.lab.program import load_program, read_command, recipe_of
 
@@ -29,7 +29,7 @@ REFUSED = {  # a command line, and words of the error
     "train --demo --epochs 1": "use more --epochs",
     "train --demo --resume": "there is no campaign",
     "train --demo --campaign a/b": "use letters",
-    "train --demo --teams 2 --runs 2": "use train_cifar_parallel.sh",
+    "train --demo --nproc 2": "use train_cifar_parallel.sh",
     "train --demo --micro_batches 3": "does not divide the 8 workers",
     "train --demo --precision tf32": "is for GPUs",
     "train --demo --save text": "has no weights",
@@ -49,7 +49,7 @@ def start(line: str, monkeypatch) -> int:
     """Return the exit status of a command line. Its processes do not start: this one trains."""
     monkeypatch.setattr(sys, "argv", ["cifar10-fast", *line.split()])
     monkeypatch.setattr(__main__, "SIGNALS", ())
-    monkeypatch.setattr(__main__, "prepare_environment", lambda: None)
+    monkeypatch.setattr(__main__, "prepare", lambda *_: None)
     monkeypatch.setattr(train, "main", lambda words: run_here(*words))
     with pytest.raises(SystemExit) as end:
         __main__.main()
@@ -76,7 +76,7 @@ def test_no_option_of_a_program_takes_an_invalid_number(name):
     loaded = load_program(name)
     kinds = get_type_hints(Options) | get_type_hints(loaded.Hyp)
     numbers = [option for option, kind in kinds.items() if kind in (int, float) or get_origin(kind) is tuple]
-    assert len(numbers) > 10
+    assert len(numbers) > 9
     for option, value in itertools.product(numbers, ["", "-2", "nan", "1e308", "9" * 5000, "1,,2"]):
         with pytest.raises(ConfigError, match=r"^[^\n]+$"):
             read_command(loaded, ["--recipe", name, "--data", "synthetic", f"--{option}={value}"])
@@ -115,14 +115,9 @@ def test_a_setting_that_is_replaced_decides_those_that_were_left_open():
     assert replace(load_program("muon").Hyp(), workers=8).images_of_step == 1000
 
 
-def test_there_are_as_many_processes_as_divide_the_workers_and_fit():
-    plan = partial(plan_processes, workers=8, cores=6)
-    assert plan(nproc=0, teams=1, gpus=3) == 2
-    assert plan(nproc=0, teams=1, gpus=0) == 4
-    assert plan(nproc=0, teams=2, gpus=8) == 4
-    assert plan(nproc=2, teams=1, gpus=8) == 2
-    with pytest.raises(ConfigError, match="needs 4 GPUs, this machine has 2: use --nproc 1"):
-        plan(nproc=2, teams=2, gpus=2)
+@pytest.mark.parametrize(("workers", "places", "processes"), [(8, 3, 2), (8, 6, 4), (1, 8, 1), (8, 9, 8)])
+def test_there_are_as_many_processes_as_divide_the_workers_and_fit(workers, places, processes):
+    assert largest_divisor(workers, places) == processes
 
 
 def test_the_commit_is_not_that_of_a_repository_around_this_folder(monkeypatch):

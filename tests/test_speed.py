@@ -314,7 +314,7 @@ def test_if_the_compiler_fails_training_goes_on_with_one_warning_that_says_why(t
     variables = {"CXX": write_program(tmp_path / "c++", script), "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
     variables["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # so that it fails as late as it can
     variables |= {"TORCHDYNAMO_SUPPRESS_ERRORS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = ["-m", "large_batch_cifar_10_fast.apple2019", *SMALL["apple2019"], "--compile", "--data", tiny_npz]
+    command = ["-m", "large_batch_cifar_10_fast", "train", *SMALL["apple2019"], "--compile", "--data", tiny_npz]
     result = python(*command, cwd=tmp_path, **variables)
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(r"Warning: not compiled \(.*: a.h:1: fatal error: no Python.h\): .*\n", result.stderr)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from large_batch_cifar_10_fast.core import data, fast
 from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
-from large_batch_cifar_10_fast.lab.process import main
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,3 @@ def train(hyp, images, machine):
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run
-
-
-if __name__ == "__main__":
-    main()

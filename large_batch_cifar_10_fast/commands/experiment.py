@@ -16,6 +16,7 @@ import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,10 +116,11 @@ def make_plan(baseline: list[str], texts: Sequence[str], axes: Sequence[str], ru
     return Plan(baseline, variants, looks)
 
 
-def read_words(words: Sequence[str]) -> tuple[str, Options, Any]:
+def read_words(words: Sequence[str]) -> tuple[str, Options, dict[str, Any]]:
     """Return the recipe, the options and the hyper-parameters of a command line. Raise ConfigError."""
     recipe = recipe_of(words)
-    return recipe, *read_command(load_program(recipe), words)[1:]
+    _, options, hyp = read_command(load_program(recipe), words)
+    return recipe, options, asdict(hyp)
 
 
 def read_plan(out: Path) -> Plan:

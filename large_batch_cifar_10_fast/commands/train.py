@@ -6,12 +6,15 @@ from .. import Interrupted
 from ..core.printing import show
 from ..lab.launch import Ended, start_launch
 from ..lab.log import print_summary
+from ..lab.process import is_started, train
 from ..lab.snapshot import place_of
 from ..lab.store import rows_in
 
 
 def main(arguments: Sequence[str]) -> int:
     """Make a campaign's runs. Return the exit status: 0, 1 after a failure, 128 + N after signal N."""
+    if is_started():
+        train(arguments)
     place = place_of(arguments).named()
     with start_launch([*arguments, "--campaign", place.campaign]) as launch:
         try:

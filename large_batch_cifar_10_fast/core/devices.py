@@ -71,7 +71,6 @@ def take_device(device: str = "") -> torch.device:
     gpus = count_gpus(device)
     if not gpus:
         return torch.device("cpu")
-    # The processes of one team. Several teams may share a GPU, because their NCCL groups are separate.
     processes = min(int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if processes > gpus and not may_share_gpus():
         raise ConfigError(f"{processes} processes need {processes} GPUs, this machine has {gpus}: start {gpus}")

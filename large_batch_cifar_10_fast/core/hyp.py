@@ -47,8 +47,8 @@ class BaseHyp:
         """Raise ConfigError if `count` training images are too few for the program."""
 
     def fit_to(self, images: int) -> str:
-        """Return options for a small data set of so many training images, or ""."""
-        return ""
+        """Return options for a small data set of so many training images, as an advice."""
+        return "more images"
 
     def flop(self, network: nn.Module, train_images: int) -> float:
         """Return the floating-point operations of a run's training steps. By default, all epochs are alike."""

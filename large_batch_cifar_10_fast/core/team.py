@@ -55,10 +55,6 @@ class Team:
         return self.rank == 0
 
     @property
-    def is_first(self) -> bool:  # the first of all teams that share a log: it prints the head
-        return self.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
-
-    @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
@@ -125,8 +121,8 @@ class Team:
         return next(filter(None, self.gather(key, failure)), "")
 
     def say(self, text: str) -> None:
-        """Print a line on STDERR, once for all teams of this machine."""
-        if self.is_first:
+        """Print a line on STDERR, on rank 0 only."""
+        if self.is_main:
             show(text)
 
     def warn(self, text: str) -> None:

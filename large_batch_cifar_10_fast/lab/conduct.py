@@ -20,7 +20,7 @@ from ..core.devices import driver_and_clocks, hardware_name, out_of_memory_hint,
 from ..core.fast import checksum, precision_on_cpu, precision_on_gpu, prepare_cache_folder
 from ..core.hyp import BaseHyp, settings_of
 from ..core.machine import Machine
-from ..core.printing import print_line, warn
+from ..core.printing import warn
 from ..core.score import Epoch
 from ..core.team import Team, join_team
 from ..images.load import SYNTHETIC, load_images
@@ -30,9 +30,8 @@ from .model import save_weights
 from .options import Options, check_save, text_of
 from .program import file_of, read_command
 from .store import Campaign
-from .table import GOAL, OPTION, SIZES, Row, decides, differences, environment, new_name
+from .table import GOAL, OPTION, Row, decides, differences, environment, new_name
 
-FEWEST = 32  # training images for which `Hyp.fit_to` gives options
 FEW_STEPS = 8  # steps an epoch, below which these options are better
 SMALL_STEP = 16  # images of a step, up to which there is no warning: apple2019's options go no lower
 LONG = 0.08  # PFLOP of a run, from which on a CPU compiles: about ten minutes on two cores in fp32
@@ -42,30 +41,28 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
     """Make the missing runs of a campaign. Return the rows of all its finished runs, on rank 0."""
     name, options, hyp = read_command(program, arguments)
     check_save(options.save)
-    if (options.nproc or options.teams > 1) and RENDEZVOUS not in os.environ:
-        raise ConfigError("--nproc and --teams start processes: use train_cifar_parallel.sh, or torchrun without them")
+    is_launched = RENDEZVOUS in os.environ
+    if options.nproc > 1 and not is_launched:
+        raise ConfigError("--nproc starts processes: use train_cifar_parallel.sh, or torchrun without it")
     with join_team(options.device, options.timeout) as processes, contextlib.ExitStack() as opened:
         prepare_cache_folder(processes)  # before imports of torch that need it
         team = processes.with_workers(hyp.workers, options.micro_batches)
         images = load_images(options.data, options.holdout)
-        check_counts(len(images.train_images), len(images.test_images), team, hyp)
+        check_count(len(images.train_images), team, hyp)
         sizes = sizes_of(program, hyp, images)
         options = choose_computation(options, hyp.gpu_precision, float(sizes["pflop"] or 0), team)
         common = conditions(options, name, hyp, program, images, sizes, team)
-        check_processes_agree(options, common, team)
+        check_processes_agree({name: value for name, value in common.items() if decides(name)}, team)
         campaign = None
         if team.is_main:
             place = snapshot.place_of(arguments).named()
-            if RENDEZVOUS not in os.environ:  # the launcher has not kept the code
+            if not is_launched:  # otherwise the launcher has kept the code
                 keep_here(program, place)
             campaign = opened.enter_context(Campaign(place.out, place.campaign, options.runs))
             campaign.agree({name: value for name, value in common.items() if name not in ("compile", "no_graph")})
-            common = campaign.common
             if options.save and options.runs - 1 in campaign.rows:
                 warn(f"--save {options.save} is not written: run {options.runs - 1} is finished")
-        progress = Progress(team.is_first, hyp.actual_epochs)
-        if campaign and team.is_first:
-            print_head(options, common, images, campaign)
+            print_head(options, campaign.common, images, campaign)
         first = take_run(campaign, team, "first")
         if first is not None:
             machine = Machine(
@@ -75,28 +72,23 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
                 not options.no_graph,
                 not options.no_warmup,
                 options.micro_batches,
-                progress.watch,
             )
-            # Close it before the process group ends, also after an error.
-            opened.callback(machine.close)
+            opened.callback(machine.close)  # before the process group ends, also after an error
             with out_of_memory_hint("training"):
                 run = program.train(hyp, images, machine)
                 if campaign:
                     no_graph = team.on_gpu and not machine.has_graphs
                     campaign.agree({"compile": str(machine.is_compiled), "no_graph": str(no_graph)})
                     campaign.common |= driver_and_clocks(team.device)  # after the warm-up: an idle GPU slows down
-                    progress.start(options.runs, len(campaign.requested))
-                if campaign and team.is_first:
                     print_set_up(machine, campaign)
                 for_use: dict[str, Any] = {"classes": images.class_names, "normalization": images.normalization}
                 for_use |= {"size": (32, 32, 3), "options": asdict(hyp)}
-                make_runs(run, first, options, campaign, progress, machine, for_use)
-        progress.bar.close()
+                make_runs(run, first, options, campaign, machine, hyp.actual_epochs, for_use)
         if not campaign:
             return []
         with warned("runs.tsv"):
             campaign.write_tables(at_once=True)
-        if RENDEZVOUS not in os.environ:  # otherwise the launcher prints it
+        if not is_launched:  # otherwise the launcher prints it
             print_summary(campaign.requested, options.runs)
         return campaign.requested
 
@@ -107,8 +99,6 @@ def keep_here(program: ModuleType, place: snapshot.Place) -> None:
     if file.resolve().parent != PACKAGE:
         place = place._replace(recipe=str(file))
     snapshot.check_unchanged(program, place)
-    for edited in snapshot.edited_files(program):
-        warn(f"{edited.name} was changed after it was loaded: what runs may differ from what is kept")
     snapshot.keep(place)
 
 
@@ -120,8 +110,8 @@ def make_runs(
     first: int,
     options: Options,
     campaign: Campaign | None,
-    progress: Progress,
     machine: Machine,
+    epochs: int,
     for_use: Mapping[str, object],
 ) -> None:
     """Train one run after the other, from the first on, until none is left to take. All processes must call this.
@@ -129,35 +119,35 @@ def make_runs(
     Rank 0 writes epochs, rows, and the weights of the last run, with the data `for_use`.
     """
     team = machine.team
+    finished = len(campaign.requested) if campaign else 0
+    progress = Progress(team.is_main, epochs, options.runs, finished)
     number: int | None = first
     while number is not None:
-        progress.begin(number)
-        epochs: list[dict[str, float]] = []
+        curve: list[dict[str, float]] = []
         last: Epoch | None = None
         for last in run(options.seed + number):
-            epochs.append(row_of_epoch(last))
+            curve.append(row_of_epoch(last))
             if campaign:
                 with warned("the epochs so far"):
-                    campaign.add_epochs(number, epochs)
-            progress.show(last, machine.clock.last("training"))
+                    campaign.add_epochs(number, curve)
+            progress.show(number, last, machine.clock.last("training"))
             if last.diverged:
                 break
         if last is None:
             raise ConfigError("run(seed) of the program has yielded no Epoch: yield one after each epoch")
         check_weights_agree(last.network, number, team)
         if campaign:
-            row = {"run": number, "seed": options.seed + number, **row_of_run(epochs, last, machine.clock)}
-            campaign.add_run(number, row | {"peak_memory": peak_memory(team.device)}, epochs)
+            row = {"run": number, "seed": options.seed + number, **row_of_run(curve, last, machine.clock)}
+            campaign.add_run(number, row | {"peak_memory": peak_memory(team.device)}, curve)
             with warned("runs.tsv"):
                 campaign.write_tables()
-            if options.teams > 1:
-                print_line(f"# run {number}, seed {row['seed']}")
             print_run(campaign.rows[number])
             if last.diverged:
                 warn(f"run {number} stopped after epoch {last.number}: its loss is not finite; lower the learning rate")
             if number == options.runs - 1 and options.save:
                 save_weights(Path(options.save), last.network.state_dict(), campaign.rows[number], for_use)
         number = take_run(campaign, team, f"after run {number}")
+    progress.bar.close()
 
 
 def row_of_epoch(epoch: Epoch) -> dict[str, float]:
@@ -194,13 +184,9 @@ def take_run(campaign: Campaign | None, team: Team, key: str) -> int | None:
 
 
 def check_weights_agree(network: nn.Module, run: int, team: Team) -> None:
-    """Raise ConfigError if the processes of a team have trained different weights. All must call this."""
-    if team.world_size == 1:
-        return
-    sums = team.gather(f"weights of run {run}", checksum(network))
-    others = [rank for rank, each in enumerate(sums) if each != sums[0]]
-    if others:
-        wrong = f"after run {run} the weights of process {others[0]} differ from process 0's, so the run does not count"
+    """Raise ConfigError if the processes have trained different weights. All must call this."""
+    if team.world_size > 1 and len({*team.gather(f"weights of run {run}", checksum(network))}) > 1:
+        wrong = f"after run {run} the processes have different weights, so the run does not count"
         raise ConfigError(f"{wrong}: test memory and links of the machines, or try --no_compile")
 
 
@@ -221,8 +207,6 @@ def conditions(
     device = f"{team.world_size} x {names}"
     if not team.on_gpu:
         device = f"CPU {names}, {team.world_size} x {torch.get_num_threads()} threads"
-    if options.teams > 1:
-        device = f"{options.teams} teams of {device}"
     common: dict[str, Any] = {
         "recipe": name,
         **{f"{OPTION}{option}": text_of(value) for option, value in settings_of(hyp).items()},
@@ -248,29 +232,19 @@ def conditions(
     return {name: str(value) for name, value in common.items()}
 
 
-def check_processes_agree(options: Options, common: Mapping[str, str], team: Team) -> None:
+def check_processes_agree(values: Mapping[str, str], team: Team) -> None:
     """Raise ConfigError if the conditions of a process differ from those of the first process."""
-    plan = {name: str(getattr(options, name)) for name in ("seed", "runs", "no_warmup")}
-    first, *others = map(json.loads, team.gather("conditions", json.dumps({**common, **plan})))
-    for rank, other in enumerate(others, 1):
-        text = differences(other, first, [name for name in other if decides(name) and name not in SIZES])
-        if text:
-            raise ConfigError(f"process {rank} differs from process 0 in {text}: give all processes the same options")
+    for rank, text in enumerate(team.gather("conditions", json.dumps(values))):
+        found = differences(json.loads(text), values, values)
+        if found:
+            raise ConfigError(f"process {rank} differs from process {team.rank} in {found}: give all the same options")
 
 
-def check_counts(count: int, tests: int, team: Team, hyp: BaseHyp) -> None:
-    """Raise ConfigError if there are too few training images for a step, or fewer test images than processes.
-
-    Warn if an epoch has too few steps to learn much.
-    """
-    if tests < team.world_size:
-        raise ConfigError(
-            f"{team.world_size} processes need one test image each, there are {tests}: use fewer processes"
-        )
+def check_count(count: int, team: Team, hyp: BaseHyp) -> None:
+    """Raise ConfigError if there are too few training images for a step. Warn if an epoch has too few steps."""
     steps = count // hyp.images_of_step
     if steps < FEW_STEPS and hyp.images_of_step > SMALL_STEP:
-        advice = hyp.fit_to(count) if count >= FEWEST else ""
-        few = f"an epoch of {count} images has {steps} steps of {hyp.images_of_step}: try {advice or 'more images'}"
+        few = f"an epoch of {count} images has {steps} steps of {hyp.images_of_step}: try {hyp.fit_to(count)}"
         if not steps:
             raise ConfigError(few)
         team.warn(few)

@@ -1,4 +1,4 @@
-"""Start the processes of a launch on this machine, for one team or several, and tell how they end."""
+"""Start the processes of a launch on this machine, and tell how they end."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import IO, NamedTuple
 
 from .. import INVALID, LAUNCH, LAUNCHER, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError
-from ..core.devices import count_cores, count_gpus, may_share_gpus
+from ..core.devices import count_cores, count_gpus
 from ..images.load import fetch_images
 from .program import load_program, read_command
 from .snapshot import check_unchanged, environment_of, keep, place_of
@@ -27,7 +27,7 @@ class Ended(NamedTuple):
 
 
 def start_launch(arguments: Sequence[str], log: IO | None = None) -> "Processes":
-    """Start the processes of all teams of a launch. Raise ConfigError.
+    """Start the processes of a launch. Raise ConfigError.
 
     With `log` their STDOUT and STDERR go there.
     """
@@ -36,58 +36,43 @@ def start_launch(arguments: Sequence[str], log: IO | None = None) -> "Processes"
     _, options, hyp = read_command(program, arguments)
     if not options.resume:
         check_unchanged(program, place)
-    gpus = count_gpus(options.device)
     cores = count_cores()
-    teams = options.teams
-    processes = plan_processes(options.nproc, teams, hyp.workers, gpus, cores)
+    processes = options.nproc or largest_divisor(hyp.workers, count_gpus(options.device) or cores)
     fetch_images(options.data)  # in the launcher, which cleans up after Ctrl-C
-    threads = max(1, cores // (processes * teams))  # of each process, unless the user says otherwise
+    threads = max(1, cores // processes)  # of each process, unless the user says otherwise
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | environment_of(keep(place))
-    command = [sys.executable, "-m", f"{PACKAGE.name}.lab.process", *arguments, f"--recipe={place.kept_recipe}"]
-    return Processes(command, environment, teams, processes, options.runs, log)
+    command = [sys.executable, "-m", PACKAGE.name, "train", *arguments, f"--recipe={place.kept_recipe}"]
+    return Processes(command, environment, processes, options.runs, log)
 
 
-def plan_processes(nproc: int, teams: int, workers: int, gpus: int, cores: int) -> int:
-    """Return --nproc, or the largest divisor of the workers for which each process has its own GPU or core."""
-    places = max(1, (gpus or cores) // teams)
-    if gpus and nproc > places and not may_share_gpus():
-        needed = f"--nproc {nproc} --teams {teams} needs {nproc * teams} GPUs"
-        raise ConfigError(f"{needed}, this machine has {gpus}: use --nproc {places}")
-    return nproc or max(n for n in range(1, places + 1) if workers % n == 0)
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number that is at most `most`."""
+    return max(divisor for divisor in range(1, most + 1) if number % divisor == 0)
 
 
 class Processes:
-    """The processes of a launch, each of a team. They are ended with the `with` statement.
+    """The processes of a launch. They are ended with the `with` statement.
 
-    Each team takes runs of the campaign by itself. The rendezvous of a team is a file: no port is opened, and no name
-    server is asked.
+    Their rendezvous is a file: no port is opened, and no name server is asked.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        teams: int,
-        processes: int,
-        runs: int,
-        log: IO | None = None,
+        self, command: Sequence[str], environment: Mapping[str, str], count: int, runs: int, log: IO | None = None
     ) -> None:
-        """Start `processes` processes for each team. `runs` is the number of runs that they are asked for."""
+        """Start `count` processes. `runs` is the number of runs that they are asked for."""
         self.runs = runs
-        self.running: dict[subprocess.Popen, str] = {}
+        self.running: list[subprocess.Popen] = []
         self.folder = tempfile.TemporaryDirectory(prefix="large_batch_cifar_10_fast_")
-        launch = new_name()
-        shared = {LAUNCHER: os.getpid(), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": teams * processes}
+        shared = {LAUNCHER: os.getpid(), LAUNCH: new_name(), RENDEZVOUS: f"file://{self.folder.name}/store"}
+        shared |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         try:
-            for place in range(teams * processes):
-                team, rank = divmod(place, processes)
-                own = {"RANK": rank, "LOCAL_RANK": place, RENDEZVOUS: f"file://{self.folder.name}/{team}"}
-                own |= {LAUNCH: f"{launch}.{team}" if teams > 1 else launch}
-                variables = {name: str(value) for name, value in (shared | own).items()}
+            for rank in range(count):
+                own = shared | {"RANK": rank, "LOCAL_RANK": rank}
+                variables = {name: str(value) for name, value in own.items()}
                 # Popen would ignore what a handler raises. The process unblocks its signals itself.
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 process = subprocess.Popen(command, env={**environment, **variables}, stdout=log, stderr=log)
-                self.running[process] = f"process {rank} of team {team}" if teams > 1 else f"process {rank}"
+                self.running.append(process)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         except BaseException:
             self.end()
@@ -115,7 +100,7 @@ class Processes:
     def describe(self, process: subprocess.Popen) -> Ended:
         """Return how a process failed. Raise ConfigError for an invalid request, whose text it left in the folder."""
         code = process.returncode
-        name = self.running[process]
+        name = f"process {self.running.index(process)}"
         if code == INVALID:
             raise ConfigError(Path(self.folder.name, f"error.{process.pid}").read_text())
         if code > 0:

@@ -3,12 +3,11 @@
 import contextlib
 import math
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
@@ -23,48 +22,33 @@ from .options import Options, as_words
 from .store import Campaign
 from .table import NUMBERS, diverged, reached_goal
 
-T = TypeVar("T")
-
 SILENCE = 10  # seconds after an epoch's line, in which no other epoch is printed
 
 
 class Progress:
     """The progress of a launch on STDERR: a bar on a terminal, otherwise now and then a line for an epoch."""
 
-    def __init__(self, is_shown: bool, epochs: int) -> None:
+    def __init__(self, is_shown: bool, epochs: int, runs: int, finished: int) -> None:
         """`epochs` are those of a run."""
         self.is_shown = is_shown
         self.epochs = epochs
-        self.text = ""
-        self.bar = tqdm(disable=True)
         self.shown = time.monotonic()  # when an epoch was shown
+        how: dict[str, Any] = {
+            "unit": "epochs",
+            "smoothing": 0,
+            "disable": None if is_shown else True,
+        }  # None: no terminal
+        self.bar = tqdm(total=epochs * runs, initial=epochs * finished, **how)
 
-    def start(self, runs: int, finished: int) -> None:
-        how: dict[str, Any] = {"unit": "epochs", "smoothing": 0, "miniters": 0, "file": sys.stderr}
-        how["bar_format"] = "{desc}{percentage:3.0f}%|{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]"
-        how["disable"] = None if self.is_shown else True  # None: disabled without a terminal
-        self.bar = tqdm(total=self.epochs * runs, initial=self.epochs * finished, **how)
-
-    def begin(self, run: int) -> None:
-        self.text = f"run {run}"
-        self.bar.set_description(self.text, refresh=False)
-
-    def watch(self, steps: Sequence[T]) -> Iterator[T]:
-        """Yield the steps of an epoch, and show them on the bar."""
-        for step in steps:
-            yield step
-            self.bar.update(1 / len(steps))
-
-    def show(self, epoch: Epoch, seconds: float) -> None:
+    def show(self, run: int, epoch: Epoch, seconds: float) -> None:
         """Show an epoch that was trained in so many seconds."""
-        scores = f"loss {epoch.validation.loss:.3f}, accuracy {epoch.validation.accuracy:.4f}"
-        scores += f", {epoch.train.images / seconds:.0f} images/s"
-        self.bar.n = round(self.bar.n)  # its steps do not add up to 1 exactly
-        self.bar.set_postfix_str(scores, refresh=False)
+        text = f"run {run}, epoch {epoch.number} of {self.epochs}: loss {epoch.validation.loss:.3f}"
+        text += f", accuracy {epoch.validation.accuracy:.4f}, {epoch.train.images / seconds:.0f} images/s"
+        self.bar.set_description(text, refresh=False)
+        self.bar.update()
         if self.is_shown and self.bar.disable and time.monotonic() - self.shown > SILENCE:
             self.shown = time.monotonic()
-            so_far = f"{epoch.seconds:.0f} s of training so far"
-            show(f"{self.text}, epoch {epoch.number} of {self.epochs}: {scores}, {so_far}")
+            show(f"{text}, {epoch.seconds:.0f} s of training so far")
 
 
 def print_head(options: Options, common: Mapping[str, str], images: Images, campaign: Campaign) -> None:

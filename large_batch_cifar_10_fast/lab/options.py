@@ -43,12 +43,11 @@ class Options:
     no_warmup: bool = False  # skip the untimed warm-up; the first run is then slower
     small: bool = False  # the recipe at a small size, for experiments on a CPU (docs/experiments.md)
     demo: bool = False  # a small apple2019 on synthetic images, in fp32 and not compiled
-    nproc: int = 0  # processes of a team on this machine; 0: as many as fit its GPUs or cores
-    teams: int = 1  # groups of processes that share the runs, each with its own GPUs or cores
+    nproc: int = 0  # processes on this machine; 0: as many as fit its GPUs or cores
     timeout: int = 3600  # seconds that processes wait for each other
 
     def __post_init__(self) -> None:
-        check_range(self, 1, MOST, "runs", "micro_batches", "teams", "timeout")
+        check_range(self, 1, MOST, "runs", "micro_batches", "timeout")
         check_range(self, 0, MOST, "nproc", "holdout")
         check_range(self, 0, 2**62 - 1, "seed")
         for name in ("data", "out", "save"):

@@ -1,4 +1,4 @@
-"""Train in this process. Each program's last line calls `main`, and a launch starts it for each GPU or core."""
+"""Train in this process, one of those that a launch or torchrun has started."""
 
 import contextlib
 import ctypes
@@ -8,65 +8,50 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from .. import INVALID, LAUNCHER, PACKAGE, PROGRAMS, RENDEZVOUS, SIGNALS, ConfigError, LostError, describe, first_line
-from .snapshot import LOADED, LOADING, environment_of
-
-
-def main() -> None:
-    """Train the program in this process's main file: as `train` with one process, or under torchrun here."""
-    if LOADING:
-        raise ConfigError("the program calls main() when it is loaded: put it under `if __name__ == '__main__':`")
-    file = Path(str(sys.modules["__main__"].__file__)).absolute()
-    is_ours = file.resolve().parent == PACKAGE and file.stem in PROGRAMS
-    recipe = file.stem if is_ours else str(file)
-    if "RANK" not in os.environ:
-        words = [sys.executable, "-m", PACKAGE.name, "train", "--recipe", recipe, "--nproc", "1", *sys.argv[1:]]
-        os.execve(sys.executable, words, os.environ | environment_of(PACKAGE.parent))
-    LOADED.extend([file.parent, file.resolve().parent])  # its modules are loaded again
-    train([*sys.argv[1:], f"--recipe={recipe}"])
+from .. import INVALID, LAUNCHER, RENDEZVOUS, SIGNALS, ConfigError, LostError, first_line
 
 
-def train(arguments: list[str]) -> None:
-    """Train the recipe of a command line, and end the process."""
-    with exit_process():
+def is_started() -> bool:
+    """Return whether a launch, or torchrun, has started this process to train."""
+    return LAUNCHER in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def train(arguments: Sequence[str]) -> NoReturn:
+    """Train the recipe of a command line, and end the process. Each process names its own error, whatever its rank.
+
+    It ends with os._exit: PyTorch's static destructors aborted 5 of 90 launches.
+    """
+    status = 0
+    try:
+        if LAUNCHER in os.environ:
+            follow_launcher()
         from .conduct import run_program  # which imports torch
         from .program import load_program, recipe_of
 
         run_program(load_program(recipe_of(arguments)), arguments)
-
-
-@contextlib.contextmanager
-def exit_process() -> Iterator[None]:
-    """Run the body, print an error, and end the process. Each process names its own error, whatever its rank.
-
-    Children of a launcher end with os._exit: PyTorch's static destructors aborted 5 of 90 launches.
-    """
-    status = 0
-    try:
-        yield
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         status = INVALID
         if launched := os.environ.get(RENDEZVOUS):  # our launcher prints it
-            Path(launched.removeprefix("file://")).with_name(f"error.{os.getpid()}").write_text(describe(error))
-        elif getattr(error, "reported", False):
+            Path(launched.removeprefix("file://")).with_name(f"error.{os.getpid()}").write_text(str(error))
+        elif error.reported:
             time.sleep(3)  # until another process has printed it: torchrun ends all when one ends
         else:
-            print(f"{Path(sys.argv[0]).name}: {describe(error)}", file=sys.stderr)
+            print(f"train: {error}", file=sys.stderr)
     except (Exception, SystemExit) as error:
         status = 1
         if re.search("connection|remote process|recvvalue", str(error), re.IGNORECASE):
             time.sleep(3)  # a lost process caused this error: the launcher ends this one meanwhile
         if not isinstance(error, LostError | SystemExit):
             traceback.print_exc()
-        print(f"process {os.environ.get('RANK', 0)} failed ({first_line(repr(error))})", file=sys.stderr)
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed
-        stream.flush()
-    if "LOCAL_RANK" in os.environ:
-        os._exit(status)
-    sys.exit(status)
+        name = type(error).__name__
+        print(f"process {os.environ.get('RANK', 0)} failed ({name}: {first_line(error)})", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def follow_launcher() -> None:
@@ -77,10 +62,3 @@ def follow_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(os.environ[LAUNCHER]):  # it ended before the request
         os._exit(1)
-
-
-if __name__ == "__main__":
-    if LAUNCHER in os.environ:
-        follow_launcher()
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names that the log cannot show
-    train(sys.argv[1:])

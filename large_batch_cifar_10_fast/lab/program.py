@@ -7,11 +7,9 @@ A program is a Python file with
 * `train(hyp, images, machine)`, which sets up what all runs share and returns the generator function run(seed). This
   trains one run and yields a `score.Epoch` after each epoch. `with machine.clock.timed("training"):` times training,
   and `("validation")` validation;
-* `main()` at the file's end;
 * if it likes, `SETS`: further recipes, their names and classes like Hyp.
 """
 
-import importlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,12 +24,10 @@ from .options import Options, parse_options, parser_of
 
 def load_program(recipe: str) -> ModuleType:
     """Return the program of a recipe's name, or of FILE.py. Raise ConfigError."""
-    if recipe in PROGRAMS:
-        return importlib.import_module(f"{PACKAGE.name}.{PROGRAMS[recipe]}")
-    if not recipe.endswith(".py"):
+    if recipe not in PROGRAMS and not recipe.endswith(".py"):
         raise ConfigError(f"--recipe {recipe} is neither one of {', '.join(PROGRAMS)} nor FILE.py")
     try:
-        program = snapshot.load_file(Path(recipe))
+        program = snapshot.load(recipe)
         check_program(program)
     except (Exception, SystemExit) as error:  # of whatever the file does
         raise ConfigError(f"--recipe {recipe} cannot be used ({type(error).__name__}: {first_line(error)})") from error

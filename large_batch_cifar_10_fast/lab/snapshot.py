@@ -17,17 +17,14 @@ import os
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from .. import ORIGIN, ORIGIN_VARIABLE, PACKAGE, PROGRAMS, STARTED, ConfigError, commit
+from .. import ORIGIN, ORIGIN_VARIABLE, PACKAGE, PROGRAMS, ConfigError, commit
 from ..files import is_running, write_atomically
 from .table import new_name
-
-MOST_LINES = 40  # of texts that differ
 
 
 class Place(NamedTuple):
@@ -205,13 +202,6 @@ def core_files() -> list[Path]:
     return [*PACKAGE.glob("core/*.py"), *PACKAGE.glob("images/*.py")]
 
 
-def edited_files(program: ModuleType) -> list[Path]:
-    """Return the files that were changed after this process started, or after it loaded the program."""
-    files = [*files_of(program).values(), *core_files()]
-    loaded = program.__dict__.get("__loaded__", STARTED)
-    return [file for file in files if file.stat().st_mtime > (STARTED if PACKAGE in file.parents else loaded)]
-
-
 def check_unchanged(program: ModuleType, place: Place) -> None:
     """Raise ConfigError, with the changed lines above, if a program differs from a begun campaign's copy."""
     if not (place.is_begun and place.copies):
@@ -222,30 +212,29 @@ def check_unchanged(program: ModuleType, place: Place) -> None:
         old = place.copies[0] / name if is_ours else place.program.with_name(name)
         new = ORIGIN.parent / name if is_ours else folder / name
         if old.exists() and (not new.exists() or old.read_bytes() != new.read_bytes()):
-            lines = changed_lines(old, new)
-            print("\n".join(lines), file=sys.stderr)
+            print(changed_lines(old, new), file=sys.stderr)
             advice = "undo that, give --resume to continue with the campaign's copy, or choose another --campaign"
             raise ConfigError(f"{new.name} was changed since campaign {place.campaign} began, as above: {advice}")
 
 
-def changed_lines(old: Path, new: Path) -> list[str]:
-    """Return the first MOST_LINES lines in which two files differ, with - before old and + before new ones."""
+def changed_lines(old: Path, new: Path) -> str:
+    """Return the lines in which two files differ, with - before old and + before new ones."""
     before, after = (file.read_text(errors="replace").splitlines() if file.exists() else [] for file in (old, new))
     changes = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]  # after two lines of names
-    lines = [f"  {line[0]} {line[1:]}".rstrip() for line in changes if not line.startswith("@@")]
-    more = len(lines) - MOST_LINES
-    return [*lines[:MOST_LINES], f"  ... and {more} more lines"] if more > 0 else lines
+    return "\n".join(f"  {line[0]} {line[1:]}".rstrip() for line in changes if not line.startswith("@@"))
 
 
 # ---- Loading
 
 LOADED: list[Path] = []  # the folders of programs that this process has loaded
-LOADING: list[Path] = []  # the files of programs that are being loaded
 
 
-def load_file(file: Path) -> ModuleType:
-    """Run a program's file and return its module. Its folder is searched last, so its modules hide no others."""
+def load(recipe: str) -> ModuleType:
+    """Load a recipe's program, or that of FILE.py. Its folder is searched last, so its modules hide no others."""
+    if recipe in PROGRAMS:
+        return importlib.import_module(f"{PACKAGE.name}.{PROGRAMS[recipe]}")
     forget_modules()
+    file = Path(recipe)
     folder = file.resolve().parent
     LOADED.append(folder)
     sys.path.append(str(folder))
@@ -258,12 +247,9 @@ def load_file(file: Path) -> ModuleType:
     assert spec.loader
     program = importlib.util.module_from_spec(spec)
     sys.modules[name] = program
-    program.__dict__["__loaded__"] = time.time()
-    LOADING.append(file)
     try:
         spec.loader.exec_module(program)
     finally:
-        LOADING.remove(file)
         sys.dont_write_bytecode = not writes_bytecode
     return program
 
@@ -273,7 +259,6 @@ def forget_modules() -> None:
     for name, module in [*sys.modules.items()]:
         if any(name_in(folder, module) for folder in LOADED):
             del sys.modules[name]
-    for folder in map(str, LOADED):
-        while folder in sys.path:
-            sys.path.remove(folder)
+    for folder in LOADED:
+        sys.path.remove(str(folder))
     LOADED.clear()
