@@ -46,13 +46,6 @@ def first_line(text: object) -> str:
     return (str(text).strip().splitlines() or [type(text).__name__])[0]
 
 
-def describe(error: Exception) -> str:
-    """Return an error as one line. An error of the system names its file."""
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return first_line(error)
-
-
 def list_some(texts: Sequence[str], most: int) -> str:
     """Return the first texts, and how many more there are."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""

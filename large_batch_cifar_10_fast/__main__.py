@@ -9,34 +9,26 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from . import INVALID, PACKAGE, PROGRAMS, SIGNALS, ConfigError, Interrupted, describe, version
+from . import INVALID, PACKAGE, PROGRAMS, SIGNALS, ConfigError, Interrupted, first_line, version
 from .lab.process import is_started
 
-COMMANDS = {
-    "train": "make the runs of a campaign (a named set of runs)",
-    "experiment": "make the runs of a baseline and of variants, and compare them",
-    "compare": "compare campaigns with a reference",
-    "plot": "draw campaigns side by side",
-    "evaluate": "test saved weights: accuracy of each class, confusions, errors",
-    "predict": "say what pictures show, by saved weights",
-    "export": "write saved weights as an ONNX file",
-    "photos": "make a .npz file of photos, to train on",
-}
+COMMANDS = ("train", "experiment", "compare", "plot", "evaluate", "predict", "export", "photos")
 HELP = f"""Example: bash train_cifar_parallel.sh --recipe muon --runs 5, or cifar10-fast train --recipe muon --runs 5
 
 Recipes: {", ".join(PROGRAMS)}, or FILE.py: a program of your own. Options: docs/running.md#options.
 
 Commands, each with --help:
 """
-HELP += "".join(f"  {name:12}{text}\n" for name, text in COMMANDS.items())
+for command in COMMANDS:  # the first line of each says what it does
+    text = (PACKAGE / "commands" / f"{command}.py").read_text()
+    HELP += f"  {command:12}{text.splitlines()[0][3:]}\n"
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # may bind all processes to one core
 
 
 def main() -> NoReturn:
     """Run a command and exit: with its status, 2 for an invalid request, 128 + N after signal N.
 
-    An error of the system, and a ValueError of NumPy, pandas or Matplotlib, is one line here. `python -X dev` shows
-    where it is from.
+    An error of the system, and a ValueError of NumPy, pandas or Matplotlib, is one line here.
     """
     name, *arguments = sys.argv[1:] or ["--help"]
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -50,11 +42,9 @@ def main() -> NoReturn:
     except BrokenPipeError:  # the reader of STDOUT has ended, like head
         status = 128 + signal.SIGPIPE
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ConfigError, OSError, ValueError) as error:
-        if sys.flags.dev_mode:
-            raise
+    except (ConfigError, ImportError, OSError, ValueError) as error:
         status = INVALID
-        print(f"{name}: {describe(error)}", file=sys.stderr)
+        print(f"{name}: {first_line(error)}", file=sys.stderr)
     sys.exit(status)
 
 

@@ -212,7 +212,7 @@ class Network(nn.Module):
 LOSS_SCALE = 512  # multiplies the loss and divides the gradients, because half precision loses small gradients
 
 
-def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
+def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each image, [B], in float32 at least."""
     return F.cross_entropy(fast.at_least_float32(logits), labels, reduction="none")
 
@@ -245,11 +245,13 @@ class Pass(NamedTuple):
     statistics: list[Tensor]  # of the norms
 
 
-def forward_pass(network: Network, precision: fast.Precision, workers: int, images: Tensor, labels: Tensor) -> Pass:
+def forward_pass(
+    hyp: Hyp, network: Network, precision: fast.Precision, workers: int, images: Tensor, labels: Tensor
+) -> Pass:
     """Return the results for images of `workers` workers, one worker's batch after the other."""
     with precision.autocast():
         logits = network(images)
-    losses = losses_of(logits, labels)
+    losses = losses_of(hyp, logits, labels)
     loss = losses.sum() / (len(losses) // workers)
     return Pass(loss * LOSS_SCALE, sums_of(logits, labels, losses), layers.batch_statistics(network))
 
@@ -286,10 +288,10 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         """Return the score on all test images. Each process evaluates its share."""
         with fast.evaluating(network, precision, team):
             logits = data.predict_all(functions.predict, shards.test_images, "one")
-        losses = losses_of(logits, shards.test_labels)
+        losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
-    forward = partial(forward_pass, network, precision, workers_at_once)
+    forward = partial(forward_pass, hyp, network, precision, workers_at_once)
     load = partial(data.upload, team=team, precision=precision)
     first_epoch = plan_epoch(hyp, train_images, team, seed=0, epoch=1)
     examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # the last batch may be short

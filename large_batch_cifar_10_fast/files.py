@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from . import LostError, describe
-from .core.printing import warn, warn_once
+from . import LostError, first_line
+from .core.printing import warn
 
 T = TypeVar("T")
 
 LAUNCHES = 1 << 40  # the byte of a campaign's file `claims`, after those of all runs, that all its launches lock
-OPEN: set[Path] = set()  # folders of campaigns that this process trains
 
 PAUSE = 60  # seconds
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -27,31 +26,27 @@ NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 def locked(path: Path) -> Iterator[None]:
     """Run the body while no other process does so with this folder, or this file, which is made if it is missing.
 
-    Some file systems have no locks: warn once, and continue.
+    Some file systems have no locks: there, continue without.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        warn_once(f"{path} cannot be locked ({error.strerror}): do not write it from several launches at once")
-    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
 
 
-def claim(descriptor: int, byte: int, path: Path) -> bool:
+def claim(descriptor: int, byte: int) -> bool:
     """Lock a byte of an open file, unless another process has a lock on it; return whether this one has it now.
 
     The system frees a record lock when its process ends, however it ends, or closes the file. NFS has them. Where a
-    file system has none, warn once and return True.
+    file system has none, return True.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        warn_once(f"{path} cannot be locked ({error.strerror}): launches beside each other need an --out of their own")
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True
 
 
@@ -62,23 +57,20 @@ def share(descriptor: int, byte: int) -> None:
 
 
 def is_running(folder: Path) -> bool:
-    """Return whether a launch of the campaign in a folder is running. Raise OSError if this cannot be seen."""
-    if folder.resolve() in OPEN:
-        return True  # closing the file here would free this process's own locks
+    """Return whether another process has a launch of the campaign in a folder. Raise OSError if this cannot be seen."""
     claims = folder / "claims"
     with claims.open("rb+") as file:
-        return not claim(file.fileno(), LAUNCHES, claims)
+        return not claim(file.fileno(), LAUNCHES)
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file is on the disk. If the file system cannot do that, warn once, and continue."""
-    try:
-        with path.open("rb") as file:
+    """Wait until a file is on the disk, if the file system can do that."""
+    with path.open("rb") as file:
+        try:
             os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno not in NO_FSYNC:  # a full disk, say
-            raise
-        warn_once(f"a power failure may lose what is in {path.parent} ({error.strerror}): use another file system")
+        except OSError as error:
+            if error.errno not in NO_FSYNC:  # a full disk, say
+                raise
 
 
 @contextlib.contextmanager
@@ -118,6 +110,6 @@ def write_patiently(write: Callable[[], T], what: str) -> T:
             return write()
         except OSError as error:
             if error.errno not in FULL:
-                raise LostError(f"{describe(error)}: {what} is not written") from error
+                raise LostError(f"{first_line(error)}: {what} is not written") from error
             warn(f"{error.strerror}: {what} is not written; make room, the next try is in {PAUSE} seconds")
         time.sleep(PAUSE)

@@ -107,8 +107,7 @@ class Hyp(BaseHyp):
     def check_images(self, count: int) -> None:
         """Raise ConfigError if `count` training images are too few for one step in each epoch."""
         if 0 in steps_by_epoch(self, count):
-            few = f"--kept leaves fewer than the {self.images_of_step} images of a step in an epoch of {count}"
-            raise ConfigError(f"{few}: raise it, or try {self.fit_to(count)}")
+            raise ConfigError(f"--kept leaves fewer than the {self.images_of_step} images of a step in an epoch")
 
     def fit_to(self, images: int) -> str:
         """Return options for a small data set: at least eight steps an epoch, and as many steps as on CIFAR-10.

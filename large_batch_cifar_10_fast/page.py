@@ -151,7 +151,7 @@ MOMENTUM = 0.9
 WEIGHT_DECAY = 5e-4  # of all parameters; Page multiplies it by the batch size
 
 
-def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
+def losses_of(hyp: BaseHyp, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each image, [B], in float32 at least."""
     return F.cross_entropy(fast.at_least_float32(logits), labels, reduction="none")
 
@@ -194,7 +194,7 @@ class Pass(NamedTuple):
 def forward_pass(hyp: Basenet, network: Network, precision: fast.Precision, images: Tensor, labels: Tensor) -> Pass:
     with precision.autocast():
         logits = network(images)
-    losses = losses_of(logits, labels)
+    losses = losses_of(hyp, logits, labels)
     loss = losses.sum() if hyp.by_page else losses.sum() / len(losses)
     return Pass(loss, sums_of(logits, labels, losses), layers.batch_statistics(network))
 
@@ -227,7 +227,7 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
         """Return the score on the test images."""
         with fast.evaluating(network, precision, team):
             logits = data.predict_all(functions.predict, shards.test_images, "one")
-        losses = losses_of(logits, shards.test_labels)
+        losses = losses_of(hyp, logits, shards.test_labels)
         return read_score(sums_of(logits, shards.test_labels, losses), team)
 
     forward = partial(forward_pass, hyp, network, precision)

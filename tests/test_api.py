@@ -52,8 +52,8 @@ def test_a_model_takes_bytes_of_32_x_32_pixels_as_tensors_arrays_or_one_image(we
     assert torch.equal(model.predict(pixels[:, ::-1].copy()[:, ::-1]), expected)
     assert torch.allclose(model.predict(pixels[1]), expected[1:2], atol=1e-6)
     for wrong in (pixels / 255, np.zeros((2, 3, 32, 32), np.uint8)):
-        with pytest.raises(ConfigError, match="give bytes"):
-            model(wrong)
+        with pytest.raises(ConfigError, match="give uint8"):
+            model.predict(wrong)
 
 
 def test_the_page_on_use_of_the_model_is_right(weights, tmp_path, monkeypatch, capsys):
@@ -98,9 +98,6 @@ def test_weights_of_a_program_of_ones_own_are_loaded_by_its_file(tiny_npz, tmp_p
     score = api.evaluate(weights, tiny_npz, program=mine)
     assert capsys.readouterr().err == ""
     assert score.loss == pytest.approx(row_of(tmp_path)["validation_loss"], rel=1e-6)
-    mine.write_text(text.replace("SiLU", "ELU"))
-    api.load(weights, program=mine)
-    assert "w.pt was saved by another version of mine.py" in capsys.readouterr().err
     mine.write_text(text.replace("4 * width", "3 * width"))
     with pytest.raises(ConfigError, match=r"w.pt cannot be loaded"):
         api.load(weights, program=mine)
@@ -119,7 +116,7 @@ def test_images_of_twelve_classes_train_a_network_of_twelve(tmp_path, capsys):
     assert len(api.load(weights).classes) == 12
     assert api.evaluate(weights, data).loss == pytest.approx(row_of(tmp_path)["validation_loss"], rel=1e-6)
     parts[1][0] = 12
-    with pytest.raises(ConfigError, match=r"has the classes 0, 1, .* and 8 more, and the weights know"):
+    with pytest.raises(ConfigError, match=r"has 13 classes, and the weights know 12"):
         api.evaluate(weights, write_npz(data, *parts))
 
 

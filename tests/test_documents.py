@@ -71,7 +71,7 @@ def test_the_results_have_the_campaigns_and_runs_that_their_page_states():
 def test_the_lines_for_tensorboard_and_weights_and_biases_log_each_epoch(tmp_path, monkeypatch):
     """With stand-ins for the packages."""
     monkeypatch.chdir(tmp_path)
-    rows = [("night", run, epoch, *[run + epoch] * 5, "first") for run in range(2) for epoch in (1, 2)]
+    rows = [("night", run, epoch, *[run + epoch] * 5) for run in range(2) for epoch in (1, 2)]
     pd.DataFrame(rows, columns=[*EPOCHS]).to_csv("epochs.tsv", sep="\t")
     board = MagicMock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)

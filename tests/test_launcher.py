@@ -109,7 +109,7 @@ def test_a_program_that_ends_python_is_a_failure(tiny_npz, tmp_path):
     (tmp_path / "mine.py").write_text(tiny.replace("def run(seed):", "def run(seed):\n        raise SystemExit(0)"))
     result = launch("--recipe", "mine.py", "--data", tiny_npz, "--nproc", 1, cwd=tmp_path)
     assert result.returncode == 1
-    assert "process 0 failed (SystemExit: 0)\ntrain: process 0 ended with status 1; 0 of 1" in result.stderr
+    assert "process 0 failed (SystemExit(0))\ntrain: process 0 ended with status 1; 0 of 1" in result.stderr
 
 
 def test_what_one_process_alone_finds_is_the_error_of_the_launch_and_ends_the_others(tmp_path):

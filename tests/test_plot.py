@@ -12,7 +12,6 @@ from test_results import write_epochs, write_runs
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.commands import plot
-from large_batch_cifar_10_fast.lab.results import read_results
 
 CURVE = "published:apple_resnet9_8v100_pytorch"
 
@@ -99,27 +98,6 @@ def test_of_an_asterisk_each_campaign_is_a_line_with_its_name_or_label(tmp_path,
     drawn = panels(source)
     assert [line.get_ydata()[-1] for line in drawn["Accuracy by epoch"].lines] == pytest.approx([60.05, 70.05, 94])
     assert legend(drawn) == ["before, n = 2", "after, n = 2"]
-    assert legend(panels(source, "--labels", "ours", "theirs")) == ["ours, n = 2", "theirs, n = 2"]
+    assert legend(panels(source, "--labels", "ours,theirs")) == ["ours, n = 2", "theirs, n = 2"]
     with pytest.raises(ConfigError, match="--labels has 1, but 2 campaigns are drawn: give one for each"):
         panels(source, "--labels", "ours")
-
-
-def test_unfinished_runs_count_by_epoch(tmp_path, panels):
-    """Of a run that was made again, those of the last launch count, or of the one that finished it."""
-    source = write_runs(tmp_path / "runs.tsv", [3000], launch="x")
-    rows = [("b", 0, 1, 0.1, "w"), ("b", 0, 1, 0.2, "x"), ("b", 0, 2, 0.3, "x"), ("b", 1, 1, 0.9, "x")]
-    rows += [("b", 1, 1, 0.4, "y"), ("other", 2, 1, 0.9, "y"), ("b", 0, 2, 0.9, "z")]
-    names = ["campaign", "run", "epoch", "validation_accuracy", "launch"]
-    pd.DataFrame(rows, columns=names).assign(seconds=1).to_csv(tmp_path / "epochs.tsv", sep="\t", index=False)
-    drawn = panels(source)
-    assert drawn["Accuracy by epoch"].lines[0].get_xydata().tolist() == [[1, pytest.approx(30)], [2, pytest.approx(30)]]
-    assert sorted(read_results(source).epochs["accuracy"]) == [0.2, 0.3, 0.4]
-
-
-def test_a_campaign_without_a_finished_run_is_drawn_by_its_epochs(tmp_path, panels):
-    source = write_table(tmp_path / "t", {"night": 0.5})
-    header = (tmp_path / "t" / "runs.tsv").read_text().partition("\n")[0]
-    (tmp_path / "t" / "runs.tsv").write_text(f"{header}\n")
-    drawn = panels(source)
-    assert legend(drawn) == ["night, n = 0"]
-    assert drawn["Accuracy by epoch"].lines[0].get_ydata()[-1] == pytest.approx(50.05)

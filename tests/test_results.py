@@ -35,21 +35,22 @@ def write_epochs(folder, rows) -> None:
 def test_published_runs_and_entries_equal_the_files_that_they_were_made_of():
     raw = pd.read_csv(PUBLISHED.with_name("apple_8xv100_50_runs.tsv"), sep="\t")
     found = read_results("published")
-    for name, column in (("accuracy", "valid_acc"), ("validation_loss", "valid_loss"), ("seconds", "seconds")):
+    for name, column in (("accuracy", "valid_acc"), ("seconds", "seconds")):
         assert found.runs[name].tolist() == raw[column].tolist()
     rows = pd.read_csv(PUBLISHED, sep="\t").query("campaign == 'published'")
     assert rows["train_accuracy"].tolist() == raw["train_acc"].tolist()
     assert rows["train_loss"].tolist() == raw["train_loss"].tolist()
+    assert rows["validation_loss"].tolist() == raw["valid_loss"].tolist()
     summary = PUBLISHED.with_name("apple_8xv100_summary.txt").read_text()
     assert f"{found.reached} runs reached 0.94 out of {found.count}" in summary
     entries = {path.stem: pd.read_csv(path, sep="\t") for path in PUBLISHED.parent.glob("dawnbench/*.tsv")}
     assert len(entries) == 10
     for name, entry in entries.items():
         found = read_results(f"published:{name}")
-        np.testing.assert_allclose(found.epochs["seconds"], 3600 * entry["hours"], rtol=1e-9)
         np.testing.assert_allclose(found.epochs["accuracy"], entry["top1Accuracy"] / 100, rtol=1e-9)
         end = found.epochs.iloc[-1]
-        assert found.runs[["accuracy", "seconds"]].values.tolist() == [[end["accuracy"], end["seconds"]]]
+        seconds = 3600 * entry["hours"].iloc[-1]
+        assert found.runs[["accuracy", "seconds"]].values.tolist() == [[end["accuracy"], pytest.approx(seconds)]]
 
 
 @pytest.mark.slow
@@ -60,7 +61,7 @@ def test_every_campaign_in_the_repository_is_read_and_compared():
         campaigns[name] = found = read_results(f"{REPO}/results/runs.tsv:{name}")
         np.testing.assert_allclose(found.runs["accuracy"], rows["validation_accuracy"], rtol=0, atol=1e-12)
     assert len(campaigns) > 100
-    assert len(compare(campaigns, name).accuracy) == len(campaigns) - 1
+    assert len(compare(campaigns, name).verdicts) == len(campaigns) - 1
 
 
 def test_a_last_row_that_was_cut_is_no_row(tmp_path):
@@ -85,30 +86,9 @@ def test_the_last_campaign_or_the_named_one_is_read(tmp_path):
     assert found.runs["accuracy"].tolist() == [0.94, 0.93]
     assert found.runs["seconds"].tolist() == [5, 6]
     assert (found.conditions["images"], found.conditions["hyp.kept"]) == ('"', "1,0.5")
-    named = {f"{file}": [5, 6], f"{file}:a": [0, 1], f"{tmp_path}/9*:b": [5, 6]}
+    named = {f"{file}": ["5", "6"], f"{file}:a": ["0", "1"], f"{file}:b": ["5", "6"]}
     assert {source: read_results(source).runs["seed"].tolist() for source in named} == named
     assert each_campaign(f"{file}:*") == [f"{file}:a", f"{file}:b"]
-
-
-def test_several_tables_are_one_campaign(tmp_path):
-    for folder, seeds in (("0", [0, 1]), ("1", [2])):
-        write_runs(tmp_path / folder / "runs.tsv", [9400] * len(seeds), seed=seeds[0], device=folder)
-        rows = [("a", 0, 1, 9, 0.9), *[("b", i, e, e, (s + e) / 10) for i, s in enumerate(seeds) for e in (1, 2)]]
-        write_epochs(tmp_path / folder, rows)
-    found = read_results(f"{tmp_path}/*/runs.tsv:b")
-    np.testing.assert_allclose(found.epochs.groupby("epoch")["accuracy"].mean(), [0.2, 0.3])
-    assert (found.reached, found.conditions["device"]) == (3, "0 and 1")
-
-
-def test_tables_of_equal_seeds_or_other_conditions_are_not_taken_together(tmp_path):
-    write_runs(tmp_path / "a" / "runs.tsv", [9400, 9400], precision="bf16")
-    write_runs(tmp_path / "b" / "runs.tsv", [9400], seed=1)
-    with pytest.raises(ConfigError, match=r"\*/runs.tsv has seed 1 twice"):
-        read_results(f"{tmp_path}/*/runs.tsv")
-    write_runs(tmp_path / "b" / "runs.tsv", [9400], seed=9, precision="fp16")
-    write_runs(tmp_path / "c" / "runs.tsv", [9400], seed=99, precision="")
-    with pytest.raises(ConfigError, match=r"has runs with precision bf16 and fp16: they cannot be read as one"):
-        read_results(f"{tmp_path}/*/runs.tsv")
 
 
 def test_a_damaged_or_foreign_file_is_one_line_that_names_it(tmp_path):

@@ -59,8 +59,7 @@ def test_edits_during_a_campaign_have_no_effect_and_resume_continues_with_its_co
     (package / "core" / "optim.py").write_text("x = (\n")
     result = python(*train, "--runs", 2, **how)
     assert result.returncode == 2
-    lines = "  - RATE = 0.02\n  + RATE = 0.04\ntrain: helper.py was changed since campaign night"
-    assert result.stderr.startswith(lines)
+    assert result.stderr.startswith("train: helper.py was changed since campaign night began, and differs from ")
     mine.write_text("x = (\n")
     result = python(*train, "--runs", 2, "--resume", **how)
     assert (result.returncode, result.stderr) == (0, "")
@@ -155,10 +154,9 @@ def test_helpers_of_one_name_are_each_programs_own_and_hide_no_other_module(tmp_
 
 
 def test_the_digest_of_a_program_covers_what_it_imports_of_its_folder_and_of_our_programs(tmp_path):
-    begin = f"import pack.act\nfrom {PACKAGE.name} import page\nfrom {PACKAGE.name}.muon import dirac_init\n"
-    mine = tiny_program(tmp_path, begin=begin)
+    mine = tiny_program(tmp_path, begin="import pack.act\n")
     write_empty(tmp_path, "pack/__init__.py", "pack/act.py", "unused.py")
-    ours = {f"{PACKAGE.name}/{name}.py" for name in ("muon", "page")}
+    ours = {f"{PACKAGE.name}/{name}.py" for name in ("apple2019", "muon", "page", "fastai")}
     assert {*snapshot.files_of(load_program(str(mine)))} == {"mine.py", "pack/__init__.py", "pack/act.py"} | ours
 
 

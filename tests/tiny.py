@@ -32,6 +32,10 @@ class Network(nn.Sequential):
         super().__init__(*features, nn.Linear(6, classes))
 
 
+def losses_of(hyp, logits, labels):
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
 def train(hyp, images, machine):
     team = machine.assign_workers(hyp.workers)
     precision = machine.choose_precision("bf16", half_weights=False)
@@ -50,7 +54,7 @@ def train(hyp, images, machine):
 
     def step(x: Tensor, y: Tensor) -> None:
         logits = network(x)
-        losses = F.cross_entropy(logits, y, reduction="none")
+        losses = losses_of(hyp, logits, y)
         (losses.mean() * len(team.workers)).backward()
         sums.add_(sums_of(logits, y, losses))
         team.average_gradients(network.parameters())
@@ -72,7 +76,7 @@ def train(hyp, images, machine):
                     step(shards.images[rows].permute(0, 3, 1, 2), shards.labels[rows])
             with machine.clock.timed("validation"), fast.evaluating(network, precision, team):
                 logits = data.predict_all(network, shards.test_images, "one")
-                losses = F.cross_entropy(logits, shards.test_labels, reduction="none")
+                losses = losses_of(hyp, logits, shards.test_labels)
                 validation = read_score(sums_of(logits, shards.test_labels, losses), team)
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 

@@ -8,6 +8,7 @@ a dot, @ or __ are left out. The command does not change FOLDER.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,22 +16,27 @@ import numpy as np
 from .. import list_some
 from ..files import write_atomically
 from ..images.photos import OTHERS, count_left_out, find_photos, read_photos
-from ..lab.options import command_parser
+from ..lab.options import read_options
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where photos are."""
+
+    folder: Path  # a folder of photos for each class
+    file: Path  # FILE.npz
+    test: str = ""  # folder of the test photos
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = command_parser(__doc__)
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("file", type=Path, metavar="FILE.npz")
-    parser.add_argument("--test", type=Path, metavar="TEST_FOLDER", help="folder of the test photos")
-    options = parser.parse_args(arguments)
-    test = find_photos(options.test) if options.test else {}
+    options = read_options(Command, __doc__, arguments)
+    test = find_photos(Path(options.test)) if options.test else {}
     arrays = read_photos(find_photos(options.folder), test)
     with write_atomically(options.file.resolve()) as unfinished, unfinished.open("wb") as stream:
         np.savez(stream, allow_pickle=False, **arrays)
     names = arrays["class_names"].tolist()
     counts = f"{len(arrays['train_images'])} training and {len(arrays['test_images'])} test images"
     print(f"{options.file}: {counts} of {len(names)} classes: {list_some(names, 10)}")
-    left_out = sum(map(count_left_out, filter(None, [options.folder, options.test])))
+    left_out = sum(map(count_left_out, map(Path, filter(None, [options.folder, options.test]))))
     if left_out:
         print(f"left out: {left_out} files or folders whose names begin with {' '.join(OTHERS)}")

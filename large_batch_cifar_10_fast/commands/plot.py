@@ -3,10 +3,11 @@
     cifar10-fast plot night/runs.tsv day/runs.tsv published --out picture.png
 
 `compare --help` describes CAMPAIGN. For `runs.tsv:*` the command draws each campaign of the table. Lines are medians
-over runs and shades are ranges; both include unfinished runs.
+over runs and shades are ranges. The dashed line is at 94% of the test images.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from matplotlib.ticker import LogLocator
 
 from .. import ConfigError
 from ..lab.figures import new_figure, write_picture
-from ..lab.options import command_parser
+from ..lab.options import read_options
 from ..lab.report import accuracies
 from ..lab.results import Results, each_campaign, names_of, read_results
 from ..lab.table import GOAL, OPTION
@@ -67,17 +68,21 @@ def draw_picture(campaigns: Mapping[str, Results]) -> Figure:
     right.set(title="Final accuracy against work", xlabel="PFLOP of a run", ylabel=accuracy, xscale="log")
     right.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=2)
-    figure.supxlabel("shade: range; dashed: 94% of the test images", fontsize=7, color="0.4")
     return figure
 
 
+@dataclass(frozen=True)
+class Command:
+    """What to draw."""
+
+    campaigns: tuple[str, ...]  # as for compare
+    labels: tuple[str, ...] = ()  # names of the campaigns, in order
+    out: Path = Path("timing.png")  # picture: .png, .svg or .pdf
+
+
 def main(arguments: Sequence[str]) -> None:
-    parser = command_parser(__doc__)
-    parser.add_argument("files", nargs="+", metavar="CAMPAIGN")
-    parser.add_argument("--labels", nargs="+", metavar="LABEL", help="names of the campaigns, in order")
-    parser.add_argument("--out", type=Path, default="timing.png", help="picture: .png, .svg or .pdf (timing.png)")
-    options = parser.parse_args(arguments)
-    found = [read_results(name) for source in options.files for name in each_campaign(source)]
+    options = read_options(Command, __doc__, arguments)
+    found = [read_results(name) for source in options.campaigns for name in each_campaign(source)]
     names = options.labels or names_of(found)
     if len(names) != len(found):
         raise ConfigError(f"--labels has {len(names)}, but {len(found)} campaigns are drawn: give one for each")

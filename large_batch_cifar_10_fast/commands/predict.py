@@ -9,6 +9,7 @@ Exit status: 0 all pictures are read, 1 some cannot be read, 2 none can be read.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +19,16 @@ from torch import Tensor
 from .. import ConfigError
 from ..images.photos import decode, walk
 from ..lab.model import load
-from ..lab.options import command_parser
+from ..lab.options import read_options
 
 MOST = 3  # classes of a line
 
 
 def find_pictures(paths: Sequence[Path]) -> list[Path]:
     """Return the files among these paths, and all files in the folders among them. Raise OSError."""
-    found = []
+    found: list[Path] = []
     for path in paths:
-        found += sorted(walk(path)) if path.is_dir() else [path]
+        found += walk(path) if path.is_dir() else [path]
     return found
 
 
@@ -41,13 +42,18 @@ def most_probable(files: Sequence[Path], probabilities: Tensor, classes: Sequenc
     return table
 
 
+@dataclass(frozen=True)
+class Command:
+    """What to predict."""
+
+    weights: str  # file that --save wrote
+    pictures: tuple[Path, ...]  # JPEG, PNG or WebP, or folders
+    csv: str = ""  # FILE.csv: also write the classes to a table
+    program: str = ""  # FILE.py of a program of your own
+
+
 def main(arguments: Sequence[str]) -> int:
-    parser = command_parser(__doc__)
-    parser.add_argument("weights", help="file that --save wrote")
-    parser.add_argument("pictures", nargs="+", type=Path, metavar="PICTURE", help="JPEG, PNG or WebP, or a folder")
-    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write the classes to a table")
-    parser.add_argument("--program", default="", help="FILE.py of a program of your own")
-    options = parser.parse_args(arguments)
+    options = read_options(Command, __doc__, arguments)
     pictures = find_pictures(options.pictures)
     model = load(options.weights, options.program)
     images = decode(pictures, "pictures")

@@ -1,4 +1,7 @@
-"""Make the runs of a campaign: start the processes of a launch on this machine, and report how they ended."""
+"""Make the runs of a campaign.
+
+Start the processes of a launch on this machine, and report how they ended.
+"""
 
 from collections.abc import Sequence
 
@@ -27,5 +30,5 @@ def main(arguments: Sequence[str]) -> int:
         finished = f"{len(rows)} of {launch.runs} runs are finished"
         show(f"train: {ended.failure}; {finished}{again}")
         return ended.status
-    print_summary(rows, launch.runs)
+    print_summary(rows)
     return 0

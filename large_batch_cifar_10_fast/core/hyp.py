@@ -21,7 +21,6 @@ class BaseHyp:
     epochs: int
     batch_size: int  # images that a worker takes each step
     views: str = "one"  # views of a test image after the last epoch, for evaluation (data.average_over_views)
-    label_smoothing: float = 0.0  # of the loss, for evaluation
     gpu_precision: str = "fp16"  # on a GPU, without --precision; fp16 if a GPU has no bf16
     small: str = ""  # the options that --small stands for
     demo: str = ""  # the options that --demo stands for

@@ -4,7 +4,7 @@ import os
 import shlex
 import socket
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,65 +19,48 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 TIMEOUT = 30  # seconds without a byte after which a download fails
 
 
-class Source(NamedTuple):
-    """A data set that torchvision has: its name in logs, the --data that downloads it, class, archive and folder."""
-
-    name: str
-    key: str
-    kind: str
-    archive: str
-    folder: str
+NAMES = {"cifar10": CIFAR_10, "cifar100": CIFAR_100}  # by the --data that downloads them
 
 
-SOURCES = (
-    Source(CIFAR_10, "cifar10", "CIFAR10", "cifar-10-python.tar.gz", "cifar-10-batches-py"),
-    Source(CIFAR_100, "cifar100", "CIFAR100", "cifar-100-python.tar.gz", "cifar-100-python"),
-)
+def kind_of(key: str) -> Any:
+    """Return torchvision's class of a data set."""
+    from torchvision import datasets  # which takes a second
+
+    return getattr(datasets, key.upper())
 
 
-def find_source(path: Path) -> tuple[Path, Source]:
-    """Return the folder for a data set, and its source. Raise ConfigError."""
-    if path == DATA:
-        return path, SOURCES[0]
-    for source in SOURCES:
-        if str(path) == source.key and not path.exists():
-            return DATA, source
-        if path.name == source.archive and path.is_file():
-            return path.parent, source
-        if (path / source.archive).exists() or (path / source.folder).exists():
-            return path, source
-    if path.is_dir() and not any(path.iterdir()):
-        return path, SOURCES[0]
-    if path.is_dir():
-        photos = f"`cifar10-fast photos {shlex.quote(str(path))} photos.npz` makes a file of photos"
-        raise ConfigError(f"--data {path} has no data set, and a download needs an empty folder; {photos}")
-    archives = " or ".join(source.archive for source in SOURCES)
-    raise ConfigError(f"--data {path} is no data set: name FILE.npz, {archives}, or an empty folder for a download")
+def find_cifar(path: Path) -> tuple[Path, str]:
+    """Return the folder of a data set, and its key in NAMES. Raise ConfigError."""
+    if path == DATA or (path.is_dir() and not any(path.iterdir())):
+        return path, "cifar10"
+    for key in NAMES:
+        kind = kind_of(key)
+        if str(path) == key:
+            return DATA, key
+        if (path / kind.filename).exists() or (path / kind.base_folder).exists():
+            return path, key
+    photos = f"`cifar10-fast photos {shlex.quote(str(path))} photos.npz` makes a file of photos"
+    known = f"use {', '.join(NAMES)}, an archive's folder, an empty folder, or FILE.npz"
+    raise ConfigError(f"--data {path} has no data set: {known}; {photos}")
 
 
-def read_cifar(folder: Path, source: Source) -> list[np.ndarray]:
+def read_cifar(folder: Path, key: str) -> list[np.ndarray]:
     """Read a data set, downloaded and unpacked if it is missing or damaged. Raise ConfigError.
 
     One process of a machine downloads, the others wait.
     """
-    from torchvision import datasets
-
-    kind: Any = getattr(datasets, source.kind)
-    variable = f"{source.kind}_URL"
-    url = os.environ.get(variable) or kind.url
-    mirrored: Any = type(source.kind, (kind,), {"url": url})
+    kind = kind_of(key)
+    variable = f"{key.upper()}_URL"
+    mirrored: Any = type(kind.__name__, (kind,), {"url": os.environ.get(variable) or kind.url})
     folder.mkdir(parents=True, exist_ok=True)
     arrays = []
-    limit = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(TIMEOUT)
     try:
-        socket.setdefaulttimeout(TIMEOUT)
         for train in (True, False):
             with locked(folder):
                 part = mirrored(folder, train=train, download=True)
             arrays += [np.ascontiguousarray(part.data), np.array(part.targets)]  # not left to the timed upload
     except Exception as error:  # torchvision, urllib and tarfile raise nearly anything
-        hint = f"put {source.archive} there by hand, name a mirror in {variable}, or try --demo"
-        raise ConfigError(f"{source.name} cannot be loaded from {folder} ({first_line(error)}): {hint}") from error
-    finally:
-        socket.setdefaulttimeout(limit)
+        hint = f"put {kind.filename} there by hand, name a mirror in {variable}, or try --demo"
+        raise ConfigError(f"{NAMES[key]} cannot be loaded from {folder} ({first_line(error)}): {hint}") from error
     return arrays

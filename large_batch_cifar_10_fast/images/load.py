@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import ConfigError, first_line
 from ..core.data import CIFAR_10_NORMALIZATION, Images, Normalization
-from .cifar import CIFAR_10, CIFAR_100, CLASSES, DATA, find_source, read_cifar
+from .cifar import CIFAR_10, CIFAR_100, CLASSES, DATA, NAMES, find_cifar, kind_of, read_cifar
 from .shapes import draw_shapes
 
 CIFAR_10_TRAINING = "f912919bdea3"  # the digest of its training images and labels, as in a .npz file
@@ -27,16 +27,16 @@ def load_images(data: str = str(DATA), holdout: int = 0) -> Images:
     if path.suffix.lower() == ".npz":
         arrays, names = read_npz(path)
         return make_images(path.name, arrays, names, holdout)
-    folder, source = find_source(path)
-    return make_images(source.name, read_cifar(folder, source), (), holdout)
+    folder, key = find_cifar(path)
+    return make_images(NAMES[key], read_cifar(folder, key), (), holdout)
 
 
 def fetch_images(data: str) -> None:
     """Download what `--data` names if it is missing. Raise ConfigError."""
     if data != SYNTHETIC and not data.lower().endswith(".npz"):
-        folder, source = find_source(Path(data))
-        if not (folder / source.folder).exists():
-            read_cifar(folder, source)
+        folder, key = find_cifar(Path(data))
+        if not (folder / kind_of(key).base_folder).exists():
+            read_cifar(folder, key)
 
 
 def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[str] = (), holdout: int = 0) -> Images:
@@ -59,32 +59,16 @@ def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[s
         train_images = train_images[order]
         train_labels = train_labels[order]
     if holdout:
-        count = count_without(holdout, train_labels)
+        count = len(train_labels) - holdout
+        if count < 1 or set(train_labels[:count]) != set(train_labels):
+            raise ConfigError(f"--holdout {holdout} leaves no image of a class for training: use a smaller number")
         train_images, test_images = np.split(train_images, [count])
         train_labels, test_labels = np.split(train_labels, [count])
         name = f"{name} with the last {holdout} training images as test images"
         _, digest = digests_of((train_images, train_labels, test_images, test_labels))
     normalization = CIFAR_10_NORMALIZATION if has_constants else normalization_of(train_images)
-    return Images(
-        name,
-        train_images,
-        train_labels,
-        test_images,
-        test_labels,
-        list(class_names),
-        normalization,
-        digest,
-        is_shuffled=not is_random,
-    )
-
-
-def count_without(holdout: int, labels: np.ndarray) -> int:
-    """Return the number of remaining training images. Raise ConfigError if they lack a class."""
-    count = len(labels) - holdout
-    if count < 1 or set(labels[:count]) != set(labels):
-        total = f"of {len(labels)} training images"
-        raise ConfigError(f"--holdout {holdout} {total} leaves none of a class for training: use a smaller number")
-    return count
+    arrays = (train_images, train_labels, test_images, test_labels)
+    return Images(name, *arrays, list(class_names), normalization, digest, not is_random)
 
 
 def normalization_of(images: np.ndarray) -> Normalization:
@@ -116,10 +100,9 @@ def read_npz(path: Path) -> tuple[list[np.ndarray], list[str]]:
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
-            given = {name: archive[name] for name in (*ARRAYS, "class_names") if name in (*ARRAYS, *archive.files)}
-        arrays = [given[name] for name in ARRAYS]
-        check_arrays(arrays)
-        names = check_names(given.get("class_names"), int(arrays[1].max()) + 1)
+            arrays = [archive[name] for name in ARRAYS]
+            names = [*map(str, archive.get("class_names", []))]
+        check_arrays(arrays, names)
     except Exception as error:  # zipfile, zlib and NumPy raise nearly anything for a damaged file
         reason = f"{', '.join(ARRAYS)}: {first_line(error)}"
         raise ConfigError(f"--data {path} cannot be read as a .npz file of {reason}") from error
@@ -128,39 +111,21 @@ def read_npz(path: Path) -> tuple[list[np.ndarray], list[str]]:
     return arrays, names
 
 
-def check_arrays(arrays: Sequence[np.ndarray]) -> None:
-    """Raise ValueError if arrays are not a data set."""
+def check_arrays(arrays: Sequence[np.ndarray], names: Sequence[str]) -> None:
+    """Raise ValueError if arrays and names of classes are no data set."""
+    classes = int(arrays[1].max()) + 1
     for images, labels in (arrays[:2], arrays[2:]):
-        if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3) or not len(images):
-            raise ValueError(f"images are {images.dtype} {list(images.shape)}, not uint8 [N, 32, 32, 3]")
-        if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
-            raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}, not integers [{len(images)}]")
-        last = int(arrays[1].max())
-        if labels.min() < 0 or labels.max() > last:
+        if images.dtype != np.uint8 or images.shape != (*labels.shape, 32, 32, 3):
+            raise ValueError(f"images are {images.dtype} {list(images.shape)}, not uint8 [{len(labels)}, 32, 32, 3]")
+        if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= classes:
             raise ValueError(
-                f"labels are {labels.min()} to {labels.max()}, not 0 to {last}, the largest training label"
+                f"labels are {labels.dtype} {labels.min()} to {labels.max()}, not integers below {classes}"
             )
-        if not 1 <= last < 1000:
-            raise ValueError(f"labels have {last + 1} classes, not 2 to 1000")
-
-
-def check_names(names: np.ndarray | None, classes: int) -> list[str]:
-    """Return the names of classes as a list, empty if there are none. Raise ValueError."""
-    if names is None:
-        return []
-    if names.dtype.kind != "U" or names.shape != (classes,) or len(set(names.tolist())) < classes:
-        raise ValueError(f"class_names are {names.dtype} {list(names.shape)}, not {classes} different texts")
-    if not all(name.isprintable() for name in names.tolist()):
-        raise ValueError("class_names have characters that cannot be printed")
-    return names.tolist()
+    if not 2 <= classes <= 1000 or len({*names}) not in (0, classes):
+        raise ValueError(f"{len({*names})} names and {classes} classes: it needs as many, or no names, and 2 to 1000")
 
 
 def count_copies(images: Images) -> int:
     """Return how many test images are also training images."""
-    return int(np.isin(hash_images(images.test_images), hash_images(images.train_images)).sum())
-
-
-def hash_images(images: np.ndarray) -> np.ndarray:
-    """Return a hash of each image (int64 [n])."""
-    factors = np.random.default_rng(0).integers(2**62, size=384)
-    return images.reshape(len(images), -1).view(np.int64) @ factors
+    known = {hash(image.tobytes()) for image in images.train_images}
+    return sum(hash(image.tobytes()) in known for image in images.test_images)

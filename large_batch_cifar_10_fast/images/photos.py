@@ -3,13 +3,12 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from .. import ConfigError, list_some
@@ -21,7 +20,6 @@ SIZE = 32  # pixels a side
 TEST_SHARE = 0.2  # of each class, if there is no folder of test photos
 OTHERS = (".", "@", "__")  # names of files and folders that begin so are left out: .DS_Store, @eaDir, __MACOSX
 Classes = dict[str, list[Path]]  # the files of each class, in the order of their names
-Pictures = dict[str, dict[Path, np.ndarray]]  # the pictures of each class, by their files
 
 # ---- The files
 
@@ -31,26 +29,22 @@ def find_photos(folder: Path) -> Classes:
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(OTHERS))
     if len(names) < 2:
         raise ConfigError(f"{folder} has {len(names)} folders: it needs one for each class, with its photos")
-    return {name: sorted(walk(folder / name)) for name in names}
+    return {name: [*walk(folder / name)] for name in names}
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders, and broken links. Raise OSError.
+    """Yield the files in a folder and its subfolders, and broken links, in order.
 
     Leave out names that begin with OTHERS, links to folders, and special files.
     """
-    for root, folders, files in os.walk(folder, onerror=raise_error):
-        folders[:] = [name for name in folders if not name.startswith(OTHERS)]
-        paths = [Path(root, name) for name in files if not name.startswith(OTHERS)]
-        yield from (path for path in paths if path.is_file() or path.is_symlink())
+    for path in sorted(folder.rglob("*")):
+        is_other = any(name.startswith(OTHERS) for name in path.relative_to(folder).parts)
+        if not is_other and (path.is_file() or not path.exists()):
+            yield path
 
 
 def count_left_out(folder: Path) -> int:
     return sum(path.name.startswith(OTHERS) for path in folder.rglob("*"))
-
-
-def raise_error(error: OSError) -> NoReturn:
-    raise error
 
 
 # ---- The pixels
@@ -83,46 +77,44 @@ def read_photos(train: Classes, test: Classes) -> dict[str, np.ndarray]:
 
     Raise ConfigError if a class has too few readable photos, or if training and test photos have other classes.
     """
-    unmatched = sorted({*train} ^ {*test})
-    if test and unmatched:
-        raise ConfigError(f"only one of the folders has a class {unmatched[0]!r}: give both the same classes")
+    if test and train.keys() != test.keys():
+        raise ConfigError(
+            f"only one of the folders has a class {min({*train} ^ {*test})!r}: give both the same classes"
+        )
+    pictures = decode([file for classes in (train, test) for files in classes.values() for file in files], "photos")
+    readable = leave_out_broken(train, pictures)
+    parts = split(readable)
     if test:
-        parts = {"train": read_classes(train, "train photos"), "test": read_classes(test, "test photos")}
-    else:
-        parts = split(read_classes(train, "photos"))
+        parts = {"train": readable, "test": leave_out_broken(test, pictures)}
     arrays = {"class_names": np.array([*train])}
     for part, classes in parts.items():
-        counts = [len(images) for images in classes.values()]
-        arrays[f"{part}_images"] = np.stack([image for images in classes.values() for image in images.values()])
+        counts = [len(files) for files in classes.values()]
+        arrays[f"{part}_images"] = np.stack([pictures[file] for files in classes.values() for file in files])
         arrays[f"{part}_labels"] = np.repeat(np.arange(len(counts)), counts)
     return arrays
 
 
-def read_classes(classes: Classes, what: str) -> Pictures:
-    """Return the pictures of each class. Raise ConfigError if it has none that can be read."""
-    images = decode([file for files in classes.values() for file in files], what)
-    found = {}
-    for name, files in classes.items():
-        found[name] = {file: images[file] for file in files if file in images}
-        if not found[name]:
-            raise ConfigError(f"class {name!r} has no {what} that can be read: add JPEG, PNG or WebP files")
+def leave_out_broken(classes: Classes, pictures: Mapping[Path, np.ndarray]) -> Classes:
+    """Return the files of each class that were read. Raise ConfigError if a class has fewer than two."""
+    found = {name: [file for file in files if file in pictures] for name, files in classes.items()}
+    for name, files in found.items():
+        if len(files) < 2:
+            raise ConfigError(f"class {name!r} has {len(files)} photos that can be read: give two or more")
     return found
 
 
-def split(classes: Pictures) -> dict[str, Pictures]:
-    """Return training and test pictures. A fifth of each class, and at least one picture, are test pictures.
+def split(classes: Classes) -> dict[str, Classes]:
+    """Return training and test photos. A fifth of each class, and at least one photo, are test photos.
 
     Hashes of the names choose them. So if photos are added later, few training photos become test photos.
     """
     train = {}
     test = {}
-    for name, images in classes.items():
-        if len(images) < 2:
-            raise ConfigError(f"class {name!r} has one photo that can be read: give two or more, to train and to test")
-        ranked = sorted(images, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
-        chosen = {*ranked[: max(1, round(TEST_SHARE * len(images)))]}
-        train[name] = {file: image for file, image in images.items() if file not in chosen}
-        test[name] = {file: image for file, image in images.items() if file in chosen}
+    for name, files in classes.items():
+        ranked = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
+        chosen = {*ranked[: max(1, round(TEST_SHARE * len(files)))]}
+        train[name] = [file for file in files if file not in chosen]
+        test[name] = [file for file in files if file in chosen]
     return {"train": train, "test": test}
 
 
@@ -132,10 +124,8 @@ def decode(files: Sequence[Path], what: str) -> dict[Path, np.ndarray]:
     def read_or_say(path: Path) -> np.ndarray | str:
         try:
             return read_picture(path)
-        except UnidentifiedImageError:
-            return f"{path} (not JPEG, PNG or WebP)"
         except Exception as error:  # Pillow raises nearly anything for a damaged file
-            return f"{path} ({str(error) or type(error).__name__})"
+            return f"{path} ({error!r})"
 
     # Pillow decodes without Python's lock. It also warns of much that does not matter at this size.
     with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(count_cores()) as pool:

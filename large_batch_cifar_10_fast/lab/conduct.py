@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .. import LAUNCH, PACKAGE, RENDEZVOUS, ConfigError, __version__, commit
+from .. import LAUNCH, RENDEZVOUS, ConfigError, __version__, commit
 from ..core.clock import PARTS, Clock
 from ..core.data import Images
 from ..core.devices import driver_and_clocks, hardware_name, out_of_memory_hint, peak_memory
@@ -25,12 +25,12 @@ from ..core.score import Epoch
 from ..core.team import Team, join_team
 from ..images.load import SYNTHETIC, load_images
 from . import snapshot
-from .log import Progress, print_head, print_run, print_set_up, print_summary, warned
+from .log import Progress, print_head, print_run, print_set_up, print_summary
 from .model import save_weights
 from .options import Options, check_save, text_of
-from .program import file_of, read_command
+from .program import read_command
 from .store import Campaign
-from .table import GOAL, OPTION, Row, decides, differences, environment, new_name
+from .table import GOAL, OPTION, Row, decides, differences, new_name
 
 FEW_STEPS = 8  # steps an epoch, below which these options are better
 SMALL_STEP = 16  # images of a step, up to which there is no warning: apple2019's options go no lower
@@ -57,12 +57,13 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         if team.is_main:
             place = snapshot.place_of(arguments).named()
             if not is_launched:  # otherwise the launcher has kept the code
-                keep_here(program, place)
+                snapshot.check_unchanged(program, place)
+                snapshot.keep(place)
             campaign = opened.enter_context(Campaign(place.out, place.campaign, options.runs))
             campaign.agree({name: value for name, value in common.items() if name not in ("compile", "no_graph")})
             if options.save and options.runs - 1 in campaign.rows:
                 warn(f"--save {options.save} is not written: run {options.runs - 1} is finished")
-            print_head(options, campaign.common, images, campaign)
+            print_head(images, campaign)
         first = take_run(campaign, team, "first")
         if first is not None:
             machine = Machine(
@@ -81,25 +82,15 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
                     campaign.agree({"compile": str(machine.is_compiled), "no_graph": str(no_graph)})
                     campaign.common |= driver_and_clocks(team.device)  # after the warm-up: an idle GPU slows down
                     print_set_up(machine, campaign)
-                for_use: dict[str, Any] = {"classes": images.class_names, "normalization": images.normalization}
-                for_use |= {"size": (32, 32, 3), "options": asdict(hyp)}
+                about_images = {"classes": images.class_names, "normalization": images.normalization}
+                for_use = {"options": asdict(hyp), **about_images}
                 make_runs(run, first, options, campaign, machine, hyp.actual_epochs, for_use)
         if not campaign:
             return []
-        with warned("runs.tsv"):
-            campaign.write_tables(at_once=True)
+        campaign.write_tables(at_once=True)
         if not is_launched:  # otherwise the launcher prints it
-            print_summary(campaign.requested, options.runs)
+            print_summary(campaign.requested)
         return campaign.requested
-
-
-def keep_here(program: ModuleType, place: snapshot.Place) -> None:
-    """Keep the code of a process that no launcher started: its files as they are."""
-    file = file_of(program)
-    if file.resolve().parent != PACKAGE:
-        place = place._replace(recipe=str(file))
-    snapshot.check_unchanged(program, place)
-    snapshot.keep(place)
 
 
 # ---- The runs
@@ -127,20 +118,15 @@ def make_runs(
         last: Epoch | None = None
         for last in run(options.seed + number):
             curve.append(row_of_epoch(last))
-            if campaign:
-                with warned("the epochs so far"):
-                    campaign.add_epochs(number, curve)
             progress.show(number, last, machine.clock.last("training"))
             if last.diverged:
                 break
-        if last is None:
-            raise ConfigError("run(seed) of the program has yielded no Epoch: yield one after each epoch")
+        assert last, "run(seed) of the program yields an Epoch after each epoch"
         check_weights_agree(last.network, number, team)
         if campaign:
             row = {"run": number, "seed": options.seed + number, **row_of_run(curve, last, machine.clock)}
             campaign.add_run(number, row | {"peak_memory": peak_memory(team.device)}, curve)
-            with warned("runs.tsv"):
-                campaign.write_tables()
+            campaign.write_tables()
             print_run(campaign.rows[number])
             if last.diverged:
                 warn(f"run {number} stopped after epoch {last.number}: its loss is not finite; lower the learning rate")
@@ -219,7 +205,6 @@ def conditions(
         "micro_batches": options.micro_batches,
         "compile": options.compile,
         "no_graph": options.no_graph,
-        "environment": environment(),
         "device": device,
         "processes": team.world_size,
         "version": __version__,

@@ -7,8 +7,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, NamedTuple
 
 from .. import INVALID, LAUNCH, LAUNCHER, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError
@@ -50,7 +50,7 @@ def largest_divisor(number: int, most: int) -> int:
     return max(divisor for divisor in range(1, most + 1) if number % divisor == 0)
 
 
-class Processes:
+class Processes(AbstractContextManager):
     """The processes of a launch. They are ended with the `with` statement.
 
     Their rendezvous is a file: no port is opened, and no name server is asked.
@@ -78,10 +78,7 @@ class Processes:
             self.end()
             raise
 
-    def __enter__(self) -> "Processes":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
 
     def wait(self) -> Ended:

@@ -1,24 +1,20 @@
 """Print the log of a launch to STDOUT, in the published format, and its progress to STDERR."""
 
-import contextlib
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from tqdm import tqdm
 
-from .. import ConfigError, __version__, first_line, list_some
+from .. import __version__, list_some
 from ..core.data import Images
 from ..core.devices import software
 from ..core.machine import Machine
-from ..core.printing import print_line, show, warn, warn_once
+from ..core.printing import print_line, show, warn
 from ..core.score import Epoch
 from ..images.load import count_copies
-from .options import Options, as_words
 from .store import Campaign
 from .table import NUMBERS, diverged, reached_goal
 
@@ -33,12 +29,8 @@ class Progress:
         self.is_shown = is_shown
         self.epochs = epochs
         self.shown = time.monotonic()  # when an epoch was shown
-        how: dict[str, Any] = {
-            "unit": "epochs",
-            "smoothing": 0,
-            "disable": None if is_shown else True,
-        }  # None: no terminal
-        self.bar = tqdm(total=epochs * runs, initial=epochs * finished, **how)
+        disable = None if is_shown else True  # None: without a terminal
+        self.bar = tqdm(total=epochs * runs, initial=epochs * finished, unit="epochs", smoothing=0, disable=disable)
 
     def show(self, run: int, epoch: Epoch, seconds: float) -> None:
         """Show an epoch that was trained in so many seconds."""
@@ -51,9 +43,10 @@ class Progress:
             show(f"{text}, {epoch.seconds:.0f} s of training so far")
 
 
-def print_head(options: Options, common: Mapping[str, str], images: Images, campaign: Campaign) -> None:
+def print_head(images: Images, campaign: Campaign) -> None:
     """Print the conditions of all runs, a line each."""
     means, stds = images.normalization
+    common = campaign.common
     about = {
         "large_batch_cifar_10_fast": f"{__version__}, commit {common['commit']}",
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
@@ -62,7 +55,6 @@ def print_head(options: Options, common: Mapping[str, str], images: Images, camp
         "classes": f"{images.classes} ({list_some(images.class_names, 10)})",
         "normalization": f"mean {means} std {stds}",
         "test_images": len(images.test_images),
-        "settings": " ".join(as_words(asdict(options))),
         "shuffled_training_images": images.is_shuffled,  # in the same order each time
         "finished_runs": len(campaign.requested),
     }
@@ -70,15 +62,12 @@ def print_head(options: Options, common: Mapping[str, str], images: Images, camp
         print_line(f"# {name} {value}")
     copies = count_copies(images)
     if copies > len(images.test_images) / 100:
-        warn(f"--data {options.data}: {copies} of {len(images.test_images)} test images are training images")
+        warn(f"{images.name}: {copies} of {len(images.test_images)} test images are training images")
 
 
 def print_set_up(machine: Machine, campaign: Campaign) -> None:
     """Print the published lines about the set-up, and the runs that were finished before."""
-    common = campaign.common
     print_line(f"# compile {machine.is_compiled}, graphs {machine.has_graphs}")
-    if common["driver"]:
-        print_line(f"# driver {common['driver']}, clocks {common['clocks']}")
     print_line(f"Uploaded data to GPUs {machine.clock.seconds['upload']:.3f}s")
     print_line(f"Compute patch whitening statistics:     {machine.clock.seconds['whitening']:.3f}s")
     for row in campaign.requested:
@@ -92,10 +81,8 @@ def print_run(row: Mapping[str, str]) -> None:
     print_line((form + "loss {validation_loss:.3f} wall time {seconds:.3f}s").format(**number))
 
 
-def print_summary(rows: Sequence[Mapping[str, str]], runs: int) -> None:
+def print_summary(rows: Sequence[Mapping[str, str]]) -> None:
     """Print the three closing lines of the published log. A run that diverged has no time."""
-    if len(rows) < runs:
-        print_line(f"# {len(rows)} of {runs} runs are finished, other launches make the others")
     if not rows:
         return
     seconds = [float(row["seconds"]) for row in rows if not diverged(row)] or [math.nan]
@@ -103,12 +90,3 @@ def print_summary(rows: Sequence[Mapping[str, str]], runs: int) -> None:
     print_line(f"Maximum training time {max(seconds)!r} median {statistics.median(seconds)!r}")
     print_line(f"Lowest accuracy {min(accuracies)!r} median {round(statistics.median(accuracies), 6)!r}")
     print_line(f"{sum(map(reached_goal, rows))} runs reached 0.94 out of {len(rows)}")
-
-
-@contextlib.contextmanager
-def warned(name: str) -> Iterator[None]:
-    """Warn once if the body cannot write a file. Training continues."""
-    try:
-        yield
-    except (OSError, ConfigError) as error:
-        warn_once(f"{name} is not written ({first_line(error)})")

@@ -9,20 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import PROGRAMS, ConfigError, first_line, list_some
 from ..core import data as batches
 from ..core import fast
 from ..core.devices import ieee_float32
-from ..core.printing import warn
 from ..core.score import Score
 from ..files import write_atomically, write_patiently
 from ..images.load import load_images
 from .options import make
-from .program import file_of, load_program, sets_of
-from .snapshot import digests
+from .program import load_program, sets_of
 from .table import Row
 
 
@@ -41,7 +38,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], about: Row, for_use:
 
 
 class Classifier(nn.Module):
-    """A trained network with its normalization: uint8 images [n, 32, 32, 3] to logits [n, C].
+    """A trained network: uint8 images [n, 32, 32, 3] to probabilities [n, C], with the recipe's test-time augmentation.
 
     `classes` are the names of the C classes; `hyp` its hyper-parameters; `about` the row of its run in runs.tsv.
     """
@@ -52,12 +49,15 @@ class Classifier(nn.Module):
         self.normalization = saved["normalization"]
         self.about = saved["about"]
         self.hyp = make(sets_of(program).get(self.about["recipe"], program.Hyp), saved["options"])
+        self.losses_of = program.losses_of
         self.network = program.Network(self.hyp, len(self.classes))
         self.network.load_state_dict(saved["weights"])
         self.network.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(self.normalized(as_images(images)).permute(0, 3, 1, 2))
+        """Compute all images at once, for other programs."""
+        x = self.normalized(images).permute(0, 3, 1, 2)
+        return batches.average_over_views(self.network, x, self.hyp.views).softmax(1)
 
     def normalized(self, images: Tensor) -> Tensor:
         """Normalize images as for training."""
@@ -71,8 +71,6 @@ class Classifier(nn.Module):
         Raise ConfigError unless images are uint8 [n, 32, 32, 3], or one [32, 32, 3].
         """
         images = as_images(images).to(next(self.network.parameters()).device)
-        if not len(images):
-            raise ConfigError("there are no images to predict")
         predict = partial(fast.predict, self.network)
         with ieee_float32():
             return batches.predict_all(predict, self.normalized(images), self.hyp.views)
@@ -88,8 +86,7 @@ def as_images(images: Any) -> Tensor:
     if tensor.ndim == 3:
         tensor = tensor[None]
     if tensor.dtype != torch.uint8 or tensor.shape[1:] != (32, 32, 3):
-        how = "give bytes (0 to 255), uint8 [n, 32, 32, 3] of RGB; api.read_picture reads a file"
-        raise ConfigError(f"images are {tensor.dtype} {list(tensor.shape)}: {how}")
+        raise ConfigError(f"images are {tensor.dtype} {list(tensor.shape)}: give uint8 [n, 32, 32, 3] of RGB")
     return tensor
 
 
@@ -110,31 +107,24 @@ def load(weights: Path | str, program: Path | str = "") -> Classifier:
     except Exception as error:  # torch raises nearly anything for a damaged file, or another program's weights
         how = "give a file that --save wrote, and the program that wrote it (--program)"
         raise ConfigError(f"{weights} cannot be loaded ({first_line(error)}): {how}") from error
-    now = digests(code)
-    was = {name: saved["about"].get(name) for name in now}
-    changed = [file for name, file in (("code", file_of(code).name), ("core", "core/")) if was[name] != now[name]]
-    if changed:
-        other = " and ".join(changed)
-        warn(f"{weights} was saved by another version of {other}: if the network changed, predictions change")
     return model.eval()
 
 
 def test_images(model: Classifier, data: str) -> tuple[Tensor, Tensor]:
     """Return the test images of `data`, uint8 [n, 32, 32, 3], and their labels as indices of the model's classes.
 
-    Raise ConfigError for a class that the model does not know.
+    Classes are matched by name, or by number if one side has no names. Raise ConfigError if that is impossible.
     """
     images = load_images(data)
     labels = torch.from_numpy(images.test_labels)
     names = images.class_names
-    if {*names} <= {*model.classes}:  # perhaps in another order, or only some of the model's
-        indices = [model.classes.index(name) for name in names]
-        labels = torch.tensor(indices)[labels]
-    elif len(names) > len(model.classes) or (has_names(names) and has_names(model.classes)):
-        known = list_some(model.classes, 5)
-        raise ConfigError(f"{data} has the classes {list_some(names, 5)}, and the weights know {known}: give the same")
-    else:
-        warn(f"the weights or {data} have no class names: classes are matched by number")
+    if has_names(names) and has_names(model.classes):  # perhaps in another order, or only some of the model's
+        unknown = [name for name in names if name not in model.classes]
+        if unknown:
+            raise ConfigError(f"{data} has classes that the weights do not know: {list_some(unknown, 5)}")
+        labels = torch.tensor([model.classes.index(name) for name in names])[labels]
+    elif len(names) > len(model.classes):
+        raise ConfigError(f"{data} has {len(names)} classes, and the weights know {len(model.classes)}")
     return torch.from_numpy(images.test_images), labels
 
 
@@ -146,6 +136,6 @@ def has_names(classes: Sequence[str]) -> bool:
 def score(model: Classifier, logits: Tensor, labels: Tensor) -> Score:
     """Return the score of logits [n, C] for images of these classes [n]."""
     labels = labels.to(logits.device)
-    loss = F.cross_entropy(logits, labels, label_smoothing=model.hyp.label_smoothing)
+    loss = model.losses_of(model.hyp, logits, labels).mean()
     correct = int((logits.argmax(1) == labels).sum())
     return Score(correct, len(labels), float(loss))

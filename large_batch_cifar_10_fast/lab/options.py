@@ -6,17 +6,16 @@ default), a Literal, or tuple[X, ...] (`--pixels 24,24,32`).
 
 import argparse
 import inspect
-import os
 import re
 import tempfile
 import textwrap
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from .. import PROGRAMS, ConfigError, check_range, version
+from .. import PROGRAMS, ConfigError, check_range
 from ..images.cifar import DATA
 
 MOST = 100_000  # the largest number that an option takes, unless it has another limit
@@ -50,28 +49,38 @@ class Options:
         check_range(self, 1, MOST, "runs", "micro_batches", "timeout")
         check_range(self, 0, MOST, "nproc", "holdout")
         check_range(self, 0, 2**62 - 1, "seed")
-        for name in ("data", "out", "save"):
-            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))  # a shell leaves `--out=~/x` alone
         if not re.fullmatch(r"[\w.+=-]{0,100}", self.campaign):
             raise ConfigError(f"--campaign {self.campaign!a}: use letters, digits and . + = - _, at most 100")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError."""
+    """An ArgumentParser that raises ConfigError. Options that are not given are absent from its result."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **how)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists the options")
 
 
-def command_parser(text: str) -> Parser:
-    """Return a command's parser. Its help begins with an example: the second paragraph of a module's docstring."""
+def command_parser(owner: Any, text: str) -> Parser:
+    """Return the parser of a command. Its options are the fields of a dataclass, its arguments those without default.
+
+    Its help begins with an example: the second paragraph of a module's docstring.
+    """
     what, example, *more = text.strip().split("\n\n")
-    return Parser(
+    parser = Parser(
         usage=textwrap.dedent(example),
         description="\n\n".join([what, *more]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
+    add_options(parser, owner)
+    return parser
+
+
+def read_options(owner: Any, text: str, arguments: Sequence[str]) -> Any:
+    """Return a command's options. Raise ConfigError."""
+    return owner(**vars(command_parser(owner, text).parse_args(arguments)))
 
 
 def parse_options(arguments: Sequence[str], name: str, hyp: Any) -> tuple[Options, Any]:
@@ -96,14 +105,11 @@ def parser_of(name: str, hyp: Any) -> Parser:
     """Return the parser of a recipe's command line. Raise TypeError for a field that cannot be an option."""
     parser = Parser(
         usage=f"cifar10-fast train --recipe {name} --runs 5 --campaign night",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,  # options that are not given are absent from the result
         description=f"recipe {name}: " + (hyp.__doc__ or "").partition("\n")[0],
     )
     parser.add_argument("--recipe", help=f"{', '.join(PROGRAMS)}, or FILE.py: a program of your own")
     add_options(parser.add_argument_group(f"the recipe {name}"), hyp)
     add_options(parser.add_argument_group("settings"), Options)
-    parser.add_argument("--version", action="version", version=version())
     return parser
 
 
@@ -118,7 +124,8 @@ def add_options(group: Any, owner: Any) -> None:
     for field in fields(owner):
         kind = kinds[field.name]
         text = texts.get(field.name, "").replace("%", "%%")
-        if kind is not bool and field.default != "":
+        is_required = field.default is MISSING
+        if kind is not bool and not is_required and field.default not in ("", ()):
             text += f" (default {text_of(field.default)})"
         how: dict[str, Any] = {"type": kind}
         if kind is bool:
@@ -126,12 +133,14 @@ def add_options(group: Any, owner: Any) -> None:
         elif get_origin(kind) is Literal:
             choices = [word for word in get_args(kind) if word != ""]
             how = {"type": type(choices[0]), "choices": choices}
+        elif get_origin(kind) is tuple and is_required:
+            how = {"type": get_args(kind)[0], "nargs": "+"}
         elif get_origin(kind) is tuple:
             how = {"type": list_of(get_args(kind)[0])}
-        elif kind not in (int, float, str):
+        elif kind not in (int, float, str, Path):
             known = "int, float, str, bool, Literal or tuple[X, ...]"
             raise TypeError(f"Hyp.{field.name} has the type {kind}: use {known}")
-        group.add_argument(f"--{field.name}", help=text, **how)
+        group.add_argument(field.name if is_required else f"--{field.name}", help=text, **how)
 
 
 def comments(owner: type) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from .. import INVALID, LAUNCHER, RENDEZVOUS, SIGNALS, ConfigError, LostError, first_line
+from .. import INVALID, LAUNCHER, RENDEZVOUS, SIGNALS, ConfigError, LostError
 
 
 def is_started() -> bool:
@@ -47,8 +47,7 @@ def train(arguments: Sequence[str]) -> NoReturn:
             time.sleep(3)  # a lost process caused this error: the launcher ends this one meanwhile
         if not isinstance(error, LostError | SystemExit):
             traceback.print_exc()
-        name = type(error).__name__
-        print(f"process {os.environ.get('RANK', 0)} failed ({name}: {first_line(error)})", file=sys.stderr)
+        print(f"process {os.environ.get('RANK', 0)} failed ({error!r})", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

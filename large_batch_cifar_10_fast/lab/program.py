@@ -4,13 +4,13 @@ A program is a Python file with
 
 * `Hyp`, a frozen dataclass that inherits from `core.hyp.BaseHyp`. Its fields are options: `epochs`, `batch_size`, more;
 * `Network(hyp, classes)`, from images [B, 3, 32, 32] to logits [B, classes];
+* `losses_of(hyp, logits, labels)`: the loss of each image, [B], as `evaluate` shows it;
 * `train(hyp, images, machine)`, which sets up what all runs share and returns the generator function run(seed). This
   trains one run and yields a `score.Epoch` after each epoch. `with machine.clock.timed("training"):` times training,
   and `("validation")` validation;
 * if it likes, `SETS`: further recipes, their names and classes like Hyp.
 """
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +36,7 @@ def load_program(recipe: str) -> ModuleType:
 
 def check_program(program: ModuleType) -> None:
     """Raise an error if a file is no program."""
-    missing = [part for part in ("Hyp", "Network", "train") if not hasattr(program, part)]
+    missing = [part for part in ("Hyp", "Network", "losses_of", "train") if not hasattr(program, part)]
     if missing:
         raise TypeError(f"it has no {' and no '.join(missing)}: copy one of our programs and edit it")
     if program.train.__module__ != program.__name__:
@@ -75,8 +75,6 @@ def read_command(program: ModuleType, arguments: Sequence[str]) -> tuple[str, Op
         raise ConfigError(f"--recipe {recipe} is not in {file_of(program).name}: use {', '.join(sets)}")
     if name in PROGRAMS and file_of(program).resolve().parent != PACKAGE:  # its results would be taken for ours
         raise ConfigError(f"{file_of(program)} has a recipe with our name {name}: give it another name")
-    if not re.fullmatch(r"[\w.+-]+", name):
-        raise ConfigError(f"{file_of(program)} has a recipe {name!a}: use letters, digits and . + - _")
     return name, *parse_options(arguments, name, sets[name])
 
 

@@ -10,7 +10,6 @@ This module imports no torch, so that nothing of the checkout runs before that.
 """
 
 import argparse
-import difflib
 import hashlib
 import importlib.util
 import os
@@ -151,25 +150,19 @@ def texts_of_folder(program: Path) -> dict[str, bytes]:
 
 
 def files_of(program: ModuleType) -> dict[str, Path]:
-    """Return the files of a program, by name: its own, those of its folder that it imports, and our programs.
+    """Return the files of a program, by name: its own, and what it may import: modules of its folder, our programs.
 
     A file of this package has the package's name before its own.
     """
     own = Path(str(program.__file__)).absolute()
     if own.resolve().parent == PACKAGE:
         return {f"{PACKAGE.name}/{own.name}": own}
-    modules = {own.name: program}
+    files = {f"{PACKAGE.name}/{name}.py": PACKAGE / f"{name}.py" for name in PROGRAMS.values()}
     for module in [*sys.modules.values()]:
         name = name_in(own.resolve().parent, module)
-        if name and module is not program:
-            modules[name] = module
-    files = {name: Path(str(module.__file__)) for name, module in modules.items()}
-    values = [value for module in modules.values() for value in vars(module).values()]
-    used = {getattr(value, "__module__", None) or getattr(value, "__name__", None) for value in values}
-    for name in PROGRAMS.values():
-        if f"{PACKAGE.name}.{name}" in used:
-            files[f"{PACKAGE.name}/{name}.py"] = PACKAGE / f"{name}.py"
-    return files
+        if name:
+            files[name] = Path(str(module.__file__))
+    return files | {own.name: own}
 
 
 def name_in(folder: Path, module: ModuleType) -> str:
@@ -203,7 +196,7 @@ def core_files() -> list[Path]:
 
 
 def check_unchanged(program: ModuleType, place: Place) -> None:
-    """Raise ConfigError, with the changed lines above, if a program differs from a begun campaign's copy."""
+    """Raise ConfigError if a program differs from a begun campaign's copy."""
     if not (place.is_begun and place.copies):
         return
     folder = Path(place.recipe).resolve().parent
@@ -212,16 +205,8 @@ def check_unchanged(program: ModuleType, place: Place) -> None:
         old = place.copies[0] / name if is_ours else place.program.with_name(name)
         new = ORIGIN.parent / name if is_ours else folder / name
         if old.exists() and (not new.exists() or old.read_bytes() != new.read_bytes()):
-            print(changed_lines(old, new), file=sys.stderr)
-            advice = "undo that, give --resume to continue with the campaign's copy, or choose another --campaign"
-            raise ConfigError(f"{new.name} was changed since campaign {place.campaign} began, as above: {advice}")
-
-
-def changed_lines(old: Path, new: Path) -> str:
-    """Return the lines in which two files differ, with - before old and + before new ones."""
-    before, after = (file.read_text(errors="replace").splitlines() if file.exists() else [] for file in (old, new))
-    changes = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]  # after two lines of names
-    return "\n".join(f"  {line[0]} {line[1:]}".rstrip() for line in changes if not line.startswith("@@"))
+            changed = f"{new.name} was changed since campaign {place.campaign} began, and differs from its copy {old}"
+            raise ConfigError(f"{changed}: undo that, give --resume to continue, or choose another --campaign")
 
 
 # ---- Loading
@@ -239,7 +224,6 @@ def load(recipe: str) -> ModuleType:
     LOADED.append(folder)
     sys.path.append(str(folder))
     importlib.invalidate_caches()  # a module may be a moment old
-    writes_bytecode = not sys.dont_write_bytecode
     sys.dont_write_bytecode = True  # it could be taken for that of a file edited within a second
     name = f"_program_{file.stem}"  # no library has this name
     spec = importlib.util.spec_from_file_location(name, file.absolute())
@@ -247,10 +231,7 @@ def load(recipe: str) -> ModuleType:
     assert spec.loader
     program = importlib.util.module_from_spec(spec)
     sys.modules[name] = program
-    try:
-        spec.loader.exec_module(program)
-    finally:
-        sys.dont_write_bytecode = not writes_bytecode
+    spec.loader.exec_module(program)
     return program
 
 

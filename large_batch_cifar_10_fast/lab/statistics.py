@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -53,21 +52,16 @@ def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comp
     low, high = map(float, test.confidence_interval(1 - significance))
     error = (high - low) / 2 / stats.t.ppf(1 - significance / 2, test.df)
     p = min(1.0, tests * float(test.pvalue))
-    return Comparison(a.mean() - b.mean(), low, high, p, detectable(error, test.df, tests), mine)
+    detectable = error * (stats.t.ppf(1 - significance / 2, test.df) + stats.t.ppf(POWER, test.df))
+    return Comparison(a.mean() - b.mean(), low, high, p, float(detectable), mine)
 
 
-def detectable(error: float, df: float, tests: int) -> float:
-    """Return the difference that is found with POWER, by its standard error and the degrees of freedom."""
-    quantile = partial(stats.t.ppf, df=df)
-    return float(error * (quantile(1 - SIGNIFICANCE / tests / 2) + quantile(POWER)))
-
-
-def verdict(found: Comparison, more_is_better: bool, margin: float) -> str:
+def verdict(found: Comparison, margin: float) -> str:
     """Return equivalent if the interval lies within the margin, otherwise better or worse if it excludes 0."""
     if -margin < found.low and found.high < margin:
         return "equivalent"
     if not found.low <= 0 <= found.high:
-        return "better" if (found.difference > 0) == more_is_better else "worse"
+        return "better" if found.difference > 0 else "worse"
     return "no difference shown"
 
 

@@ -1,7 +1,6 @@
 """The runs of a campaign, each a file, and the tables that are made of them.
 
 OUT/runs/NAME/0007.json      the row and the epochs of run 7, which is finished if this file exists
-OUT/runs/NAME/0007.part      the epochs so far of a run that is being made
 OUT/runs/NAME/campaign.json  the conditions that all runs share, and how many runs were asked for
 OUT/runs/NAME/claims         byte N is locked by the process that makes run N
 OUT/runs.tsv, epochs.tsv, timing_log.tsv    views: written anew from these files, and never read while training
@@ -10,28 +9,27 @@ Parallel launches share the runs of a campaign, but do not communicate. A file i
 lock ends with its process, so a killed launch leaves nothing that stops another.
 """
 
-import contextlib
 import json
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pandas as pd
 
 from .. import ConfigError
-from ..core.printing import warn
-from ..files import LAUNCHES, OPEN, claim, link, locked, share, write_atomically, write_patiently
+from ..core.printing import warn, warn_once
+from ..files import LAUNCHES, claim, link, locked, share, write_atomically, write_patiently
 from .table import EPOCHS, TIMES, Row, decides, differences
 
 PAUSE = 10  # seconds between two writings of the tables
 
 
-class Campaign:
+class Campaign(AbstractContextManager):
     """The files of a campaign, which rank 0 reads and writes."""
 
     def __init__(self, out: Path, name: str, runs: int) -> None:
@@ -43,34 +41,24 @@ class Campaign:
         self.rows: dict[int, Row] = {}  # the finished ones, by run
         self.common: dict[str, str] = {"campaign": name}
         self.written = 0.0  # when the tables were
-        if (out / "runs.tsv").exists() and not (out / "runs" / "lock").exists():
-            raise ConfigError(f"{out}/runs.tsv is of an earlier version, and would be replaced: choose another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.folder.resolve() in OPEN:  # record locks are of a process, not of a thread
-            raise ConfigError(f"this process already trains campaign {name}: wait for it, or start another process")
         # Opened once: closing any descriptor of a file frees all record locks of the process on it.
-        path = self.folder / "claims"
-        self.claims = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        OPEN.add(self.folder.resolve())
-        self.is_alone = claim(self.claims, LAUNCHES, path)
+        self.claims = os.open(self.folder / "claims", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.is_alone = claim(self.claims, LAUNCHES)
         if self.is_alone:
-            for left in [*self.folder.glob("*.part"), *self.folder.glob(".unfinished.*")]:
+            for left in self.folder.glob(".unfinished.*"):
                 left.unlink(missing_ok=True)
         share(self.claims, LAUNCHES)
         self.read_rows()
 
-    def __enter__(self) -> "Campaign":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self.claims)  # frees all claims
-        OPEN.discard(self.folder.resolve())
 
     def read_rows(self) -> None:
         """Read the runs that were finished since the last time."""
         for path in files_in(self.folder):
             if int(path.stem) not in self.rows:
-                self.rows[int(path.stem)] = row_in(path)
+                self.rows[int(path.stem)] = as_row(read_run(path)["row"])
 
     def agree(self, values: Mapping[str, str]) -> None:
         """Add conditions that the campaign lacks. Raise ConfigError if others differ.
@@ -103,27 +91,18 @@ class Campaign:
     def take_run(self) -> int | None:
         """Claim the next run that is neither finished nor claimed by another process; None if there is none."""
         for run in range(self.runs):
-            if run not in self.rows and claim(self.claims, run, self.folder / "claims"):
+            if run not in self.rows and claim(self.claims, run):
                 self.read_rows()  # another process may just have finished it
                 if run not in self.rows:
                     return run
         return None
 
-    def add_epochs(self, run: int, epochs: Sequence[Mapping[str, object]]) -> None:
-        """Write the epochs so far of a run."""
-        unfinished = self.folder / f".unfinished.{run:04}"
-        unfinished.write_text(json.dumps({"epochs": self.with_names(run, epochs)}))
-        unfinished.replace(self.folder / f"{run:04}.part")
-
-    def with_names(self, run: int, epochs: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-        own = {"campaign": self.name, "run": run, "launch": self.common["launch"]}
-        return [{**own, **epoch} for epoch in epochs]
-
     def add_run(self, run: int, row: Mapping[str, object], epochs: Sequence[Mapping[str, object]]) -> None:
         """Publish a finished run. If the disk is full, wait. Raise LostError if the campaign's folder is gone."""
         path = self.folder / f"{run:04}.json"
         mine = {**self.common, **row}
-        text = json.dumps({"row": mine, "epochs": self.with_names(run, epochs)})
+        own = {"campaign": self.name, "run": run}
+        text = json.dumps({"row": mine, "epochs": [{**own, **epoch} for epoch in epochs]})
 
         def publish() -> bool:
             try:
@@ -135,20 +114,21 @@ class Campaign:
 
         what = f"run {run} of {self.folder} (seed {row['seed']}, accuracy {row['validation_accuracy']:.4f})"
         is_first = write_patiently(publish, what)
-        path.with_suffix(".part").unlink(missing_ok=True)
         self.read_rows()
         deciding = [name for name in mine if decides(name) and name not in TIMES]
-        if not is_first and differences(as_row(mine), self.rows[run], deciding):
-            warn(f"another launch has also made run {run}, with another result: the seed did not decide it")
-        elif not is_first:
-            warn(f"another launch has also made run {run}, because locks have no effect here: give each its own --out")
+        if not is_first:
+            found = differences(as_row(mine), self.rows[run], deciding) or "times only"
+            warn(f"another launch has also made run {run}, because locks have no effect here; they differ in {found}")
 
     def write_tables(self, at_once: bool = False) -> None:
-        """Write the tables of all campaigns in OUT, at most once in PAUSE seconds unless `at_once`."""
+        """Write the tables of all campaigns in OUT, at most once in PAUSE seconds unless `at_once`, or warn."""
         if at_once or time.monotonic() - self.written > PAUSE:
             self.written = time.monotonic()
             self.read_rows()
-            write_tables(self.out)
+            try:
+                write_tables(self.out)
+            except OSError as error:
+                warn_once(f"tables are not written ({error})")
 
 
 # ---- Files of runs
@@ -156,17 +136,12 @@ class Campaign:
 
 def files_in(folder: Path) -> list[Path]:
     """Return the files of the finished runs in a campaign's folder, in order."""
-    found = [path for path in folder.glob("*.json") if re.fullmatch(r"\d{4,}", path.stem)]
-    return sorted(found, key=lambda path: int(path.stem))
+    return sorted(folder.glob("[0-9]*.json"), key=lambda path: int(path.stem))
 
 
 def rows_in(folder: Path) -> list[Row]:
     """Return the rows of the finished runs in a campaign's folder, in order."""
-    return [*map(row_in, files_in(folder))]
-
-
-def row_in(path: Path) -> Row:
-    return as_row(read_run(path)["row"])
+    return [as_row(read_run(path)["row"]) for path in files_in(folder)]
 
 
 def as_row(values: Mapping[str, object]) -> Row:
@@ -207,11 +182,8 @@ def write_tables(out: Path) -> None:
         for folder in folders_of(out):
             runs = [read_run(path) for path in files_in(folder)]
             rows += [run["row"] for run in runs]
-            for path in sorted(folder.glob("*.part")):
-                with contextlib.suppress(FileNotFoundError):  # a run that was just finished has no part
-                    runs.append(json.loads(path.read_text()))
             epochs += [epoch for run in runs for epoch in run["epochs"]]
-            curve = next((run["epochs"] for run in runs if run.get("row", {}).get("run") == 0), curve)
+            curve = next((run["epochs"] for run in runs if run["row"]["run"] == 0), curve)
         write_table(out / "runs.tsv", rows, ["campaign"])
         write_table(out / "epochs.tsv", epochs, EPOCHS)
         if curve:

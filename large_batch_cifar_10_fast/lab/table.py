@@ -1,7 +1,6 @@
 """The columns of tables: what a run's row says, and the conditions that the runs of a campaign share."""
 
 import math
-import os
 import secrets
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ OPTION = "hyp."  # before the name of an option of the recipe, so that it cannot
 # What may decide a result, beside the options.
 CONDITIONS = (
     *("recipe", "workers", "digest", "code", "core", "torch"),
-    *("precision", "compile", "no_graph", "micro_batches", "environment"),
+    *("precision", "compile", "no_graph", "micro_batches"),
 )
 PLACE = ("device", "processes")  # equal within a campaign; between campaigns they only rule out comparing times
 SIZES = ("training_images", "parameters", "pflop")  # of a run: they follow from the other conditions
@@ -26,23 +25,7 @@ NUMBERS = (
 )
 EPOCHS = (
     *("campaign", "run", "epoch", "seconds"),
-    *("train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "launch"),
-)
-# Environment variables that are known to change results.
-DECIDING = (
-    "ATEN_CPU_CAPABILITY",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "MKL_CBWR",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
-    "PYTORCH_TUNABLEOP_ENABLED",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TORCHINDUCTOR_MAX_AUTOTUNE",
-    "TORCHINDUCTOR_USE_FAST_MATH",
-    "TRITON_F32_DEFAULT",
+    *("train_loss", "train_accuracy", "validation_loss", "validation_accuracy"),
 )
 
 
@@ -71,11 +54,6 @@ def differences(one: Mapping[str, str], other: Mapping[str, str], names: Iterabl
 def decides(name: str) -> bool:
     """Return whether all runs of a campaign must have the same value of this column."""
     return name not in ("campaign", "commit", "version", "data", "images", "launch", "driver", "clocks")
-
-
-def environment() -> str:
-    """Return those variables of DECIDING that are set, as `NAME=value NAME=value`, or "-"."""
-    return " ".join(f"{name}={os.environ[name]}" for name in DECIDING if name in os.environ) or "-"
 
 
 def new_name() -> str:
