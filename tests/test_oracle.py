@@ -316,7 +316,7 @@ def test_in_half_precision_losses_are_float32_and_gradients_point_where_those_of
         fast.place(network, precision)
         images = torch.randn(hyp.actual_batch_size, 3, 32, 32).to(precision.images, memory_format=torch.channels_last)
         labels = torch.zeros(len(images)).long()  # all equal, so that gradients add up
-        first = (network, precision, 1) if program is fastai else (hyp, network, precision)
+        first = (hyp, network, precision, 1) if program is fastai else (hyp, network, precision)
         loss = program.forward_pass(*first, images, labels).loss
         assert loss.dtype == (torch.float64 if name == "fp64" else torch.float32)
         loss.backward()

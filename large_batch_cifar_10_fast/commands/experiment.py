@@ -51,7 +51,7 @@ def words_of_variant(text: str) -> tuple[str, list[str]]:
     if program.suffix == ".py":
         words[0] = f"--recipe={program}"
         names[0] = program.stem
-    return re.sub(r"[^\w.:+=-]", "-", "+".join(names))[:100], words
+    return re.sub(r"[^\w.+=-]", "-", "+".join(names))[:100], words
 
 
 def cells_of(axes: Sequence[str]) -> list[str]:
