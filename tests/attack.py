@@ -88,12 +88,14 @@ def complete(folder: Path, kind: str, kills: int, dice: random.Random) -> int:
 
 
 def check_rows(folder: Path, runs: str) -> None:
-    """The rows are of these runs. Each has the epochs of the launch that wrote it, and the last one is the row's."""
+    """The rows are of these runs. Each has its epochs, and the last one is the row's."""
     rows = rows_of(folder / "runs.tsv")
     assert sorted(row["run"] for row in rows) == [*runs], "a run is lost or doubled"
     for row in rows:
         epochs = rows_of(folder / "epochs.tsv")
-        of_run = [each["seconds"] for each in epochs if (each["launch"], each["run"]) == (row["launch"], row["run"])]
+        of_run = [
+            each["seconds"] for each in epochs if (each["campaign"], each["run"]) == (row["campaign"], row["run"])
+        ]
         assert len(of_run) == 2, "epochs are lost or doubled"
         assert of_run[-1] == row["seconds"], "a curve is another run's"
 

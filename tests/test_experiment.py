@@ -205,6 +205,6 @@ def test_the_picture_has_a_line_for_each_variant(tmp_path):
     write_results(tmp_path, {name: draws.integers(9350, 9450, 4).tolist() for name in names})
     verdicts = compare({name: read_results(f"{tmp_path}/runs.tsv:{name}") for name in names}, "baseline").verdicts
     (axes,) = experiment.draw_differences(verdicts).axes
-    assert [label.get_text().partition(" ")[0] for label in axes.get_yticklabels()] == names[:2]
+    assert [label.get_text().partition("\n")[0] for label in axes.get_yticklabels()] == names[:2]
     for line, verdict in zip(axes.lines[1::2], verdicts.values(), strict=True):
         assert [*line.get_xdata()] == [verdict.found.low, verdict.found.high]

@@ -175,7 +175,7 @@ def next_commands(campaigns: Mapping[str, list[str]], runs: int, report: Report)
 
 def draw_differences(verdicts: Mapping[str, Verdict]) -> Figure:
     """Draw the differences from the baseline with their intervals, as wide as README shows a picture."""
-    compared = {f"{name} ({each.word})": each.found for name, each in verdicts.items() if each.found}
+    compared = {f"{name}\n{each.word}": each.found for name, each in verdicts.items() if each.found}
     figure = new_figure(8.5, 1.6 + 0.45 * len(compared))
     axes = figure.subplots()
     axes.axvspan(-MARGIN, MARGIN, color="0.92", lw=0)
@@ -185,7 +185,7 @@ def draw_differences(verdicts: Mapping[str, Verdict]) -> Figure:
         axes.plot(found.difference, row, "o", color="C0")
     axes.set_yticks(range(len(compared)), [*compared])
     axes.set_ylim(len(compared) - 0.5, -0.5)
-    axes.set_xlabel(f"accuracy minus baseline's, points: mean over pairs, 99% intervals (grey: {MARGIN:g} points)")
+    axes.set_xlabel(f"accuracy minus baseline's, points, with 99% intervals (grey: {MARGIN:g} points)")
     axes.set_title("Difference from the baseline")
     return figure
 
