@@ -214,14 +214,18 @@ def test_classes_are_matched_by_their_names_or_else_by_their_numbers(weights, fi
     del parts["class_names"]
     own = parts["test_labels"].tolist()
 
-    def labels_of(**names: list[str]) -> list[int]:
+    def labels_of(model, **names):
         np.savez(tmp_path / "some.npz", **parts, **names)
-        return api.test_images(api.load(weights), str(tmp_path / "some.npz"))[1].tolist()
+        return api.test_images(model, str(tmp_path / "some.npz"))[1].tolist()
 
-    assert labels_of(class_names=CLASSES[::-1]) == [1 - label for label in own]
-    assert labels_of() == own
+    model = api.load(weights)
+
+    assert labels_of(model, class_names=CLASSES[::-1]) == [1 - label for label in own]
+    assert labels_of(model) == own
     with pytest.raises(ConfigError, match="has classes that the weights do not know: bunt"):
-        labels_of(class_names=["bunt", "dunkel"])
+        labels_of(model, class_names=["bunt", "dunkel"])
+    model.classes = ["0", "1"]
+    assert labels_of(model, class_names=CLASSES) == own
 
 
 def test_an_onnx_file_predicts_as_the_model(weights, file, tmp_path):

@@ -37,10 +37,7 @@ REFUSED = {  # a command line, and words of the error
     "train --recipe muon --data synthetic --batch_size 100 --kept 1,0.01": "fewer than the 100 images of a step",
     "experiment --demo": "--try",
     "compare absent": "no such file",
-    "plot absent": "no such file",
     "evaluate absent.pt": "No such file",
-    "predict absent.pt cat.jpg": "No such file",
-    "export absent.pt w.onnx": "No such file",
     "photos absent photos.npz": "No such file",
 }
 
