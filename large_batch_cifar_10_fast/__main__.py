@@ -13,15 +13,6 @@ from . import INVALID, PACKAGE, PROGRAMS, SIGNALS, ConfigError, Interrupted, fir
 from .lab.process import is_started
 
 COMMANDS = ("train", "experiment", "compare", "plot", "evaluate", "predict", "export", "photos")
-HELP = f"""Example: bash train_cifar_parallel.sh --recipe muon --runs 5, or cifar10-fast train --recipe muon --runs 5
-
-Recipes: {", ".join(PROGRAMS)}, or FILE.py: a program of your own. Options: docs/running.md#options.
-
-Commands, each with --help:
-"""
-for command in COMMANDS:  # the first line of each says what it does
-    text = (PACKAGE / "commands" / f"{command}.py").read_text()
-    HELP += f"  {command:12}{text.splitlines()[0][3:]}\n"
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # may bind all processes to one core
 
 
@@ -51,7 +42,7 @@ def main() -> NoReturn:
 def run(name: str, arguments: list[str]) -> int:
     """Run a command. Return its exit status."""
     if name in ("--help", "-h"):
-        print(HELP)
+        print(help_text())
         return 0
     if "--version" in (name, *arguments):
         print(version())
@@ -63,11 +54,22 @@ def run(name: str, arguments: list[str]) -> int:
             prepare(name, arguments)
         command = importlib.import_module(f"{PACKAGE.name}.commands.{name}")
     except ModuleNotFoundError as error:
-        if "--help" in arguments:
-            print(HELP)
+        if {"--help", "-h"} & {*arguments}:
+            print(help_text())
             return 0
         raise ConfigError(f"{error}: bash train_cifar_parallel.sh installs what is needed") from error
     return command.main(arguments) or 0
+
+
+def help_text() -> str:
+    """Return what `--help` shows. The first line of each command's file says what it does."""
+    text = "Example: bash train_cifar_parallel.sh --recipe muon --runs 5\n\n"
+    text += f"Recipes: {', '.join(PROGRAMS)}, or FILE.py: a program of your own. Options: docs/running.md#options.\n\n"
+    text += "Commands, each with --help:\n"
+    for command in COMMANDS:
+        first = (PACKAGE / f"commands/{command}.py").read_text().splitlines()[0]
+        text += f"  {command:12}{first[3:]}\n"
+    return text
 
 
 def prepare(name: str, arguments: list[str]) -> None:

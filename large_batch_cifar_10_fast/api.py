@@ -39,7 +39,7 @@ def train(recipe: Path | str = "apple2019", **options: Any) -> pd.DataFrame:
 def evaluate(weights: Path | str, data: str = str(DATA), device: str = "", program: Path | str = "") -> Score:
     """Return the score of saved weights on the test images of `data`, in float32, with the views of the last epoch.
 
-    The loss is cross-entropy, with the label smoothing of the program.
+    The loss is that of the program.
     """
     model = load(weights, program).to(take_device(device))
     images, labels = test_images(model, data)

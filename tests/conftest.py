@@ -28,8 +28,17 @@ ALONE = Team(0, 1, CPU, 1)  # one process with one worker
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER = REPO / "train_cifar_parallel.sh"
 # Columns in which two launches of the same runs differ.
-DIFFERENT = ("campaign", "commit", *PARTS, "seconds", "cpu_seconds", "last_validation", "goal_seconds", "peak_memory")
-DIFFERENT += ("launch",)
+DIFFERENT = (
+    "campaign",
+    "commit",
+    *PARTS,
+    "seconds",
+    "cpu_seconds",
+    "last_validation",
+    "goal_seconds",
+    "peak_memory",
+    "launch",
+)
 
 # The tests run on the CPU. Only test_gpu.py starts programs with GPU among their environment variables.
 if "TESTS_GPUS" not in os.environ:  # the processes of pytest-xdist inherit it
@@ -62,13 +71,6 @@ def forget_warnings() -> None:
 def tiny_npz(tmp_path_factory) -> Path:
     """643 training images, which 8 workers do not share evenly, and 101 test images."""
     return write_npz(tmp_path_factory.mktemp("images") / "tiny.npz", *draw_shapes(643, 101))
-
-
-def write_npz_as_dealt(path: Path, train_images, train_labels, *test) -> Path:
-    """Write images so that a program, which shuffles those of one's own, takes them in this order."""
-    order = np.random.default_rng(0).permutation(len(train_labels))
-    place = np.argsort(order)
-    return write_npz(path, train_images[place], train_labels[place], *test)
 
 
 def write_npz(path: Path, *arrays) -> Path:

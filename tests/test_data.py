@@ -107,9 +107,11 @@ def test_the_launcher_downloads_before_it_starts_processes(server, tmp_path, mon
 
 
 def test_cifar_100_is_found_beside_cifar_10(tmp_path):
-    for key in cifar.NAMES:
+    for key, source in cifar.SOURCES.items():
+        kind = getattr(datasets, key.upper())
+        assert (kind.filename, kind.base_folder) == source[1:]
         (tmp_path / key).mkdir()
-        (tmp_path / key / cifar.kind_of(key).filename).touch()
+        (tmp_path / key / source.archive).touch()
         assert cifar.find_cifar(tmp_path / key) == (tmp_path / key, key)
         assert cifar.find_cifar(Path(key)) == (cifar.DATA, key)
     assert cifar.find_cifar(cifar.DATA) == (cifar.DATA, "cifar10")
@@ -146,6 +148,8 @@ def test_only_images_of_ones_own_are_shuffled(monkeypatch):
         ("train_labels", 50 * TRAIN[1] + 551, "0 names and 1002 classes"),
         ("test_images", np.array([None]), "allow_pickle=False"),
         ("class_names", np.array([*"abcdefghi"]), "9 names and 10 classes"),
+        ("class_names", np.array([*"aabcdefghij"]), "10 names and 10 classes"),
+        ("train_labels", TRAIN[1][:, None], "labels are not 20 integers"),
     ],
 )
 def test_a_wrong_npz_file_is_refused_and_never_unpickled(name, content, message, tmp_path, error_line):

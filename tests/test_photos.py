@@ -128,6 +128,8 @@ def test_test_photos_may_have_their_own_folder_whose_classes_may_be_links(folder
     found = np.load(tmp_path / "x.npz")
     np.testing.assert_array_equal(found["test_images"], found["train_images"])
     assert np.bincount(found["test_labels"]).tolist() == [90, 90]
+    call(photos, folder, tmp_path / "x.npz", "--test", make_photos(tmp_path / "few", 1))
+    assert np.load(tmp_path / "x.npz")["test_labels"].tolist() == [0, 1]
 
 
 def test_a_folder_that_is_no_data_set_is_refused(folder, tmp_path, error_line):

@@ -34,13 +34,13 @@ def legend(drawn: dict[str, Axes]) -> list[str]:
     return [text.get_text() for text in found.get_texts()]
 
 
-def write_table(folder, campaigns, **fields) -> str:
+def write_table(folder, campaigns) -> str:
     """Write a table of campaigns of two runs with three epochs, which end at these accuracies; return its path."""
     tables = []
     rows = []
     for number, (name, end) in enumerate(campaigns.items()):
         counts = [10_000 * end, 10_000 * end + 10]
-        path = write_runs(folder / name, counts, name, 10 * number, **{"hyp.epochs": 3} | fields)
+        path = write_runs(folder / name, counts, name, 10 * number)
         tables.append(pd.read_csv(path, sep="\t"))
         curve = [end - 0.3, end - 0.1, end]
         rows += [(name, run, epoch, epoch, curve[epoch - 1] + run / 1000) for run in (0, 1) for epoch in (1, 2, 3)]

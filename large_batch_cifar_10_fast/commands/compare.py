@@ -2,8 +2,8 @@
 
     cifar10-fast compare night/runs.tsv day/runs.tsv published
 
-The reference is the last campaign. A single runs.tsv is not compared: the command
-lists its campaigns. A campaign is one of
+The reference is the last campaign. A single runs.tsv is not compared: the command lists its campaigns. A campaign is
+one of
   FILE             the last campaign of a runs.tsv
   FILE:CAMPAIGN    a campaign of a runs.tsv; FILE:* is each of them
   published        Apple's 50 runs of apple2019 on CIFAR-10; published:NAME is an entry to DAWNBench

@@ -65,10 +65,13 @@ def cells_of(axes: Sequence[str]) -> list[str]:
     return [" ".join(cell) for cell in itertools.product(*columns)] if columns else []
 
 
-def words_of_campaigns(baseline: list[str], texts: Sequence[str], axes: Sequence[str]) -> dict[str, list[str]]:
+def words_of_campaigns(
+    baseline: list[str], texts: Sequence[str], axes: Sequence[str], out: Path
+) -> dict[str, list[str]]:
     """Return the words of a command line for each campaign. A cell of a grid may be the baseline. Raise ConfigError."""
     cells = cells_of(axes)
     own = read_words(baseline)
+    check_recorded(BASELINE, own, out)
     known = {BASELINE: own}
     campaigns = {BASELINE: baseline}
     for text in [*texts, *cells]:
@@ -81,6 +84,7 @@ def words_of_campaigns(baseline: list[str], texts: Sequence[str], axes: Sequence
             continue
         if values in known.values() or name in known:
             raise ConfigError(f"{name} equals the baseline or another variant, or has the name of one: leave it out")
+        check_recorded(name, values, out)
         known[name] = values
         campaigns[name] = words
     if not texts and not cells:
@@ -96,14 +100,12 @@ def read_words(words: Sequence[str]) -> Row:
     return {option: text_of(value) for option, value in given.items()}
 
 
-def check_recorded(campaigns: Mapping[str, list[str]], out: Path) -> None:
+def check_recorded(name: str, wanted: Row, out: Path) -> None:
     """Raise ConfigError if a campaign has runs of other settings."""
-    for name, words in campaigns.items():
-        wanted = read_words(words)
-        for row in rows_in(out / "runs" / name)[:1]:
-            found = differences(wanted, row, [option for option in wanted if option.startswith((OPTION, "recipe"))])
-            if found:
-                raise ConfigError(f"{out} has runs of {name} with other settings: {found}; choose another --out")
+    for row in rows_in(out / "runs" / name)[:1]:
+        found = differences(wanted, row, [option for option in wanted if option.startswith((OPTION, "recipe"))])
+        if found:
+            raise ConfigError(f"{out} has runs of {name} with other settings: {found}; choose another --out")
 
 
 # ---- The runs
@@ -186,7 +188,6 @@ def draw_differences(verdicts: Mapping[str, Verdict]) -> Figure:
     axes.set_yticks(range(len(compared)), [*compared])
     axes.set_ylim(len(compared) - 0.5, -0.5)
     axes.set_xlabel(f"accuracy minus baseline's, points, with 99% intervals (grey: {MARGIN:g} points)")
-    axes.set_title("Difference from the baseline")
     return figure
 
 
@@ -211,8 +212,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("use at least 3 --runs and a --holdout of at least 1 image")
     out = options.out.expanduser()
     baseline = [*baseline, f"--holdout={options.holdout}"]
-    campaigns = words_of_campaigns(baseline, given.variants, given.grid)
-    check_recorded(campaigns, out)
+    campaigns = words_of_campaigns(baseline, given.variants, given.grid, out)
     failed: dict[str, str] = {}
     if not options.report:
         out.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ import os
 import shlex
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,29 +19,32 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 TIMEOUT = 30  # seconds without a byte after which a download fails
 
 
-NAMES = {"cifar10": CIFAR_10, "cifar100": CIFAR_100}  # by the --data that downloads them
+class Source(NamedTuple):
+    """A data set that torchvision has: its name in logs, and what a folder with it has."""
+
+    name: str
+    archive: str
+    folder: str
 
 
-def kind_of(key: str) -> Any:
-    """Return torchvision's class of a data set."""
-    from torchvision import datasets  # which takes a second
-
-    return getattr(datasets, key.upper())
+# By the --data that downloads them.
+SOURCES = {
+    "cifar10": Source(CIFAR_10, "cifar-10-python.tar.gz", "cifar-10-batches-py"),
+    "cifar100": Source(CIFAR_100, "cifar-100-python.tar.gz", "cifar-100-python"),
+}
 
 
 def find_cifar(path: Path) -> tuple[Path, str]:
-    """Return the folder of a data set, and its key in NAMES. Raise ConfigError."""
+    """Return the folder of a data set, and its key in SOURCES. Raise ConfigError."""
     if path == DATA or (path.is_dir() and not any(path.iterdir())):
         return path, "cifar10"
-    for key in NAMES:
-        kind = kind_of(key)
+    for key, source in SOURCES.items():
         if str(path) == key:
             return DATA, key
-        if (path / kind.filename).exists() or (path / kind.base_folder).exists():
+        if (path / source.archive).exists() or (path / source.folder).exists():
             return path, key
     photos = f"`cifar10-fast photos {shlex.quote(str(path))} photos.npz` makes a file of photos"
-    known = f"use {', '.join(NAMES)}, an archive's folder, an empty folder, or FILE.npz"
-    raise ConfigError(f"--data {path} has no data set: {known}; {photos}")
+    raise ConfigError(f"--data {path} has no data set, and a download needs an empty folder; {photos}")
 
 
 def read_cifar(folder: Path, key: str) -> list[np.ndarray]:
@@ -49,9 +52,11 @@ def read_cifar(folder: Path, key: str) -> list[np.ndarray]:
 
     One process of a machine downloads, the others wait.
     """
-    kind = kind_of(key)
+    from torchvision import datasets  # which takes a second
+
+    kind: Any = getattr(datasets, key.upper())
     variable = f"{key.upper()}_URL"
-    mirrored: Any = type(kind.__name__, (kind,), {"url": os.environ.get(variable) or kind.url})
+    mirrored: Any = type(key, (kind,), {"url": os.environ.get(variable) or kind.url})
     folder.mkdir(parents=True, exist_ok=True)
     arrays = []
     socket.setdefaulttimeout(TIMEOUT)
@@ -62,5 +67,7 @@ def read_cifar(folder: Path, key: str) -> list[np.ndarray]:
             arrays += [np.ascontiguousarray(part.data), np.array(part.targets)]  # not left to the timed upload
     except Exception as error:  # torchvision, urllib and tarfile raise nearly anything
         hint = f"put {kind.filename} there by hand, name a mirror in {variable}, or try --demo"
-        raise ConfigError(f"{NAMES[key]} cannot be loaded from {folder} ({first_line(error)}): {hint}") from error
+        raise ConfigError(f"{SOURCES[key].name} cannot be read from {folder} ({first_line(error)}): {hint}") from error
+    finally:
+        socket.setdefaulttimeout(None)
     return arrays

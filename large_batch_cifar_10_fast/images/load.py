@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import ConfigError, first_line
 from ..core.data import CIFAR_10_NORMALIZATION, Images, Normalization
-from .cifar import CIFAR_10, CIFAR_100, CLASSES, DATA, NAMES, find_cifar, kind_of, read_cifar
+from .cifar import CIFAR_10, CIFAR_100, CLASSES, DATA, SOURCES, find_cifar, read_cifar
 from .shapes import draw_shapes
 
 CIFAR_10_TRAINING = "f912919bdea3"  # the digest of its training images and labels, as in a .npz file
@@ -25,17 +25,16 @@ def load_images(data: str = str(DATA), holdout: int = 0) -> Images:
     if data == SYNTHETIC:
         return make_images(SYNTHETIC, draw_shapes(), (), holdout)
     if path.suffix.lower() == ".npz":
-        arrays, names = read_npz(path)
-        return make_images(path.name, arrays, names, holdout)
+        return make_images(path.name, *read_npz(path), holdout)
     folder, key = find_cifar(path)
-    return make_images(NAMES[key], read_cifar(folder, key), (), holdout)
+    return make_images(SOURCES[key].name, read_cifar(folder, key), (), holdout)
 
 
 def fetch_images(data: str) -> None:
     """Download what `--data` names if it is missing. Raise ConfigError."""
     if data != SYNTHETIC and not data.lower().endswith(".npz"):
         folder, key = find_cifar(Path(data))
-        if not (folder / kind_of(key).base_folder).exists():
+        if not (folder / SOURCES[key].folder).exists():
             read_cifar(folder, key)
 
 
@@ -51,7 +50,7 @@ def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[s
     is_cifar_sized = (len(train_images), len(test_images), classes) == (50_000, 10_000, 10)
     is_random = name in (CIFAR_10, CIFAR_100, SYNTHETIC) or training_digest == CIFAR_10_TRAINING
     # CIFAR-10, other sets of its sizes, and the shapes are normalized by CIFAR-10's constants.
-    has_constants = is_cifar_sized or name == SYNTHETIC
+    constants = CIFAR_10_NORMALIZATION if is_cifar_sized or name == SYNTHETIC else None
     if not class_names:
         class_names = CLASSES if is_cifar_sized else [str(number) for number in range(classes)]
     if not is_random:
@@ -61,21 +60,20 @@ def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[s
     if holdout:
         count = len(train_labels) - holdout
         if count < 1 or set(train_labels[:count]) != set(train_labels):
-            raise ConfigError(f"--holdout {holdout} leaves no image of a class for training: use a smaller number")
+            raise ConfigError(f"--holdout {holdout} leaves no image of a class for training: use fewer")
         train_images, test_images = np.split(train_images, [count])
         train_labels, test_labels = np.split(train_labels, [count])
         name = f"{name} with the last {holdout} training images as test images"
-        _, digest = digests_of((train_images, train_labels, test_images, test_labels))
-    normalization = CIFAR_10_NORMALIZATION if has_constants else normalization_of(train_images)
-    arrays = (train_images, train_labels, test_images, test_labels)
-    return Images(name, *arrays, list(class_names), normalization, digest, not is_random)
+    parts = (train_images, train_labels, test_images, test_labels)
+    if holdout:
+        digest = digests_of(parts)[1]
+    return Images(name, *parts, list(class_names), constants or normalization_of(train_images), digest, not is_random)
 
 
 def normalization_of(images: np.ndarray) -> Normalization:
     """Return mean and standard deviation of each channel, to two decimals."""
-    count = images.size // 3
-    mean = np.einsum("nhwc->c", images, dtype=np.float64) / count
-    square = np.einsum("nhwc,nhwc->c", images, images, dtype=np.float64) / count
+    mean = images.mean((0, 1, 2))
+    square = np.einsum("nhwc,nhwc->c", images, images, dtype=np.float64) / (images.size / 3)
     std = np.sqrt(square - mean**2).round(2).clip(0.01)  # not 0, even if all images are equal
     return tuple(mean.round(2).tolist()), tuple(std.tolist())
 
@@ -104,8 +102,8 @@ def read_npz(path: Path) -> tuple[list[np.ndarray], list[str]]:
             names = [*map(str, archive.get("class_names", []))]
         check_arrays(arrays, names)
     except Exception as error:  # zipfile, zlib and NumPy raise nearly anything for a damaged file
-        reason = f"{', '.join(ARRAYS)}: {first_line(error)}"
-        raise ConfigError(f"--data {path} cannot be read as a .npz file of {reason}") from error
+        what = f"a .npz file of {', '.join(ARRAYS)}"
+        raise ConfigError(f"--data {path} cannot be read as {what}: {first_line(error)}") from error
     for place in (1, 3):
         arrays[place] = arrays[place].astype(np.int64)
     return arrays, names
@@ -115,14 +113,13 @@ def check_arrays(arrays: Sequence[np.ndarray], names: Sequence[str]) -> None:
     """Raise ValueError if arrays and names of classes are no data set."""
     classes = int(arrays[1].max()) + 1
     for images, labels in (arrays[:2], arrays[2:]):
-        if images.dtype != np.uint8 or images.shape != (*labels.shape, 32, 32, 3):
-            raise ValueError(f"images are {images.dtype} {list(images.shape)}, not uint8 [{len(labels)}, 32, 32, 3]")
-        if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= classes:
-            raise ValueError(
-                f"labels are {labels.dtype} {labels.min()} to {labels.max()}, not integers below {classes}"
-            )
-    if not 2 <= classes <= 1000 or len({*names}) not in (0, classes):
-        raise ValueError(f"{len({*names})} names and {classes} classes: it needs as many, or no names, and 2 to 1000")
+        if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3):
+            raise ValueError(f"images are {images.dtype} {list(images.shape)}, not uint8 [N, 32, 32, 3]")
+        is_integers = labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
+        if not is_integers or labels.min() < 0 or labels.max() >= classes:
+            raise ValueError(f"labels are not {len(images)} integers from 0 to {classes - 1}")
+    if not 2 <= classes <= 1000 or (names and not len(names) == len({*names}) == classes):
+        raise ValueError(f"{len({*names})} names and {classes} classes: use 2 to 1000, and all names or none")
 
 
 def count_copies(images: Images) -> int:

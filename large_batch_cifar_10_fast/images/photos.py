@@ -28,18 +28,21 @@ def find_photos(folder: Path) -> Classes:
     """Return the files of each class: of each folder in `folder`. Raise ConfigError for fewer than two."""
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(OTHERS))
     if len(names) < 2:
-        raise ConfigError(f"{folder} has {len(names)} folders: it needs one for each class, with its photos")
+        raise ConfigError(f"{folder} has {len(names)} folders: it needs one for each class")
     return {name: [*walk(folder / name)] for name in names}
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders, and broken links, in order.
+    """Yield the files in a folder and its subfolders, and broken links, in order. Raise OSError.
 
     Leave out names that begin with OTHERS, links to folders, and special files.
     """
-    for path in sorted(folder.rglob("*")):
-        is_other = any(name.startswith(OTHERS) for name in path.relative_to(folder).parts)
-        if not is_other and (path.is_file() or not path.exists()):
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(OTHERS):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from walk(path)
+        elif path.is_file() or not path.exists():
             yield path
 
 
@@ -78,14 +81,11 @@ def read_photos(train: Classes, test: Classes) -> dict[str, np.ndarray]:
     Raise ConfigError if a class has too few readable photos, or if training and test photos have other classes.
     """
     if test and train.keys() != test.keys():
-        raise ConfigError(
-            f"only one of the folders has a class {min({*train} ^ {*test})!r}: give both the same classes"
-        )
+        raise ConfigError(f"only one of the folders has a class {min({*train} ^ {*test})!r}: give it to both")
     pictures = decode([file for classes in (train, test) for files in classes.values() for file in files], "photos")
-    readable = leave_out_broken(train, pictures)
-    parts = split(readable)
-    if test:
-        parts = {"train": readable, "test": leave_out_broken(test, pictures)}
+    least = 1 if test else 2
+    kept = readable(train, pictures, least)
+    parts = {"train": kept, "test": readable(test, pictures, least)} if test else split(kept)
     arrays = {"class_names": np.array([*train])}
     for part, classes in parts.items():
         counts = [len(files) for files in classes.values()]
@@ -94,11 +94,11 @@ def read_photos(train: Classes, test: Classes) -> dict[str, np.ndarray]:
     return arrays
 
 
-def leave_out_broken(classes: Classes, pictures: Mapping[Path, np.ndarray]) -> Classes:
-    """Return the files of each class that were read. Raise ConfigError if a class has fewer than two."""
+def readable(classes: Classes, pictures: Mapping[Path, np.ndarray], least: int) -> Classes:
+    """Return the files of each class that were read. Raise ConfigError if a class has fewer than `least`."""
     found = {name: [file for file in files if file in pictures] for name, files in classes.items()}
     for name, files in found.items():
-        if len(files) < 2:
+        if len(files) < least:
             raise ConfigError(f"class {name!r} has {len(files)} photos that can be read: give two or more")
     return found
 
@@ -133,5 +133,4 @@ def decode(files: Sequence[Path], what: str) -> dict[Path, np.ndarray]:
     broken = [result for result in results if isinstance(result, str)]
     if broken:
         warn(f"{len(broken)} of {len(files)} files cannot be read as {what}: {list_some(broken, 3)}")
-    pairs = zip(files, results, strict=True)
-    return {file: result for file, result in pairs if not isinstance(result, str)}
+    return {file: result for file, result in zip(files, results, strict=True) if not isinstance(result, str)}

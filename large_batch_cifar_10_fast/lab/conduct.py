@@ -1,4 +1,4 @@
-"""Make the missing runs of a campaign in this process, or in the processes of a team together."""
+"""Make the missing runs of a campaign in this process, or in several processes together."""
 
 import contextlib
 import json
@@ -52,7 +52,8 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         sizes = sizes_of(program, hyp, images)
         options = choose_computation(options, hyp.gpu_precision, float(sizes["pflop"] or 0), team)
         common = conditions(options, name, hyp, program, images, sizes, team)
-        check_processes_agree({name: value for name, value in common.items() if decides(name)}, team)
+        asked = {"runs": str(options.runs), "no_warmup": str(options.no_warmup)}
+        check_processes_agree(asked | {name: value for name, value in common.items() if decides(name)}, team)
         campaign = None
         if team.is_main:
             place = snapshot.place_of(arguments).named()
@@ -172,8 +173,10 @@ def take_run(campaign: Campaign | None, team: Team, key: str) -> int | None:
 def check_weights_agree(network: nn.Module, run: int, team: Team) -> None:
     """Raise ConfigError if the processes have trained different weights. All must call this."""
     if team.world_size > 1 and len({*team.gather(f"weights of run {run}", checksum(network))}) > 1:
-        wrong = f"after run {run} the processes have different weights, so the run does not count"
-        raise ConfigError(f"{wrong}: test memory and links of the machines, or try --no_compile")
+        raise ConfigError(
+            f"after run {run} the processes have different weights, so the run does not count: "
+            "test memory and links of the machines, or try --no_compile"
+        )
 
 
 # ---- The conditions
@@ -212,7 +215,7 @@ def conditions(
         **snapshot.digests(program),
         "torch": version("torch"),
         "seed": options.seed,  # of run 0
-        "launch": os.environ.get(LAUNCH) or new_name(),  # tells whose epochs are whose
+        "launch": os.environ.get(LAUNCH) or new_name(),  # which launch made a run
     }
     return {name: str(value) for name, value in common.items()}
 

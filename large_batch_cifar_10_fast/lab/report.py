@@ -59,7 +59,7 @@ def judge(mine: Results, reference: Results, margin: float, tests: int) -> Verdi
 
 
 def conditions_table(campaigns: Mapping[str, Results]) -> Cells:
-    """Return the main conditions of each campaign, all that differ between campaigns, and figures that do not."""
+    """Return the main conditions of each campaign, all that differ between campaigns, times, and runs at 94%."""
     table = pd.DataFrame({name: pd.Series(each.conditions, dtype=str) for name, each in campaigns.items()})
     differing = table.index[table.nunique(axis=1) > 1]
     shown = table.reindex([*dict.fromkeys([*MAIN, *differing])]).fillna("unknown")
@@ -92,5 +92,5 @@ def notes_on(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 
 def legend(margin: float, tests: int) -> str:
-    equivalent = f"equivalent: within {margin:g} points"
-    return f"±: standard deviation over runs; {equivalent}; intervals and p: corrected for {tests} comparison(s)."
+    bounds = f"equivalent: within {margin:g} points; intervals and p: corrected for {tests} comparison(s)"
+    return f"±: standard deviation over runs; {bounds}."

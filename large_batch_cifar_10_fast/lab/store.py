@@ -115,8 +115,8 @@ class Campaign(AbstractContextManager):
         what = f"run {run} of {self.folder} (seed {row['seed']}, accuracy {row['validation_accuracy']:.4f})"
         is_first = write_patiently(publish, what)
         self.read_rows()
-        deciding = [name for name in mine if decides(name) and name not in TIMES]
         if not is_first:
+            deciding = [name for name in mine if decides(name) and name not in TIMES]
             found = differences(as_row(mine), self.rows[run], deciding) or "times only"
             warn(f"another launch has also made run {run}, because locks have no effect here; they differ in {found}")
 

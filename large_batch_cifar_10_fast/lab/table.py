@@ -16,7 +16,7 @@ CONDITIONS = (
     *("recipe", "workers", "digest", "code", "core", "torch"),
     *("precision", "compile", "no_graph", "micro_batches"),
 )
-PLACE = ("device", "processes")  # equal within a campaign; between campaigns they only rule out comparing times
+PLACE = ("device", "processes")  # equal within a campaign; between campaigns they explain times, not accuracies
 SIZES = ("training_images", "parameters", "pflop")  # of a run: they follow from the other conditions
 TIMES = (*PARTS, "seconds", "cpu_seconds", "last_validation", "peak_memory", "goal_seconds")
 NUMBERS = (
