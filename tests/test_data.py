@@ -20,14 +20,13 @@ from torchvision import datasets
 from large_batch_cifar_10_fast.images import cifar, load
 from large_batch_cifar_10_fast.images.load import CIFAR_10_NORMALIZATION, load_images, make_images
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
-from large_batch_cifar_10_fast.lab import launch
 
 ARCHIVE = "cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
 PARTS = dict(zip(load.ARRAYS, draw_shapes(20, 6), strict=True))
 ARRAYS = [*PARTS.values()]
 TRAIN, TEST = ARRAYS[:2], ARRAYS[2:]
-DIGEST = load.digests_of(ARRAYS)[1]
+DIGEST = load.digest_of(ARRAYS)
 
 
 def md5(path):
@@ -39,7 +38,7 @@ def server(tmp_path_factory, monkeypatch):
     """Serve a small CIFAR-10, whose training images are one file."""
     folder = tmp_path_factory.mktemp("served")
     (folder / FOLDER).mkdir()
-    files = {"batches.meta": {"label_names": []}}
+    files = {"batches.meta": {"label_names": [*cifar.CLASSES]}}
     for name, (images, labels) in (("data_batch_1", TRAIN), ("test_batch", TEST)):
         pixels = np.moveaxis(images, 3, 1).reshape(len(images), -1)
         files[name] = {"data": pixels, "labels": labels.tolist()}
@@ -49,13 +48,13 @@ def server(tmp_path_factory, monkeypatch):
         sums.append((name, md5(folder / FOLDER / name)))
     shutil.make_archive(folder / "cifar-10-python", "gztar", folder, FOLDER)
 
-    class Small(datasets.CIFAR10):
+    class CIFAR10(datasets.CIFAR10):
         tgz_md5 = md5(folder / ARCHIVE)
         meta = datasets.CIFAR10.meta | {"md5": sums[0][1]}
         train_list = sums[1:2]
         test_list = sums[2:]
 
-    monkeypatch.setattr(datasets, "CIFAR10", Small)
+    monkeypatch.setattr(datasets, "CIFAR10", CIFAR10)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)) as http:
         monkeypatch.setenv("CIFAR10_URL", f"http://127.0.0.1:{http.server_port}/{ARCHIVE}")
         threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
@@ -100,21 +99,14 @@ def test_data_that_cannot_be_loaded_is_refused_with_what_to_do(tmp_path, monkeyp
     assert f"`cifar10-fast photos '{folder}' photos.npz`" in error_line(load_images, str(folder))
 
 
-def test_the_launcher_downloads_before_it_starts_processes(server, tmp_path, monkeypatch):
-    """An interruption would kill these."""
-    monkeypatch.setattr(launch, "Processes", lambda *_: (tmp_path / FOLDER).exists())
-    assert launch.start_launch(["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--campaign", "night"])
-
-
 def test_cifar_100_is_found_beside_cifar_10(tmp_path):
-    for key, source in cifar.SOURCES.items():
-        kind = getattr(datasets, key.upper())
-        assert (kind.filename, kind.base_folder) == source[1:]
-        (tmp_path / key).mkdir()
-        (tmp_path / key / source.archive).touch()
-        assert cifar.find_cifar(tmp_path / key) == (tmp_path / key, key)
-        assert cifar.find_cifar(Path(key)) == (cifar.DATA, key)
-    assert cifar.find_cifar(cifar.DATA) == (cifar.DATA, "cifar10")
+    for kind in (datasets.CIFAR10, datasets.CIFAR100):
+        own = tmp_path / kind.__name__
+        own.mkdir()
+        (own / kind.filename).touch()
+        assert cifar.find_cifar(own) == (own, kind)
+        assert cifar.find_cifar(Path(own.name.lower())) == (cifar.DATA, kind)
+    assert cifar.find_cifar(cifar.DATA) == (cifar.DATA, datasets.CIFAR10)
 
 
 # ---- Files of one's own
@@ -135,7 +127,7 @@ def test_only_images_of_ones_own_are_shuffled(monkeypatch):
     """CIFAR-10 in a file, perhaps with other test images, has a random order, too."""
     for name in ("CIFAR-10", "CIFAR-100", "synthetic"):
         assert make_images(name, ARRAYS).train_images is TRAIN[0]
-    monkeypatch.setattr(load, "CIFAR_10_TRAINING", load.digests_of(ARRAYS)[0])
+    monkeypatch.setattr(load, "CIFAR_10_TRAINING", load.digest_of(TRAIN))
     found = make_images("cifar10.npz", [*TRAIN, TEST[0][:3], TEST[1][:3]])
     assert found.train_images is TRAIN[0]
     assert not found.is_shuffled

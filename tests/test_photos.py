@@ -114,8 +114,9 @@ def test_a_folder_becomes_the_arrays_of_the_first_release_whatever_else_is_in_it
         "photos.npz: 13 training and 3 test images of 2 classes: a, b\n"
         "left out: 3 files or folders whose names begin with . @ __\n"
     )
-    warned = r"Warning: 3 of 19 files cannot be read as photos: \S+/cut.png \(.+notes.xml \(UnidentifiedImageError.*\n"
-    assert re.fullmatch(warned, said.err)
+    assert re.fullmatch(
+        r"Warning: 3 of 15 files .+ photos of class a: \S+/cut.png \(.+notes.xml \(Uniden.+\n", said.err
+    )
     found = dict(np.load(tmp_path / "photos.npz"))
     content = b"".join(found[name].tobytes() for name in sorted(found))
     assert hashlib.sha256(content).hexdigest()[:12] == "fe06875ae3c0"
@@ -128,8 +129,8 @@ def test_test_photos_may_have_their_own_folder_whose_classes_may_be_links(folder
     found = np.load(tmp_path / "x.npz")
     np.testing.assert_array_equal(found["test_images"], found["train_images"])
     assert np.bincount(found["test_labels"]).tolist() == [90, 90]
-    call(photos, folder, tmp_path / "x.npz", "--test", make_photos(tmp_path / "few", 1))
-    assert np.load(tmp_path / "x.npz")["test_labels"].tolist() == [0, 1]
+    call(photos, folder, tmp_path / "x.npz", "--test", make_photos(tmp_path / "few", 2))
+    assert np.load(tmp_path / "x.npz")["test_labels"].tolist() == [0, 0, 1, 1]
 
 
 def test_a_folder_that_is_no_data_set_is_refused(folder, tmp_path, error_line):
@@ -138,8 +139,10 @@ def test_a_folder_that_is_no_data_set_is_refused(folder, tmp_path, error_line):
     assert "class 'dunkel' has 1 photos that can be read: give two or more" in error_line(call, *words)
     (few / "empty").mkdir()
     assert "class 'dunkel' has 1 photos that can be read" in error_line(call, *words)
-    assert "only one of the folders has a class 'empty'" in error_line(call, *words, "--test", folder)
-    assert "has 1 folders: it needs one for each class" in error_line(call, photos, tmp_path, tmp_path / "x.npz")
+    two = make_photos(tmp_path / "two", 2)
+    shutil.copytree(two / "dunkel", two / "third")
+    assert "only one of the folders has a class 'third'" in error_line(call, photos, folder, words[2], "--test", two)
+    assert "has 0 folders: it needs one for each class" in error_line(call, photos, two / "third", words[2])
     assert not (tmp_path / "x.npz").exists()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import list_some
 from ..files import write_atomically
-from ..images.photos import OTHERS, count_left_out, find_photos, read_photos
+from ..images.photos import OTHERS, count_left_out, read_photos
 from ..lab.options import read_options
 
 
@@ -30,13 +30,13 @@ class Command:
 
 def main(arguments: Sequence[str]) -> None:
     options = read_options(Command, __doc__, arguments)
-    test = find_photos(Path(options.test)) if options.test else {}
-    arrays = read_photos(find_photos(options.folder), test)
+    test = Path(options.test) if options.test else None
+    arrays = read_photos(options.folder, test)
     with write_atomically(options.file.resolve()) as unfinished, unfinished.open("wb") as stream:
         np.savez(stream, allow_pickle=False, **arrays)
     names = arrays["class_names"].tolist()
     counts = f"{len(arrays['train_images'])} training and {len(arrays['test_images'])} test images"
     print(f"{options.file}: {counts} of {len(names)} classes: {list_some(names, 10)}")
-    left_out = sum(map(count_left_out, map(Path, filter(None, [options.folder, options.test]))))
+    left_out = count_left_out(options.folder) + (count_left_out(test) if test else 0)
     if left_out:
         print(f"left out: {left_out} files or folders whose names begin with {' '.join(OTHERS)}")

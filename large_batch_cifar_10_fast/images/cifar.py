@@ -4,7 +4,7 @@ import os
 import shlex
 import socket
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,50 +13,33 @@ from ..files import locked
 
 # The checkout's data folder. If the package is installed: `data` in the current folder.
 DATA = ORIGIN.parent / "data" if (ORIGIN.parent / "run_tests.sh").exists() else Path("data")
-CIFAR_10 = "CIFAR-10"  # the name of its original images in logs
-CIFAR_100 = "CIFAR-100"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 TIMEOUT = 30  # seconds without a byte after which a download fails
 
 
-class Source(NamedTuple):
-    """A data set that torchvision has: its name in logs, and what a folder with it has."""
+def find_cifar(path: Path) -> tuple[Path, Any]:
+    """Return the folder of a data set, and torchvision's class for it. Raise ConfigError."""
+    from torchvision import datasets  # which takes a second
 
-    name: str
-    archive: str
-    folder: str
-
-
-# By the --data that downloads them.
-SOURCES = {
-    "cifar10": Source(CIFAR_10, "cifar-10-python.tar.gz", "cifar-10-batches-py"),
-    "cifar100": Source(CIFAR_100, "cifar-100-python.tar.gz", "cifar-100-python"),
-}
-
-
-def find_cifar(path: Path) -> tuple[Path, str]:
-    """Return the folder of a data set, and its key in SOURCES. Raise ConfigError."""
     if path == DATA or (path.is_dir() and not any(path.iterdir())):
-        return path, "cifar10"
-    for key, source in SOURCES.items():
-        if str(path) == key:
-            return DATA, key
-        if (path / source.archive).exists() or (path / source.folder).exists():
-            return path, key
+        return path, datasets.CIFAR10
+    for kind in (datasets.CIFAR10, datasets.CIFAR100):
+        if str(path) == kind.__name__.lower():
+            return DATA, kind
+        if (path / kind.filename).exists() or (path / kind.base_folder).exists():
+            return path, kind
     photos = f"`cifar10-fast photos {shlex.quote(str(path))} photos.npz` makes a file of photos"
     raise ConfigError(f"--data {path} has no data set, and a download needs an empty folder; {photos}")
 
 
-def read_cifar(folder: Path, key: str) -> list[np.ndarray]:
-    """Read a data set, downloaded and unpacked if it is missing or damaged. Raise ConfigError.
+def read_cifar(path: Path) -> tuple[str, list[np.ndarray]]:
+    """Read a data set of torchvision, downloaded and unpacked if it is missing or damaged. Raise ConfigError.
 
-    One process of a machine downloads, the others wait.
+    Return its name in logs, and its arrays. One process of a machine downloads, the others wait.
     """
-    from torchvision import datasets  # which takes a second
-
-    kind: Any = getattr(datasets, key.upper())
-    variable = f"{key.upper()}_URL"
-    mirrored: Any = type(key, (kind,), {"url": os.environ.get(variable) or kind.url})
+    folder, kind = find_cifar(path)
+    variable = f"{kind.__name__}_URL"
+    mirrored: Any = type(kind.__name__, (kind,), {"url": os.environ.get(variable) or kind.url})
     folder.mkdir(parents=True, exist_ok=True)
     arrays = []
     socket.setdefaulttimeout(TIMEOUT)
@@ -67,7 +50,7 @@ def read_cifar(folder: Path, key: str) -> list[np.ndarray]:
             arrays += [np.ascontiguousarray(part.data), np.array(part.targets)]  # not left to the timed upload
     except Exception as error:  # torchvision, urllib and tarfile raise nearly anything
         hint = f"put {kind.filename} there by hand, name a mirror in {variable}, or try --demo"
-        raise ConfigError(f"{SOURCES[key].name} cannot be read from {folder} ({first_line(error)}): {hint}") from error
+        raise ConfigError(f"{kind.__name__} cannot be read from {folder} ({first_line(error)}): {hint}") from error
     finally:
         socket.setdefaulttimeout(None)
-    return arrays
+    return f"CIFAR-{len(part.classes)}", arrays

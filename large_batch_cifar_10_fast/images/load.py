@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import ConfigError, first_line
 from ..core.data import CIFAR_10_NORMALIZATION, Images, Normalization
-from .cifar import CIFAR_10, CIFAR_100, CLASSES, DATA, SOURCES, find_cifar, read_cifar
+from .cifar import CLASSES, read_cifar
 from .shapes import draw_shapes
 
 CIFAR_10_TRAINING = "f912919bdea3"  # the digest of its training images and labels, as in a .npz file
@@ -16,7 +16,7 @@ SYNTHETIC = "synthetic"  # the --data that needs no file
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")  # of a .npz file
 
 
-def load_images(data: str = str(DATA), holdout: int = 0) -> Images:
+def load_images(data: str, holdout: int = 0) -> Images:
     """Read `--data` into memory; download CIFAR-10 or CIFAR-100 if it is missing. Raise ConfigError.
 
     With `holdout` the last training images replace the test images.
@@ -26,16 +26,7 @@ def load_images(data: str = str(DATA), holdout: int = 0) -> Images:
         return make_images(SYNTHETIC, draw_shapes(), (), holdout)
     if path.suffix.lower() == ".npz":
         return make_images(path.name, *read_npz(path), holdout)
-    folder, key = find_cifar(path)
-    return make_images(SOURCES[key].name, read_cifar(folder, key), (), holdout)
-
-
-def fetch_images(data: str) -> None:
-    """Download what `--data` names if it is missing. Raise ConfigError."""
-    if data != SYNTHETIC and not data.lower().endswith(".npz"):
-        folder, key = find_cifar(Path(data))
-        if not (folder / SOURCES[key].folder).exists():
-            read_cifar(folder, key)
+    return make_images(*read_cifar(path), (), holdout)
 
 
 def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[str] = (), holdout: int = 0) -> Images:
@@ -45,10 +36,9 @@ def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[s
     image i goes to worker i % workers, and whitening takes the first images, so they must not be sorted by class.
     """
     train_images, train_labels, test_images, test_labels = arrays
-    training_digest, digest = digests_of(arrays)
     classes = int(train_labels.max()) + 1
     is_cifar_sized = (len(train_images), len(test_images), classes) == (50_000, 10_000, 10)
-    is_random = name in (CIFAR_10, CIFAR_100, SYNTHETIC) or training_digest == CIFAR_10_TRAINING
+    is_random = name in ("CIFAR-10", "CIFAR-100", SYNTHETIC) or digest_of(arrays[:2]) == CIFAR_10_TRAINING
     # CIFAR-10, other sets of its sizes, and the shapes are normalized by CIFAR-10's constants.
     constants = CIFAR_10_NORMALIZATION if is_cifar_sized or name == SYNTHETIC else None
     if not class_names:
@@ -65,30 +55,24 @@ def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[s
         train_labels, test_labels = np.split(train_labels, [count])
         name = f"{name} with the last {holdout} training images as test images"
     parts = (train_images, train_labels, test_images, test_labels)
-    if holdout:
-        digest = digests_of(parts)[1]
+    digest = digest_of(parts if holdout else arrays)  # of the images of one's own before they are shuffled
     return Images(name, *parts, list(class_names), constants or normalization_of(train_images), digest, not is_random)
 
 
 def normalization_of(images: np.ndarray) -> Normalization:
     """Return mean and standard deviation of each channel, to two decimals."""
-    mean = images.mean((0, 1, 2))
-    square = np.einsum("nhwc,nhwc->c", images, images, dtype=np.float64) / (images.size / 3)
-    std = np.sqrt(square - mean**2).round(2).clip(0.01)  # not 0, even if all images are equal
-    return tuple(mean.round(2).tolist()), tuple(std.tolist())
+    channels = np.moveaxis(images, 3, 0)
+    means = [round(float(channel.mean()), 2) for channel in channels]
+    stds = [max(0.01, round(float(channel.std()), 2)) for channel in channels]  # not 0, even if all images are equal
+    return tuple(means), tuple(stds)
 
 
-def digests_of(arrays: Sequence[np.ndarray]) -> tuple[str, str]:
-    """Return 12 hexadecimal digits of the SHA-256 over training images and labels, and over all.
-
-    Labels count as bytes if they fit.
-    """
+def digest_of(arrays: Sequence[np.ndarray]) -> str:
+    """Return 12 hexadecimal digits of the SHA-256 over images and labels. Labels count as bytes if they fit."""
     total = hashlib.sha256()
-    found = []
     for part in arrays:
         total.update(np.ascontiguousarray(part, np.uint8 if part.max() < 256 else np.int64).data)
-        found.append(total.hexdigest()[:12])
-    return found[1], found[3]
+    return total.hexdigest()[:12]
 
 
 def read_npz(path: Path) -> tuple[list[np.ndarray], list[str]]:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,17 +19,15 @@ FORMATS = ("JPEG", "PNG", "WEBP")  # of files that are read, whatever their endi
 SIZE = 32  # pixels a side
 TEST_SHARE = 0.2  # of each class, if there is no folder of test photos
 OTHERS = (".", "@", "__")  # names of files and folders that begin so are left out: .DS_Store, @eaDir, __MACOSX
-Classes = dict[str, list[Path]]  # the files of each class, in the order of their names
+Pictures = dict[Path, np.ndarray]  # files and their pictures, uint8 [32, 32, 3]
+Classes = dict[str, Pictures]  # the photos of each class, in the order of their names
 
 # ---- The files
 
 
-def find_photos(folder: Path) -> Classes:
-    """Return the files of each class: of each folder in `folder`. Raise ConfigError for fewer than two."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(OTHERS))
-    if len(names) < 2:
-        raise ConfigError(f"{folder} has {len(names)} folders: it needs one for each class")
-    return {name: [*walk(folder / name)] for name in names}
+def visible(folder: Path) -> list[Path]:
+    """Return what is in a folder, in order, without names that begin with OTHERS. Raise OSError."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith(OTHERS))
 
 
 def walk(folder: Path) -> Iterator[Path]:
@@ -37,9 +35,7 @@ def walk(folder: Path) -> Iterator[Path]:
 
     Leave out names that begin with OTHERS, links to folders, and special files.
     """
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(OTHERS):
-            continue
+    for path in visible(folder):
         if path.is_dir() and not path.is_symlink():
             yield from walk(path)
         elif path.is_file() or not path.exists():
@@ -75,50 +71,52 @@ def as_rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def read_photos(train: Classes, test: Classes) -> dict[str, np.ndarray]:
+# ---- The photos
+
+
+def read_photos(folder: Path, test_folder: Path | None) -> dict[str, np.ndarray]:
     """Return the arrays of a .npz file of these photos. Without test photos, a fifth of each class become test photos.
 
-    Raise ConfigError if a class has too few readable photos, or if training and test photos have other classes.
+    Raise ConfigError if a class has fewer than two readable photos, or if the folders have other classes.
     """
-    if test and train.keys() != test.keys():
+    train = read_classes(folder)
+    test = read_classes(test_folder) if test_folder else split(train)
+    if train.keys() != test.keys():
         raise ConfigError(f"only one of the folders has a class {min({*train} ^ {*test})!r}: give it to both")
-    pictures = decode([file for classes in (train, test) for files in classes.values() for file in files], "photos")
-    least = 1 if test else 2
-    kept = readable(train, pictures, least)
-    parts = {"train": kept, "test": readable(test, pictures, least)} if test else split(kept)
     arrays = {"class_names": np.array([*train])}
-    for part, classes in parts.items():
-        counts = [len(files) for files in classes.values()]
-        arrays[f"{part}_images"] = np.stack([pictures[file] for files in classes.values() for file in files])
-        arrays[f"{part}_labels"] = np.repeat(np.arange(len(counts)), counts)
+    for part, classes in (("train", train), ("test", test)):
+        pictures = [picture for photos in classes.values() for picture in photos.values()]
+        arrays[f"{part}_images"] = np.stack(pictures)
+        arrays[f"{part}_labels"] = np.repeat(np.arange(len(classes)), [*map(len, classes.values())])
     return arrays
 
 
-def readable(classes: Classes, pictures: Mapping[Path, np.ndarray], least: int) -> Classes:
-    """Return the files of each class that were read. Raise ConfigError if a class has fewer than `least`."""
-    found = {name: [file for file in files if file in pictures] for name, files in classes.items()}
-    for name, files in found.items():
-        if len(files) < least:
-            raise ConfigError(f"class {name!r} has {len(files)} photos that can be read: give two or more")
-    return found
+def read_classes(folder: Path) -> Classes:
+    """Return the readable photos of each folder in `folder`. Raise ConfigError if classes or photos are too few."""
+    folders = [path for path in visible(folder) if path.is_dir()]
+    if len(folders) < 2:
+        raise ConfigError(f"{folder} has {len(folders)} folders: it needs one for each class")
+    classes = {path.name: decode([*walk(path)], f"photos of class {path.name}") for path in folders}
+    for name, photos in classes.items():
+        if len(photos) < 2:
+            raise ConfigError(f"class {name!r} has {len(photos)} photos that can be read: give two or more")
+    return classes
 
 
-def split(classes: Classes) -> dict[str, Classes]:
-    """Return training and test photos. A fifth of each class, and at least one photo, are test photos.
+def split(classes: Classes) -> Classes:
+    """Move a fifth of each class, and at least one photo, out of `classes`; return these test photos.
 
     Hashes of the names choose them. So if photos are added later, few training photos become test photos.
     """
-    train = {}
     test = {}
-    for name, files in classes.items():
-        ranked = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
-        chosen = {*ranked[: max(1, round(TEST_SHARE * len(files)))]}
-        train[name] = [file for file in files if file not in chosen]
-        test[name] = [file for file in files if file in chosen]
-    return {"train": train, "test": test}
+    for name, photos in classes.items():
+        ranked = sorted(photos, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
+        chosen = sorted(ranked[: max(1, round(TEST_SHARE * len(photos)))])
+        test[name] = {file: photos.pop(file) for file in chosen}
+    return test
 
 
-def decode(files: Sequence[Path], what: str) -> dict[Path, np.ndarray]:
+def decode(files: Sequence[Path], what: str) -> Pictures:
     """Return the pictures of the readable files. Warn of the others."""
 
     def read_or_say(path: Path) -> np.ndarray | str:
