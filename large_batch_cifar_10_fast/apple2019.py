@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from large_batch_cifar_10_fast import ConfigError, check_range
-from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core import data, layers
 from large_batch_cifar_10_fast.core.clock import Clock
 from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.core.machine import Machine
+from large_batch_cifar_10_fast.core.model import Model, keep_rates_on_gpu
 from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
-from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
+from large_batch_cifar_10_fast.core.precision import Precision, at_least_float32, place
+from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,7 +160,8 @@ class Network(nn.Module):
         self.layer2 = conv_pool_norm(2 * width, 4 * width, norm)
         self.layer3 = nn.Sequential(conv_pool_norm(4 * width, 8 * width, norm), Residual(8 * width, norm))
         self.head = nn.Sequential(layers.MaxPool(4), nn.Flatten(), nn.Linear(8 * width, classes, bias=False))
-        self.whitening = layers.WhiteningConvolution(3, 27, size=3, padding=1, bias=False)
+        self.whitening = nn.Conv2d(3, 27, 3, padding=1, bias=False)
+        self.whitening.weight.requires_grad_(False)  # set once, from the images
 
     def forward(self, images: Tensor) -> Tensor:
         mix, norm, celu = self.prep
@@ -210,13 +213,13 @@ def norm_celu(channels: int, norm: Callable[[int], nn.Module]) -> list[nn.Module
     return [norm(channels), nn.CELU(0.3)]
 
 
-def whiten(network: Network, images: Tensor) -> None:
-    """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
+def filters_of(images: Tensor) -> Tensor:
+    """Return the first layer's filters, from images [n, 32, 32, 3] of worker 0. They are not trained.
 
     Neighbouring pixels are alike. These filters decorrelate them, so one learning rate suits all directions. They gain
     1.1 points at width 16 (docs/why_it_is_fast.md#whitening).
     """
-    network.whitening.weight.copy_(layers.whitening_filters(images[:10_000], size=3, epsilon=0.01))
+    return layers.whitening_filters(images[:10_000], size=3, epsilon=0.01)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,13 +237,13 @@ def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
     With label smoothing, weights stop growing once the right class is likely. At width 16 no difference is shown
     (docs/why_it_is_fast.md#label-smoothing). Without: --label_smoothing 0
     """
-    logits = fast.at_least_float32(logits)
+    logits = at_least_float32(logits)
     return F.cross_entropy(logits, labels, reduction="none", label_smoothing=hyp.label_smoothing)
 
 
 def make_optimizer(hyp: Hyp, network: Network, team: Team) -> Optimizer:
     """Return a Nesterov optimizer with two groups: weights, and biases with a 64 times higher rate."""
-    weights = [weight for weight in network.parameters() if weight.ndim > 1]
+    weights = [weight for weight in network.parameters() if weight.ndim > 1 and weight.requires_grad]
     biases = [weight for weight in network.parameters() if weight.ndim == 1]
     decay = WEIGHT_DECAY * hyp.lr_scaler * hyp.batch_size
     groups = [
@@ -248,7 +251,7 @@ def make_optimizer(hyp: Hyp, network: Network, team: Team) -> Optimizer:
         {"params": biases, "weight_decay": decay / BIAS_FACTOR},
     ]
     optimizer = NesterovSGD(groups, MOMENTUM)
-    fast.keep_rates_on_gpu([optimizer], team)
+    keep_rates_on_gpu([optimizer], team)
     return optimizer
 
 
@@ -285,7 +288,7 @@ class Pass(NamedTuple):
     statistics: list[Tensor]  # of the norms
 
 
-def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: Tensor, labels: Tensor) -> Pass:
+def forward_pass(hyp: Hyp, network: Network, precision: Precision, images: Tensor, labels: Tensor) -> Pass:
     with precision.autocast():
         logits = network(images)
     losses = losses_of(hyp, logits, labels)
@@ -302,23 +305,26 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes, len(team.workers) // machine.micro_batches)
-        fast.place(network, precision)
+        place(network, precision)
         return network, [make_optimizer(hyp, network, team)]
 
-    network, (optimizer,) = fresh()
-    model = fast.Model(network, [optimizer], fresh, keep=["whitening.weight"])
+    model = Model(fresh)
+    network = model.network
+    (optimizer,) = model.optimizers
+
+    filters = torch.empty_like(network.whitening.weight)
 
     def load(images: data.Images, clock: Clock) -> data.Shards:
         shards = data.upload(images, clock, team, precision)
         with clock.timed("whitening"):
-            whiten(network, shards.images[:: len(team.workers)])
-            team.broadcast(network.whitening.weight)  # rank 0 has worker 0
+            filters.copy_(filters_of(shards.images[:: len(team.workers)]))
+            team.broadcast(filters)  # rank 0 has worker 0
         return shards
 
-    def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor) -> None:
+    def train_step(batch: Tensor) -> None:
         """Update the weights once, from one batch of every worker. On a GPU a CUDA graph replays it."""
         for number, part in enumerate(batch.chunk(machine.micro_batches, dim=1)):
-            result = functions.forward(*functions.make_batch(shards.images, shards.labels, part))
+            result = machine.forward(*machine.make_batch(part))
             result.loss.backward()
             if number == 0:  # on rank 0, this part begins with worker 0's images: its statistics count
                 layers.update_running_statistics(network, result.statistics)
@@ -327,28 +333,23 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         optimizer.step()
         optimizer.zero_grad()
 
-    def evaluate(functions: fast.Functions, shards: data.Shards) -> Score:
-        """Return the score on all test images. Each process evaluates its share."""
-        with fast.evaluating(network, precision, team):
-            logits = data.predict_all(functions.predict, shards.test_images, hyp.views)
-        losses = losses_of(hyp, logits, shards.test_labels)
-        return read_score(sums_of(logits, shards.test_labels, losses), team)
-
+    losses = partial(losses_of, hyp)
     forward = partial(forward_pass, hyp, network, precision)
     examples = [(plan_epoch(hyp, own_images, 1, team, seed=0, epoch=1)[0],)]  # all steps have this shape
     # Of the set-up only `load` is timed (section 6), not compilation, warm-up on noise or capture of CUDA graphs.
-    step, validate = machine.set_up(images, model, precision, forward, make_batch, examples, load, train_step, evaluate)
+    machine.set_up(images, model, make_batch, forward, load, train_step, examples)
 
     def run(seed: int) -> Iterator[Epoch]:
         machine.restart(model, seed)
+        network.whitening.weight.copy_(filters)
         for epoch in range(1, hyp.epochs + 1):
             with machine.clock.timed("training"):
                 sums.zero_()
-                for number, batch in machine.steps(plan_epoch(hyp, own_images, steps, team, seed, epoch)):
+                for number, batch in enumerate(plan_epoch(hyp, own_images, steps, team, seed, epoch), 1):
                     set_rates(hyp, optimizer, epoch - 1 + number / steps)
-                    step(batch)
+                    machine.step(batch)
             with machine.clock.timed("validation"):  # shown, but not part of the training time
-                validation = validate()
+                validation = machine.evaluate(network, losses, hyp.views)
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run

@@ -19,14 +19,17 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from large_batch_cifar_10_fast import check_range
-from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core import data, layers
 from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.core.machine import Machine
+from large_batch_cifar_10_fast.core.model import Model, keep_rates_on_gpu
 from large_batch_cifar_10_fast.core.optim import interpolate, set_rate
-from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
+from large_batch_cifar_10_fast.core.preactivation import NARROWEST, PreactivationBlock
+from large_batch_cifar_10_fast.core.precision import Precision, at_least_float32, place
+from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,7 +66,7 @@ class Hyp(BaseHyp):
     def __post_init__(self) -> None:
         check_range(self, 0, ENTRIES[self.entry].knots[-1], "epochs")
         check_range(self, 0, 100_000, "batch_size")
-        check_range(self, layers.NARROWEST // 6 + 1, 100_000, "width")
+        check_range(self, NARROWEST // 6 + 1, 100_000, "width")
 
     @property
     def workers(self) -> int:
@@ -129,7 +132,7 @@ def make_batch(
     brightness, contrast, saturation, angles = batch[3:].float()
     mean, std = normalization
     crop = data.crop_and_flip(images, rows, crops, torch.zeros_like(flips), PADDING)
-    crop = fast.at_least_float32(crop)
+    crop = at_least_float32(crop)
     x = torch.stack([crop[:, c] * (std[c] / 255) + mean[c] / 255 for c in range(3)], 1)
     x = color_jitter(x, brightness, contrast, saturation)
     x = rotate_and_flip(x, angles, flips)
@@ -181,7 +184,7 @@ class Network(nn.Module):
         b = 12 * width
         c = 24 * width
         norm = partial(layers.GhostBatchNorm, groups=workers, scaled=True)  # over each worker's batch
-        block = partial(layers.PreactivationBlock, norm=norm, activation=F.relu)
+        block = partial(PreactivationBlock, norm=norm, activation=F.relu)
         self.prep = layers.convolution(3, width)
         self.blocks = nn.Sequential(
             block(width, a, stride=1),
@@ -214,17 +217,17 @@ LOSS_SCALE = 512  # multiplies the loss and divides the gradients, because half 
 
 def losses_of(hyp: Hyp, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each image, [B], in float32 at least."""
-    return F.cross_entropy(fast.at_least_float32(logits), labels, reduction="none")
+    return F.cross_entropy(at_least_float32(logits), labels, reduction="none")
 
 
-def make_optimizer(hyp: Hyp, network: Network, team: Team) -> SGD:
+def make_optimizer(hyp: Hyp, network: Network, team: Team) -> Optimizer:
     decay = ENTRIES[hyp.entry].weight_decay
     optimizer = SGD(network.parameters(), lr=0.0, momentum=MOMENTA[0], weight_decay=decay)
-    fast.keep_rates_on_gpu([optimizer], team)
+    keep_rates_on_gpu([optimizer], team)
     return optimizer
 
 
-def follow_cycle(hyp: Hyp, optimizer: SGD, epoch: float) -> None:
+def follow_cycle(hyp: Hyp, optimizer: Optimizer, epoch: float) -> None:
     """Set rate and momentum at a time in epochs: while one rises, the other falls."""
     entry = ENTRIES[hyp.entry]
     group = optimizer.param_groups[0]
@@ -246,7 +249,7 @@ class Pass(NamedTuple):
 
 
 def forward_pass(
-    hyp: Hyp, network: Network, precision: fast.Precision, workers: int, images: Tensor, labels: Tensor
+    hyp: Hyp, network: Network, precision: Precision, workers: int, images: Tensor, labels: Tensor
 ) -> Pass:
     """Return the results for images of `workers` workers, one worker's batch after the other."""
     with precision.autocast():
@@ -264,18 +267,19 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     workers_at_once = len(team.workers) // machine.micro_batches
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
 
-    def fresh() -> tuple[Network, list[SGD]]:
+    def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes, workers_at_once)
-        fast.place(network, precision)
+        place(network, precision)
         return network, [make_optimizer(hyp, network, team)]
 
-    network, (optimizer,) = fresh()
-    model = fast.Model(network, [optimizer], fresh)
+    model = Model(fresh)
+    network = model.network
+    (optimizer,) = model.optimizers
 
-    def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor) -> None:
+    def train_step(batch: Tensor) -> None:
         """Update the weights once, from one batch of every worker."""
         for number, part in enumerate(batch.chunk(machine.micro_batches, dim=1)):
-            result = functions.forward(*functions.make_batch(shards.images, shards.labels, part))
+            result = machine.forward(*machine.make_batch(part))
             result.loss.backward()
             if number == 0:  # on rank 0, this part begins with worker 0's images: its statistics count
                 layers.update_running_statistics(network, result.statistics)
@@ -284,30 +288,15 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
         optimizer.step()
         optimizer.zero_grad()
 
-    def evaluate(functions: fast.Functions, shards: data.Shards) -> Score:
-        """Return the score on all test images. Each process evaluates its share."""
-        with fast.evaluating(network, precision, team):
-            logits = data.predict_all(functions.predict, shards.test_images, "one")
-        losses = losses_of(hyp, logits, shards.test_labels)
-        return read_score(sums_of(logits, shards.test_labels, losses), team)
-
+    losses = partial(losses_of, hyp)
     forward = partial(forward_pass, hyp, network, precision, workers_at_once)
     load = partial(data.upload, team=team, precision=precision)
     first_epoch = plan_epoch(hyp, train_images, team, seed=0, epoch=1)
-    examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # the last batch may be short
+    examples = [(batch,) for batch in {batch.shape: batch for batch in first_epoch}.values()]  # the last may be short
     # Of the set-up only `load` is timed (docs/method.md, section 6), not compilation or warm-up on noise.
-    step, validate = machine.set_up(
-        images,
-        model,
-        precision,
-        forward,
-        partial(make_batch, normalization=images.normalization),
-        examples,
-        load,
-        train_step,
-        evaluate,
-        graphs=False,  # a CUDA graph would keep the momentum of its capture
-    )
+    machine.graphs = False  # a CUDA graph would keep the momentum of its capture
+    augment = partial(make_batch, normalization=images.normalization)
+    machine.set_up(images, model, augment, forward, load, train_step, examples)
 
     def run(seed: int) -> Iterator[Epoch]:
         machine.restart(model, seed)
@@ -315,11 +304,11 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
             with machine.clock.timed("training"):
                 sums.zero_()
                 plan = plan_epoch(hyp, train_images, team, seed, epoch)
-                for number, batch in machine.steps(plan):
+                for number, batch in enumerate(plan, 1):
                     follow_cycle(hyp, optimizer, epoch - 1 + number / len(plan))
-                    step(batch)
+                    machine.step(batch)
             with machine.clock.timed("validation"):  # shown, but not part of the training time
-                validation = validate()
+                validation = machine.evaluate(network, losses, hyp.views)
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run

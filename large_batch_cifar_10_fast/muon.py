@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from large_batch_cifar_10_fast import ConfigError, check_range
-from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core import data, layers
 from large_batch_cifar_10_fast.core.clock import Clock
-from large_batch_cifar_10_fast.core.hyp import BaseHyp
+from large_batch_cifar_10_fast.core.hyp import BaseHyp, count_flop
 from large_batch_cifar_10_fast.core.machine import Machine
-from large_batch_cifar_10_fast.core.optim import Muon, interpolate, set_rate, spread
-from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
+from large_batch_cifar_10_fast.core.model import Model, keep_rates_on_gpu
+from large_batch_cifar_10_fast.core.optim import Muon, interpolate, set_rate
+from large_batch_cifar_10_fast.core.precision import Precision, at_least_float32, place
+from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -100,8 +102,8 @@ class Hyp(BaseHyp):
         total = 0.0
         for epoch, steps in enumerate(steps_by_epoch(self, train_images), 1):
             stage = stage_of(self, epoch)
-            set_stage(network, stage)
-            total += steps * self.images_of_step * fast.count_flop(network, stage.resolution)
+            flop = count_flop(network, stage.resolution, trains_whitening=stage.trains_whitening)
+            total += steps * self.images_of_step * flop
         return total
 
     def check_images(self, count: int) -> None:
@@ -150,6 +152,11 @@ class Hyp95(Hyp):
 SETS = {"muon2024": Hyp2024, "muon95": Hyp95}
 
 
+def spread(values: Sequence[float], epoch: int, epochs: int) -> float:
+    """Return the value for an epoch (from 1) of values that are spread evenly over all epochs."""
+    return values[(2 * epoch - 1) * len(values) // (2 * epochs)]
+
+
 class Stage(NamedTuple):
     """The properties of a kind of step. Each kind has its own compiled code and its own CUDA graph."""
 
@@ -162,10 +169,6 @@ def stage_of(hyp: Hyp, epoch: int) -> Stage:
     # (docs/why_it_is_fast.md#fewer-pixels-fewer-images)
     resolution = int(spread(hyp.pixels, epoch, hyp.epochs))
     return Stage(resolution, trains_whitening=epoch <= hyp.actual_whitening_epochs)
-
-
-def set_stage(network: nn.Module, stage: Stage) -> None:
-    network.get_parameter("whitening.bias").requires_grad_(stage.trains_whitening)
 
 
 def steps_by_epoch(hyp: Hyp, train_images: int) -> list[int]:
@@ -235,16 +238,19 @@ class Network(nn.Module):
     def __init__(self, hyp: Hyp, classes: int, workers: int = 1) -> None:
         """`workers` is the number of workers whose concatenated batches one forward pass computes."""
         super().__init__()
-        self.whitening = layers.WhiteningConvolution(3, 24, size=2)
+        self.whitening = nn.Conv2d(3, 24, 2)
+        self.whitening.weight.requires_grad_(False)  # set once, from the images
         self.members = nn.ModuleList(Member(hyp, classes, workers) for _ in range(hyp.members))
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.logits_of_members(images).mean(0)
+    def forward(self, images: Tensor, trains_whitening: bool = True) -> Tensor:
+        return self.logits_of_members(images, trains_whitening).mean(0)
 
-    def logits_of_members(self, images: Tensor) -> Tensor:
+    def logits_of_members(self, images: Tensor, trains_whitening: bool) -> Tensor:
         """Return logits [members, B, classes], in float32 at least."""
         x = F.gelu(self.whitening(images))
-        return torch.stack([fast.at_least_float32(member(x)) for member in self.members])
+        if not trains_whitening:
+            x = x.detach()  # the backward pass ends here
+        return torch.stack([at_least_float32(member(x)) for member in self.members])
 
 
 class Member(nn.Module):
@@ -309,15 +315,14 @@ def dirac_init(convolution: nn.Conv2d) -> nn.Conv2d:
     return convolution
 
 
-def whiten(network: Network, images: Tensor) -> None:
-    """Set the first layer's filters from images [n, 32, 32, 3] of worker 0. They are not trained.
+def filters_of(images: Tensor) -> Tensor:
+    """Return the first layer's filters, from images [n, 32, 32, 3] of worker 0. They are not trained.
 
     Neighbouring pixels are alike. These filters decorrelate them, so one learning rate suits all directions. They gain
     1.1 points at width 16 (docs/why_it_is_fast.md#whitening).
     """
     filters = layers.whitening_filters(images[:5000], size=2, epsilon=5e-4)
-    both_signs = torch.cat([filters, -filters])  # because the activation suppresses negative values
-    network.whitening.weight.copy_(both_signs)
+    return torch.cat([filters, -filters])  # both signs, because the activation suppresses negative values
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,7 +342,7 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     # have about the same size, so the network also learns rare ones: 3.3 points more than SGD at width 16. The fixed
     # norm replaces weight decay (docs/why_it_is_fast.md#muon).
     of_muon = {"params": filters, "first_rate": hyp.filter_rate, "epochs": hyp.epochs}
-    muon = Muon([of_muon], lr=0.0, momentum=hyp.filter_momentum, team=team)
+    muon = Muon([of_muon], lr=0.0, momentum=hyp.filter_momentum)
     shared_rate = hyp.bias_rate / hyp.members  # its gradient is a sum over the members
     groups: list[dict] = [
         {"params": biases, "first_rate": hyp.bias_rate, "epochs": hyp.epochs},
@@ -348,7 +353,7 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
         group["weight_decay"] = WEIGHT_DECAY * hyp.actual_batch_size / group["first_rate"]
         group["first_rate"] *= hyp.workers  # for a gradient summed over the step; ours is a mean over workers
     optimizers = [muon, SGD(groups, lr=0.0, momentum=hyp.momentum, nesterov=True)]
-    fast.keep_rates_on_gpu(optimizers, team)
+    keep_rates_on_gpu(optimizers, team)
     return optimizers
 
 
@@ -388,9 +393,11 @@ class Pass(NamedTuple):
     statistics: list[Tensor]  # of the norms
 
 
-def forward_pass(hyp: Hyp, network: Network, precision: fast.Precision, images: Tensor, labels: Tensor) -> Pass:
+def forward_pass(
+    hyp: Hyp, network: Network, precision: Precision, images: Tensor, labels: Tensor, stage: Stage
+) -> Pass:
     with precision.autocast():
-        logits = network.logits_of_members(images)
+        logits = network.logits_of_members(images, stage.trains_whitening)
     of_members = torch.stack([losses_of(hyp, of_one, labels) for of_one in logits])  # each member learns by itself
     losses = of_members.mean(0).detach()
     sums = sums_of(logits.mean(0), labels, losses)
@@ -409,24 +416,25 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes, len(team.workers) // machine.micro_batches)
-        fast.place(network, precision)
+        place(network, precision)
         return network, make_optimizers(hyp, network, team)
 
-    network, optimizers = fresh()
-    model = fast.Model(network, optimizers, fresh, keep=["whitening.weight"])
+    model = Model(fresh)
+    network = model.network
+    filters = torch.empty_like(network.whitening.weight)
 
     def load(images: data.Images, clock: Clock) -> data.Shards:
         shards = data.upload(images, clock, team, precision)
         with clock.timed("whitening"):
-            whiten(network, shards.images[:: len(team.workers)])
-            team.broadcast(network.whitening.weight)  # rank 0 has worker 0
+            filters.copy_(filters_of(shards.images[:: len(team.workers)]))
+            team.broadcast(filters)  # rank 0 has worker 0
         return shards
 
-    def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor, stage: Stage) -> None:
+    def train_step(batch: Tensor, stage: Stage) -> None:
         """Update the weights once, from one batch of every worker. On a GPU a CUDA graph replays it."""
         losses: list[Tensor] = []
         for part in batch.chunk(machine.micro_batches, dim=1):
-            result = functions.forward(*functions.make_batch(shards.images, shards.labels, part, stage))
+            result = machine.forward(*machine.make_batch(part, stage), stage)
             result.loss.backward()
             if not losses:  # on rank 0, this part begins with worker 0's images: its statistics count
                 layers.update_running_statistics(network, result.statistics)
@@ -434,48 +442,32 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
             losses.append(result.losses)
         team.average_gradients(network.parameters())  # over all workers, here and nowhere else
         with precision.autocast():  # for the matrix products of Muon
-            for optimizer in optimizers:
+            for optimizer in model.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         last_losses[batch[0]] = torch.cat(losses)
 
-    def evaluate(functions: fast.Functions, shards: data.Shards, views: str = hyp.views) -> Score:
-        """Return the score on all test images. Each process evaluates its share."""
-        with fast.evaluating(network, precision, team):
-            logits = data.predict_all(functions.predict, shards.test_images, views)
-        losses = losses_of(hyp, logits, shards.test_labels)
-        return read_score(sums_of(logits, shards.test_labels, losses), team)
-
+    losses = partial(losses_of, hyp)
     forward = partial(forward_pass, hyp, network, precision)
     batch = plan_epoch(hyp, last_losses, 1, team, seed=0, epoch=1)[0]
     examples = [(batch, stage) for stage in dict.fromkeys(stages)]  # one of each kind of step
     # Of the set-up only `load` is timed (docs/method.md, section 6), not compilation, warm-up or graph capture.
-    step, validate = machine.set_up(
-        images,
-        model,
-        precision,
-        forward,
-        make_batch,
-        examples,
-        load,
-        train_step,
-        evaluate,
-        set_stage=partial(set_stage, network),
-    )
+    machine.set_up(images, model, make_batch, forward, load, train_step, examples)
 
     def run(seed: int) -> Iterator[Epoch]:
         machine.restart(model, seed)
+        network.whitening.weight.copy_(filters)
         last_losses.fill_(torch.inf)
         for epoch, stage in enumerate(stages, 1):
             with machine.clock.timed("training"):
-                set_stage(network, stage)
                 sums.zero_()
                 plan = plan_epoch(hyp, last_losses, steps[epoch - 1], team, seed, epoch)
-                for number, batch in machine.steps(plan):
-                    set_rates(hyp, optimizers, epoch - 1 + number / len(plan))
-                    step(batch, stage)
+                for number, batch in enumerate(plan, 1):
+                    set_rates(hyp, model.optimizers, epoch - 1 + number / len(plan))
+                    machine.step(batch, stage)
+            views = hyp.views if epoch == hyp.epochs else "one"
             with machine.clock.timed("validation"):  # shown, but not part of the training time
-                validation = validate(hyp.views if epoch == hyp.epochs else "one")
+                validation = machine.evaluate(network, losses, views)
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run

@@ -23,11 +23,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from large_batch_cifar_10_fast import check_range
-from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core import data, layers
 from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.core.machine import Machine
+from large_batch_cifar_10_fast.core.model import Model, keep_rates_on_gpu
 from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
-from large_batch_cifar_10_fast.core.score import Epoch, Score, read_score, sums_of
+from large_batch_cifar_10_fast.core.preactivation import NARROWEST, PreactivationBlock
+from large_batch_cifar_10_fast.core.precision import Precision, at_least_float32, place
+from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -48,7 +51,7 @@ class Basenet(BaseHyp):
     def __post_init__(self) -> None:
         check_range(self, 1, type(self).epochs, "epochs")
         check_range(self, 1, 100_000, "batch_size")
-        check_range(self, layers.NARROWEST, 100_000, "width")
+        check_range(self, NARROWEST, 100_000, "width")
 
     @property
     def first_norm(self) -> bool:
@@ -116,7 +119,7 @@ class Network(nn.Module):
         b = 2 * a
         c = 4 * a
         norm = partial(layers.GhostBatchNorm, scaled=True)  # over the whole batch
-        block = partial(layers.PreactivationBlock, norm=norm, activation=F.relu, shortcut_after_activation=hyp.by_page)
+        block = partial(PreactivationBlock, norm=norm, activation=F.relu, shortcut_after_activation=hyp.by_page)
         first = [norm(a), nn.ReLU()] if hyp.first_norm else []
         self.prep = nn.Sequential(layers.convolution(3, a), *first)
         self.blocks = nn.Sequential(
@@ -153,7 +156,7 @@ WEIGHT_DECAY = 5e-4  # of all parameters; Page multiplies it by the batch size
 
 def losses_of(hyp: BaseHyp, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each image, [B], in float32 at least."""
-    return F.cross_entropy(fast.at_least_float32(logits), labels, reduction="none")
+    return F.cross_entropy(at_least_float32(logits), labels, reduction="none")
 
 
 def make_optimizer(hyp: Basenet, network: Network, team: Team) -> Optimizer:
@@ -164,7 +167,7 @@ def make_optimizer(hyp: Basenet, network: Network, team: Team) -> Optimizer:
         optimizer = NesterovSGD([{"params": weights, "weight_decay": WEIGHT_DECAY * hyp.batch_size}], MOMENTUM)
     else:
         optimizer = SGD(weights, lr=0.0, momentum=MOMENTUM, nesterov=True, weight_decay=WEIGHT_DECAY)
-    fast.keep_rates_on_gpu([optimizer], team)
+    keep_rates_on_gpu([optimizer], team)
     return optimizer
 
 
@@ -191,7 +194,7 @@ class Pass(NamedTuple):
     statistics: list[Tensor]  # of the norms
 
 
-def forward_pass(hyp: Basenet, network: Network, precision: fast.Precision, images: Tensor, labels: Tensor) -> Pass:
+def forward_pass(hyp: Basenet, network: Network, precision: Precision, images: Tensor, labels: Tensor) -> Pass:
     with precision.autocast():
         logits = network(images)
     losses = losses_of(hyp, logits, labels)
@@ -208,34 +211,29 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes)
-        fast.place(network, precision)
+        place(network, precision)
         return network, [make_optimizer(hyp, network, team)]
 
-    network, (optimizer,) = fresh()
-    model = fast.Model(network, [optimizer], fresh)
+    model = Model(fresh)
+    network = model.network
+    (optimizer,) = model.optimizers
 
-    def train_step(functions: fast.Functions, shards: data.Shards, batch: Tensor) -> None:
+    def train_step(batch: Tensor) -> None:
         """Update the weights once. On a GPU a CUDA graph replays it."""
-        result = functions.forward(*functions.make_batch(shards.images, shards.labels, batch))
+        result = machine.forward(*machine.make_batch(batch))
         result.loss.backward()
         layers.update_running_statistics(network, result.statistics)
         sums.add_(result.sums)
         optimizer.step()
         optimizer.zero_grad()
 
-    def evaluate(functions: fast.Functions, shards: data.Shards) -> Score:
-        """Return the score on the test images."""
-        with fast.evaluating(network, precision, team):
-            logits = data.predict_all(functions.predict, shards.test_images, "one")
-        losses = losses_of(hyp, logits, shards.test_labels)
-        return read_score(sums_of(logits, shards.test_labels, losses), team)
-
+    losses = partial(losses_of, hyp)
     forward = partial(forward_pass, hyp, network, precision)
     load = partial(data.upload, team=team, precision=precision)
     first_epoch = plan_epoch(hyp, train_images, team.device, seed=0, epoch=1)
-    examples = [(batch,) for batch in data.one_of_each_shape(first_epoch)]  # the last batch may be short
+    examples = [(batch,) for batch in {batch.shape: batch for batch in first_epoch}.values()]  # the last may be short
     # Of the set-up only `load` is timed (docs/method.md, section 6), not compilation, warm-up or graph capture.
-    step, validate = machine.set_up(images, model, precision, forward, make_batch, examples, load, train_step, evaluate)
+    machine.set_up(images, model, make_batch, forward, load, train_step, examples)
 
     def run(seed: int) -> Iterator[Epoch]:
         machine.restart(model, seed)
@@ -243,11 +241,11 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
             with machine.clock.timed("training"):
                 sums.zero_()
                 plan = plan_epoch(hyp, train_images, team.device, seed, epoch)
-                for number, batch in machine.steps(plan):
+                for number, batch in enumerate(plan, 1):
                     set_rate(optimizer.param_groups[0], learning_rate(hyp, epoch - 1 + number / len(plan)))
-                    step(batch)
+                    machine.step(batch)
             with machine.clock.timed("validation"):  # shown, but not part of the training time
-                validation = validate()
+                validation = machine.evaluate(network, losses, hyp.views)
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run

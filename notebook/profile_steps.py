@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from torch.profiler import profile
+from torch.profiler import profile, schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # without a GPU it prints an error
@@ -19,18 +19,25 @@ STEPS = 20
 COSTLIEST = 15  # kernels in the table
 
 
-def watch(steps):
-    """Yield the first steps of an epoch under torch's profiler."""
-    with profile(acc_events=True) as profiler:  # all events, without a warning
-        yield from steps[:STEPS]
-        machine.team.synchronize()
-    profiler.export_chrome_trace("trace.json")
-    by = "self_device_time_total" if machine.team.on_gpu else "self_cpu_time_total"
-    print(profiler.key_averages().table(by, row_limit=COSTLIEST, max_name_column_width=60))
-    print(f"{STEPS} steps: the trace is in trace.json")
-
-
 program = load_program(recipe_of(sys.argv[1:]))
 _, options, hyp = read_command(program, sys.argv[1:])
-machine = api.Machine(precision=options.precision, graphs=not options.no_graph, watch=watch)
-next(program.train(hyp, api.load_images(options.data), machine)(options.seed))
+machine = api.Machine(precision=options.precision, graphs=not options.no_graph)
+run = program.train(hyp, api.load_images(options.data), machine)
+train_step = machine.step
+
+
+def step(*batch):
+    """Take a step, and count it."""
+    train_step(*batch)
+    profiler.step()
+
+
+machine.step = step
+with profile(
+    schedule=schedule(wait=0, warmup=1, active=STEPS, repeat=1), acc_events=True
+) as profiler:  # without a warning
+    next(run(options.seed))
+profiler.export_chrome_trace("trace.json")
+by = "self_device_time_total" if machine.team.on_gpu else "self_cpu_time_total"
+print(profiler.key_averages().table(by, row_limit=COSTLIEST, max_name_column_width=60))
+print(f"{STEPS} steps: the trace is in trace.json")

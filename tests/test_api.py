@@ -11,7 +11,6 @@ from conftest import REPO, run_here, write_npz
 from torchvision.io import write_png
 
 from large_batch_cifar_10_fast import ConfigError, api
-from large_batch_cifar_10_fast.core.devices import out_of_memory_hint
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 
 pytestmark = pytest.mark.slow
@@ -131,9 +130,3 @@ def test_python_trains_as_the_command_line_does(tiny_npz, tmp_path, monkeypatch)
     assert row_of(tmp_path / "other")["validation_loss"] == rows["validation_loss"][1], "the same options and seed"
     with pytest.raises(ConfigError, match="--runs 0 must lie in 1 to 100000"):
         api.train(runs=0)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), torch.OutOfMemoryError()])
-def test_running_out_of_memory_gives_a_hint(error):
-    with pytest.raises(ConfigError, match="training ran out of memory: use --no_graph"), out_of_memory_hint("training"):
-        raise error

@@ -13,7 +13,7 @@ from large_batch_cifar_10_fast import fastai, muon, page
 from large_batch_cifar_10_fast.core import data
 from large_batch_cifar_10_fast.core.clock import Clock
 from large_batch_cifar_10_fast.core.data import CIFAR_10_NORMALIZATION, Images
-from large_batch_cifar_10_fast.core.fast import Precision
+from large_batch_cifar_10_fast.core.precision import Precision
 from large_batch_cifar_10_fast.core.team import Team
 
 MEAN, STD = NORMALIZATION = (100.5, 90.0, 140.0), (50.0, 40.0, 70.0)  # not CIFAR-10's

@@ -40,10 +40,10 @@ run_program(load_program(sys.argv[1]), [*sys.argv[2:], "--no_graph"])
 """
 ERRORS = """
 import sys, torch
-from large_batch_cifar_10_fast.core import fast
+from large_batch_cifar_10_fast.core.precision import Precision, place
 
 gpu = torch.device("cuda")
-fast.place(torch.nn.Linear(1, 1), fast.Precision(sys.argv[1], gpu, half_weights=True))
+place(torch.nn.Linear(1, 1), Precision(sys.argv[1], gpu, half_weights=True))
 print(torch.cuda.get_device_capability()[0])
 x = torch.randn(128, 256, 16, 16, device=gpu)
 filters = torch.randn(128, 256, 3, 3, device=gpu)
@@ -88,7 +88,7 @@ def trained(tiny_npz, tmp_path_factory):
     @functools.cache
     def train(recipe: str, *options: object, launcher: tuple = ()) -> tuple[torch.Tensor, str]:
         folder = tmp_path_factory.mktemp(recipe)
-        command = [*launcher, "-m", f"large_batch_cifar_10_fast.{recipe}", *SMALL[recipe], *options]
+        command = [*launcher, "-m", "large_batch_cifar_10_fast", "train", "--recipe", recipe, *SMALL[recipe], *options]
         result = python(*command, "--data", tiny_npz, "--save", "w.pt", cwd=folder, **GPU)
         check_fast(result)
         assert (BY_GRAPHS in result.stdout) == ("--no_graph" not in options)

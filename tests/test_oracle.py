@@ -17,10 +17,10 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import fastai, muon, page
-from large_batch_cifar_10_fast.core import fast
 from large_batch_cifar_10_fast.core.data import Images
 from large_batch_cifar_10_fast.core.layers import ghost_norms
 from large_batch_cifar_10_fast.core.machine import Machine
+from large_batch_cifar_10_fast.core.precision import Precision, place
 from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab.program import PROGRAMS, load_program, read_command
@@ -59,7 +59,7 @@ def crops_of(images, batch):
 
 def initial_weights(program, hyp):
     torch.manual_seed(SEED)
-    return {name: weight.detach() for name, weight in program.Network(hyp, 10).named_parameters()}
+    return {name: weight.detach() for name, weight in trained_weights(program.Network(hyp, 10)).items()}
 
 
 def trained_weights(network):
@@ -248,7 +248,7 @@ def test_the_table_in_the_documents_is_counted_on_the_programs():
     for command, (_, _, parameters, multiply_adds, batches, epochs, rates, pflop, *_) in rows.items():
         program, hyp = hyp_of(command)
         network = program.Network(hyp, 10).eval()
-        assert f"{sum(weight.numel() for weight in network.parameters()):,}" == parameters
+        assert f"{sum(weight.numel() for weight in network.parameters() if weight.requires_grad):,}" == parameters
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             network(torch.zeros(1, 3, 32, 32))
         assert f"{counter.get_total_flops() / 2e9:.3f}" == multiply_adds
@@ -310,16 +310,17 @@ def test_in_half_precision_losses_are_float32_and_gradients_point_where_those_of
     program, hyp = hyp_of(command)
     gradients = {}
     for name in (half, "fp64"):
-        precision = fast.Precision(name, CPU, half_weights=False)
+        precision = Precision(name, CPU, half_weights=False)
         torch.manual_seed(0)
         network = program.Network(hyp, 10)
-        fast.place(network, precision)
+        place(network, precision)
         images = torch.randn(hyp.actual_batch_size, 3, 32, 32).to(precision.images, memory_format=torch.channels_last)
         labels = torch.zeros(len(images)).long()  # all equal, so that gradients add up
         first = (hyp, network, precision, 1) if program is fastai else (hyp, network, precision)
-        loss = program.forward_pass(*first, images, labels).loss
+        stage = [muon.stage_of(hyp, 1)] if program is muon else []
+        loss = program.forward_pass(*first, images, labels, *stage).loss
         assert loss.dtype == (torch.float64 if name == "fp64" else torch.float32)
         loss.backward()
-        gradients[name] = [weight.grad for weight in network.parameters()]
+        gradients[name] = [weight.grad for weight in network.parameters() if weight.requires_grad]
     for found, expected in zip(gradients[half], gradients["fp64"], strict=True):
         assert least < F.cosine_similarity(found.double().flatten(), expected.flatten(), dim=0) < 1 - 1e-9

@@ -2,6 +2,7 @@
 
 import sys
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,7 +13,10 @@ import torch.nn.functional as F
 from conftest import ALONE, CPU, REPO, TINY, run_here, train_together, write_npz
 
 from large_batch_cifar_10_fast import PACKAGE, ConfigError, api
-from large_batch_cifar_10_fast.core import data, fast, layers
+from large_batch_cifar_10_fast.core import data, layers
+from large_batch_cifar_10_fast.core import machine as machines
+from large_batch_cifar_10_fast.core.compiled import compile_checked, results_of_pass
+from large_batch_cifar_10_fast.core.model import Model
 from large_batch_cifar_10_fast.core.optim import NesterovSGD
 from large_batch_cifar_10_fast.core.score import Score
 from large_batch_cifar_10_fast.core.team import Team
@@ -65,7 +69,7 @@ def test_a_later_run_in_a_notebook_equals_a_run_of_the_command_line(name, few_np
     """Each run begins anew: weights, statistics, resolution, frozen weights, hard examples, the order of flips."""
     run, _ = set_up(name, "fp32", warm_up=False)
     with monkeypatch.context() as patch:
-        patch.setattr(data, "predict_all", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(machines, "predict_all", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):  # a cell that is interrupted
             next(run(seed=6))
     assert all(epoch.train.images for epoch in run(seed=5))
@@ -103,7 +107,7 @@ def test_a_run_of_a_campaign_equals_the_run_alone(kind, tiny_npz, tmp_path):
 
 
 def test_processes_draw_numbers_of_their_own_in_a_network():
-    model = fast.Model(torch.nn.Identity(), [], lambda: (torch.nn.Identity(), []))
+    model = Model(lambda: (torch.nn.Identity(), []))
     draws = []
     for rank in (0, 1, 0):
         model.restart(1, Team(rank, 2, CPU))
@@ -173,7 +177,7 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
         queued.clear()
 
     for owner, name, seconds in (
-        (fast, "place", 500),
+        (load_program("apple2019"), "place", 500),
         (data, "copy_to_device", 0.5),
         (data, "normalize", 0.25),
         (layers, "whitening_filters", 0.125),
@@ -181,7 +185,8 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
     ):
         monkeypatch.setattr(owner, name, taking(seconds, getattr(owner, name)))
     read_score = taking(1000, lambda sums, team: Score(next(scores), 100, 1.0))
-    monkeypatch.setattr(load_program("apple2019"), "read_score", read_score)
+    for module in (load_program("apple2019"), machines):
+        monkeypatch.setattr(module, "read_score", read_score)
     monkeypatch.setattr(Team, "synchronize", synchronize)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr("time.process_time", lambda: 2 * now[0])
@@ -223,12 +228,12 @@ def test_every_result_of_a_compiled_pass_is_checked(wrong, monkeypatch, capsys):
         return Pass(F.cross_entropy(network(x), y, reduction="sum"), [x.mean(), x.var()])
 
     def compiled(*inputs):
-        return Pass(*BROKEN[wrong](*forward(*inputs))), True
+        return Pass(*BROKEN[wrong](*forward(*inputs)))
 
     monkeypatch.setattr(torch, "compile", lambda eager, **_: compiled)
-    precision = fast.Precision("fp32", CPU, half_weights=False)
     images = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    found = fast.compile_training(forward, network, [(images,)], lambda: None, precision, ALONE)
+    examples = [(images, torch.arange(8) % 3)]
+    found = compile_checked("training", forward, partial(results_of_pass, network), examples, "fp32", ALONE)
     assert (found is forward) == bool(wrong)
     assert network.weight.grad is None
     assert wrong in capsys.readouterr().err

@@ -13,7 +13,7 @@ from conftest import ALONE, REPO, run_here
 import large_batch_cifar_10_fast as package
 from large_batch_cifar_10_fast import ConfigError, __main__
 from large_batch_cifar_10_fast.commands import train
-from large_batch_cifar_10_fast.core import devices
+from large_batch_cifar_10_fast.core import precision as precisions
 from large_batch_cifar_10_fast.images import load
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab.conduct import choose_computation
@@ -132,7 +132,7 @@ def test_precision_and_compilation_on_a_cpu_follow_from_the_processor_and_the_wo
         "avx512_bf16 GenuineIntel": "fp32",
         "avx512_bf16 AuthenticAMD": "bf16",
     }.items():
-        monkeypatch.setattr(devices, "text_of_file", lambda name, facts=facts: facts)
+        monkeypatch.setattr(precisions, "text_of_file", lambda name, facts=facts: facts)
         assert chosen().precision == precision
     assert not chosen(0.07).compile
     assert chosen(0.09).compile

@@ -15,7 +15,7 @@ from large_batch_cifar_10_fast.lab.program import load_program
 
 pytestmark = pytest.mark.slow
 
-FILES = {"muon.py", "core/fast.py", "published/entries/a.tsv"}  # of a package, in all places that are copied
+FILES = {"muon.py", "core/graphs.py", "published/entries/a.tsv"}  # of a package, in all places that are copied
 
 
 def tiny_program(folder: Path, begin: str = "", **edits: str) -> Path:

@@ -1,14 +1,17 @@
 """A small program of the tests' own: two workers of plain PyTorch, whose network and optimizer are options."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from large_batch_cifar_10_fast.core import data, fast
+from large_batch_cifar_10_fast.core import data
 from large_batch_cifar_10_fast.core.hyp import BaseHyp
+from large_batch_cifar_10_fast.core.model import Model
+from large_batch_cifar_10_fast.core.precision import place
 from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
 
 
@@ -44,16 +47,22 @@ def train(hyp, images, machine):
 
     def fresh():
         network = Network(hyp, images.classes)
-        fast.place(network, precision)
+        place(network, precision)
         settings = {"momentum": 0.9} if hyp.optimizer == "SGD" else {}
         return network, [getattr(torch.optim, hyp.optimizer)(network.parameters(), lr=0.02, **settings)]
 
-    network, (optimizer,) = fresh()
-    model = fast.Model(network, [optimizer], fresh)
-    shards = data.upload(images, machine.clock, team, precision)
+    model = Model(fresh)
+    network = model.network
+    (optimizer,) = model.optimizers
+    load = partial(data.upload, team=team, precision=precision)
 
-    def step(x: Tensor, y: Tensor) -> None:
-        logits = network(x)
+    def make_batch(images: Tensor, labels: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        (rows,) = batch
+        return images[rows].permute(0, 3, 1, 2), labels[rows]
+
+    def train_step(batch: Tensor) -> None:
+        x, y = machine.make_batch(batch)
+        logits = machine.forward(x, y)
         losses = losses_of(hyp, logits, y)
         (losses.mean() * len(team.workers)).backward()
         sums.add_(sums_of(logits, y, losses))
@@ -62,22 +71,22 @@ def train(hyp, images, machine):
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] *= 0.9
 
+    machine.set_up(images, model, make_batch, lambda x, y: network(x), load, train_step, [])
+
     def run(seed):
         machine.restart(model, seed)
         for epoch in range(1, hyp.epochs + 1):
             plans = []
             for number, worker in enumerate(team.workers):
-                rows = data.shard(number, len(team.workers), len(shards.images), team.device)
+                rows = data.shard(number, len(team.workers), len(machine.shards.images), team.device)
                 order = torch.randperm(len(rows), generator=data.generator(team.device, seed, worker, epoch))
                 plans.append(rows[order][None])
             sums.zero_()
             with machine.clock.timed("training"):
-                for _, (rows,) in machine.steps(data.split_into_steps(plans, steps, hyp.batch_size)):
-                    step(shards.images[rows].permute(0, 3, 1, 2), shards.labels[rows])
-            with machine.clock.timed("validation"), fast.evaluating(network, precision, team):
-                logits = data.predict_all(network, shards.test_images, "one")
-                losses = losses_of(hyp, logits, shards.test_labels)
-                validation = read_score(sums_of(logits, shards.test_labels, losses), team)
+                for batch in data.split_into_steps(plans, steps, hyp.batch_size):
+                    machine.step(batch)
+            with machine.clock.timed("validation"):
+                validation = machine.evaluate(network, partial(losses_of, hyp), "one")
             yield Epoch(epoch, machine.clock.total, read_score(sums, team), validation, network)
 
     return run

@@ -1,17 +1,15 @@
 """Images in memory and on the device: shards, crops and flips, views of a test image (docs/method.md, section 2)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from .. import ConfigError
 from .clock import Clock
-from .fast import Precision, chunks
+from .precision import Precision
 from .team import Team
 
 SIZE = 32  # pixels a side of an image
@@ -102,12 +100,6 @@ def normalize(images: Tensor, normalization: Normalization, precision: Precision
     return images.to(precision.weights).sub_(offset).div_(scale).to(precision.images)
 
 
-def noise_like(images: Images, team: Team) -> Images:
-    """Return as many random images, for a warm-up. A CPU gets few test images: it chooses no kernels by size."""
-    tests = len(images.test_images) if team.on_gpu else team.world_size
-    return random_images(len(images.train_images), tests, images.classes)
-
-
 def count_own(images: int, team: Team) -> int:
     """Return how many of `images` images the workers of this process own."""
     return sum(len(range(worker, images, team.total_workers)) for worker in team.workers)
@@ -122,7 +114,11 @@ def shard(number: int, workers: int, images: int, device: torch.device) -> Tenso
 
 
 def generator(device: torch.device, *key: int) -> Generator:
-    """Return a generator whose stream is independent of the streams of other keys (NumPy's SeedSequence)."""
+    """Return a generator whose stream is independent of the streams of other keys (NumPy's SeedSequence).
+
+    The recipes use keys (seed, worker, epoch). For further draws in a copy of a program, add a number: (seed, worker,
+    epoch, 1) is used by no recipe, so crops and flips stay the same.
+    """
     state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
     return Generator(device).manual_seed(int(state >> 1))
 
@@ -163,50 +159,3 @@ def split_into_steps(plans: Sequence[Tensor], steps: int, batch_size: int, remai
     if remaining:
         batches.append(torch.cat([plan[:, full : full + remaining] for plan in plans], 1))
     return batches
-
-
-def one_of_each_shape(plan: Sequence[Tensor]) -> list[Tensor]:
-    """Return one batch of each shape in an epoch: a full batch, and the short last batch if there is one."""
-    return list({batch.shape: batch for batch in plan}.values())
-
-
-# ---- Test-time augmentation
-
-
-def shifted(images: Tensor, pixels: int) -> Tensor:
-    """Shift images [B, 3, H, W] up and left by `pixels` (if negative, down and right), padded by reflection."""
-    before = max(-pixels, 0)
-    after = max(pixels, 0)
-    size = images.shape[-1]
-    padded = F.pad(images, (before, after, before, after), "reflect")
-    return padded[:, :, after : after + size, after : after + size]
-
-
-def mirrored(images: Tensor) -> Tensor:
-    return images.flip(3)
-
-
-def average_over_views(predict: Callable[[Tensor], Tensor], x: Tensor, views: str) -> Tensor:
-    """Return the mean logits of images [B, 3, 32, 32] over one, two or six views of each image.
-
-    Two views: the image and its mirror image. Six views: also both shifted by a pixel up and left, and
-    both shifted down and right, with half the weight. A mean is wrong less often than one view: six views gain muon 1.1
-    points (docs/why_it_is_fast.md#several-views).
-    """
-    if views == "one":
-        return predict(x)
-    if views == "two":
-        return predict(x) / 2 + predict(mirrored(x)) / 2
-    if views != "six":
-        raise ConfigError(f"views {views}: use one, two or six")
-    up_left = shifted(x, 1)
-    down_right = shifted(x, -1)
-    total = predict(x) / 4 + predict(mirrored(x)) / 4
-    for view in (up_left, down_right, mirrored(up_left), mirrored(down_right)):
-        total = total + predict(view) / 8
-    return total
-
-
-def predict_all(predict: Callable[[Tensor], Tensor], images: Tensor, views: str) -> Tensor:
-    """Return the logits [n, C] of images [n, 32, 32, 3], averaged over views, in chunks that fit the device."""
-    return torch.cat([average_over_views(predict, chunk, views) for chunk in chunks(images)])

@@ -3,21 +3,39 @@
 In a notebook, `Machine()` trains on this process's GPU or CPU. The command line makes a Machine from its options.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .. import ConfigError
-from . import data, fast
 from .clock import Clock
-from .devices import DTYPES, keep_freed_memory, take_device
+from .compiled import change_by_update, compile_checked, results_of_pass
+from .cpu import keep_freed_memory
+from .data import Images, Shards, random_images
+from .devices import take_device
+from .evaluation import chunks, predict, predict_all
+from .graphs import CudaGraphs, capture_all
+from .model import Model
+from .precision import Precision, choose_precision
+from .printing import show
+from .score import Score, read_score, sums_of
 from .team import Team
 
 
 class Machine:
-    """The processes that train, how they compute, and their clock."""
+    """The processes that train, how they compute, their images, and their clock.
+
+    After the set-up a program calls `make_batch`, `forward`, `predict` and `step`, and finds its images in `shards`.
+    Before that, `shards` has random images.
+    """
+
+    augment: Callable  # (all images, all labels, batch, *stage) to (images, labels)
+    forward: Callable  # (images, labels, *stage) to the results of a pass
+    predict: Callable  # (network, images) to logits
+    step: Callable[..., None]  # (batch, *stage): the program's `train_step`, or its CUDA graphs
+    shards: Shards
 
     def __init__(
         self,
@@ -27,103 +45,153 @@ class Machine:
         graphs: bool = True,
         warm_up: bool = True,
         micro_batches: int = 1,
-        watch: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter,
     ) -> None:
-        """By default, use this process only. A GPU compiles and uses the program's precision; a CPU uses fp32.
+        """By default, use this process only, in its fastest precision, and compile on a GPU.
 
         `graphs`: replay CUDA graphs. `warm_up`: take an untimed step of each kind. `micro_batches`: forward and
-        backward passes per step. `watch` iterates over the steps of an epoch, for a progress bar.
+        backward passes per step.
         """
         self.team = team or Team(0, 1, take_device())
         if not self.team.on_gpu:
             keep_freed_memory()
-        self.precision = precision
+        self.asked_precision = precision
         self.compile = self.team.on_gpu if compile is None else compile
         self.graphs = graphs
         self.warm_up = warm_up
         self.micro_batches = micro_batches
-        self.watch = watch
         self.clock = Clock(self.team.synchronize)
-        fast.prepare_cache_folder(self.team)
         self.is_compiled = False  # whether compilation succeeded
-        self.captured: fast.CudaGraphs | None = None
+        self.captured: CudaGraphs | None = None
 
     def assign_workers(self, workers: int) -> Team:
         """Assign a program's workers to the processes. Return the team. Raise ConfigError if that is impossible."""
         self.team = self.team.with_workers(workers, self.micro_batches)
         return self.team
 
-    def choose_precision(self, preferred: str, half_weights: bool) -> fast.Precision:
-        """Return the precision: by default `preferred` on a GPU, fp32 on a CPU. Raise ConfigError."""
-        if self.precision not in ("", *DTYPES):
-            raise ConfigError(f"precision {self.precision!r} is unknown: use one of {', '.join(DTYPES)}")
-        default = fast.precision_on_gpu("", preferred, self.team.device) if self.team.on_gpu else "fp32"
-        name = self.precision or default
-        return fast.Precision(name, self.team.device, half_weights)
+    def choose_precision(self, preferred: str, half_weights: bool) -> Precision:
+        """Return the precision: `preferred` is a GPU's default. Raise ConfigError."""
+        name = choose_precision(self.asked_precision, preferred, self.team.device)
+        self.precision = Precision(name, self.team.device, half_weights)
+        return self.precision
 
     def set_up(
         self,
-        images: data.Images,
-        model: fast.Model,
-        precision: fast.Precision,
-        forward: Callable,
+        images: Images,
+        model: Model,
         make_batch: Callable,
-        examples: Sequence[tuple],
-        load: Callable[[data.Images, Clock], data.Shards],
+        forward: Callable,
+        load: Callable[[Images, Clock], Shards],
         train_step: Callable[..., None],
-        evaluate: Callable[..., Any],
-        set_stage: Callable[..., None] = lambda *stage: None,
-        graphs: bool = True,
-    ) -> tuple[Callable[..., None], Callable[..., Any]]:
-        """Return `step(batch, *stage)` and `validate(...)`, ready to be timed: compiled, warm, with the images loaded.
+        examples: Sequence[tuple],
+    ) -> None:
+        """Get ready to be timed: compile, warm up, load the images and, if `graphs`, capture CUDA graphs.
 
-        They call `train_step(functions, shards, batch, *stage)` and `evaluate(functions, shards, ...)`. `functions` are
-        `make_batch`, `forward` and `predict`, compiled or not. `load(images, clock)` returns `shards`, the images on
-        the device. `examples` has a (batch, *stage) for each kind of step. Each kind has its own compiled code and CUDA
-        graph. `set_stage(*stage)` prepares the network for it.
+        `make_batch(images, labels, batch, *stage)` and `forward(images, labels, *stage)` are the functions to compile.
+        `load(images, clock)` returns the images on the device. `train_step(batch, *stage)` is a step; `examples` has
+        its arguments for each kind of step. Each kind has its own compiled code and CUDA graph.
 
         Only `load` is timed (docs/method.md, section 6). Three things are not timed: compilation, a warm-up step of
-        each kind, which chooses kernels, and the capture of CUDA graphs (if `graphs`). The first two use random images.
+        each kind, which chooses kernels, and the capture of CUDA graphs. The first two use random images.
         """
         team = self.team
+        self.augment = make_batch
+        self.forward = forward
+        self.predict = predict
+        self.step = train_step
         self.clock = Clock(team.synchronize)
-        functions = fast.Functions(make_batch, forward, partial(fast.predict, model.network))
-        noise = None  # as large as the images: made only for compilation and warm-up
         if self.compile or self.warm_up:
-            noise = load(data.noise_like(images, team), Clock(team.synchronize))
+            # A CPU gets few test images: it chooses no kernels by their number.
+            tests = len(images.test_images) if team.on_gpu else team.world_size
+            noise = random_images(len(images.train_images), tests, images.classes)
+            self.shards = load(noise, Clock(team.synchronize))
         if self.compile:
             model.restart(0, team)
-            plain = functions
-            functions = fast.compile_all(plain, model, examples, set_stage, noise, self.micro_batches, precision, team)
-            self.is_compiled = functions is not plain
+            self.compile_all(model, examples)
         if self.warm_up:
             model.restart(0, team)
-            for batch, *stage in examples:
-                set_stage(*stage)
-                train_step(functions, noise, batch, *stage)
-            evaluate(functions, noise)
-        del noise
-        shards = load(images, self.clock)
-        model.restart(0, team)
-        # The capture takes trial steps. Each run begins with fresh weights.
-        step = fast.graph(partial(train_step, functions, shards), examples, set_stage, team, graphs and self.graphs)
-        self.captured = step if isinstance(step, fast.CudaGraphs) else None
-        return step, partial(evaluate, functions, shards)
+            for example in examples:
+                train_step(*example)
+            self.logits(model.network, "one")
+        self.shards = load(images, self.clock)
+        if team.on_gpu:
+            torch.cuda.reset_peak_memory_stats(team.device)  # before the capture: a replay allocates nothing
+        if team.on_gpu and self.graphs:
+            model.restart(0, team)  # the capture takes steps
+            self.captured = capture_all(train_step, examples, team)
+            self.step = self.captured or train_step
 
-    @property
-    def has_graphs(self) -> bool:
-        return self.captured is not None
+    def compile_all(self, model: Model, examples: Sequence[tuple]) -> None:
+        """Compile the forward pass; on a GPU also batches, updates and evaluation."""
+        show("compiling, which takes about a minute; a cache makes the next launch faster")
+        network = model.network
+        precision = self.precision
+        parts = [(batch.chunk(self.micro_batches, dim=1)[0], *stage) for batch, *stage in examples]  # of one pass each
+
+        def passes(forward: Callable, part: Tensor, *stage: Any) -> dict[str, Tensor]:
+            images, _ = self.make_batch(part, *stage)
+            with torch.no_grad(), precision.autocast():
+                predicted = network(images).argmax(1)
+            # All labels are the class predicted most often. So gradients add up, and some images are correct.
+            labels = predicted.mode().values.expand_as(predicted).contiguous()
+            return results_of_pass(network, forward, images, labels, *stage)
+
+        def batches(augment: Callable, *part: Any) -> dict[str, Tensor]:
+            made = augment(self.shards.images, self.shards.labels, *part)
+            return dict(zip(("images", "labels"), made, strict=True))
+
+        @torch.no_grad()
+        def logits(predict: Callable, images: Tensor) -> dict[str, Tensor]:
+            network.eval()
+            with precision.autocast():
+                found = predict(network, images)
+            network.train()
+            return {"logits": found}
+
+        def updates(update: Callable, optimizer: Any) -> dict[str, Tensor]:
+            optimizer.update = update
+            part, *stage = parts[0]
+            self.forward(*self.make_batch(part, *stage), *stage).loss.backward()
+            changes = change_by_update(optimizer, precision)
+            network.zero_grad()
+            return changes
+
+        compiled = partial(compile_checked, precision=precision.name, team=self.team)
+        plain = self.forward
+        self.forward = compiled("training", plain, passes, parts)
+        self.is_compiled = self.forward is not plain
+        if self.is_compiled and self.team.on_gpu:
+            for number, optimizer in enumerate(model.optimizers):
+                if hasattr(optimizer, "update"):  # it is ours
+                    optimizer.update = compiled(f"update {number}", optimizer.update, updates, [(optimizer,)])
+            self.augment = compiled("batches", self.augment, batches, parts)
+            test_images = list(chunks(self.shards.test_images))  # the last may be smaller
+            self.predict = compiled("evaluation", self.predict, logits, [(test_images[0],), (test_images[-1],)])
 
     def close(self) -> None:
         """Free the graphs, before the process group ends."""
         if self.captured:
             self.captured.reset()
 
-    def restart(self, model: fast.Model, seed: int) -> None:
+    def restart(self, model: Model, seed: int) -> None:
         """Begin a run: fresh weights, and the clock at the end of the set-up."""
         model.restart(seed, self.team)
         self.clock.begin_run()
 
-    def steps(self, plan: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the batches of an epoch, counted from 1."""
-        return enumerate(self.watch(plan), 1)
+    def evaluate(self, network: nn.Module, losses_of: Callable[[Tensor, Tensor], Tensor], views: str) -> Score:
+        """Return a network's score on all test images. `losses_of(logits, labels)` are the losses of images."""
+        logits = self.logits(network, views)
+        labels = self.shards.test_labels
+        return read_score(sums_of(logits, labels, losses_of(logits, labels)), self.team)
+
+    def logits(self, network: nn.Module, views: str) -> Tensor:
+        """Return the logits of this process's test images, by rank 0's buffers: running statistics of worker 0."""
+        network.eval()
+        self.team.broadcast(*network.buffers())
+        with torch.no_grad(), self.precision.autocast():
+            found = predict_all(partial(self.predict, network), self.shards.test_images, views)
+        network.train()
+        return found
+
+    def make_batch(self, batch: Tensor, *stage: Any) -> tuple[Tensor, Tensor]:
+        """Return augmented images and labels for a forward pass."""
+        return self.augment(self.shards.images, self.shards.labels, batch, *stage)

@@ -1,7 +1,7 @@
 """Schedules, and two optimizers that PyTorch lacks: Nesterov with the rate inside the velocity, and Muon."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
-
-from .team import Team
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
@@ -23,11 +21,6 @@ def interpolate(epoch: float, knots: Sequence[float], values: Sequence[float]) -
     Two equal knots make a jump. Exactly at the jump, the later value applies.
     """
     return float(np.interp(epoch, knots, values))
-
-
-def spread(values: Sequence[float], epoch: int, epochs: int) -> float:
-    """Return the value for an epoch (from 1) of values that are spread evenly over all epochs."""
-    return values[(2 * epoch - 1) * len(values) // (2 * epochs)]
 
 
 def set_rate(group: dict, rate: float) -> None:
@@ -63,9 +56,6 @@ class NesterovSGD(Optimizer):
                 gradients = [weight.grad for weight in weights if weight.grad is not None]
                 velocities = [self.state[weight]["momentum_buffer"] for weight in weights]
                 self.update(weights, gradients, velocities, group["lr"], group["weight_decay"], group["momentum"])
-
-    def compile(self) -> None:
-        self.update = torch.compile(nesterov_update, dynamic=False)
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -109,56 +99,31 @@ class Muon(Optimizer):
     torch.optim.Muon (2.9) takes only matrices, one by one, and keeps no norm.
     """
 
-    def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 0.1, momentum: float = 0.6, team: Team | None = None
-    ) -> None:
+    def __init__(self, params: Iterable[Any], lr: float | Tensor = 0.1, momentum: float = 0.6) -> None:
         """`params` are weights or parameter groups. A normalization layer must follow each weight's layer.
 
-        Raise ValueError for a weight with fewer than two dimensions. A weight must not be all zeros. Each process of a
-        team orthogonalizes some of the matrices. Under autocast the products are in half precision.
+        Raise ValueError for a weight with fewer than two dimensions. A weight must not be all zeros. Under autocast the
+        products are in half precision.
         """
-        self.team = team
-        self.directions = orthogonal_directions
-        self.move = move
+        self.update = muon_update
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for weight in self.param_groups[-1]["params"]:
             if weight.ndim < 2:
-                del self.param_groups[-1]
-                raise ValueError(
-                    f"a weight {list(weight.shape)} has fewer than two dimensions: give it to SGD or AdamW"
-                )
+                raise ValueError(f"Muon has no update for a weight {list(weight.shape)}: give it to SGD or AdamW")
             self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]  # no closure
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]  # not frozen
             if weights:
                 matrices = [as_matrix(weight, weight) for weight in weights]
                 gradients = [as_matrix(weight.grad, weight) for weight in weights]
                 momenta = [as_matrix(self.state[weight]["momentum_buffer"], weight) for weight in weights]
-                directions = self.directions(gradients, momenta, group["momentum"], self.team)
-                if self.team:
-                    self.team.sum_up(directions)
-                self.move(matrices, directions, group["lr"])
-        return loss
-
-    def compile(self) -> None:
-        compiled_move = torch.compile(move, dynamic=False)
-
-        def move_by_tensor(w: Tensors, directions: Tensors, lr: float | Tensor) -> None:
-            """Compiled code would have a number as a constant, and be compiled again for each rate."""
-            compiled_move(w, directions, lr if isinstance(lr, Tensor) else torch.full((), lr, device=w[0].device))
-
-        self.directions = torch.compile(orthogonal_directions, dynamic=False)
-        self.move = move_by_tensor
+                self.update(matrices, gradients, momenta, group["lr"], group["momentum"])
 
 
 def as_matrix(tensor: Tensor, weight: Tensor) -> Tensor:
@@ -171,15 +136,14 @@ def as_matrix(tensor: Tensor, weight: Tensor) -> Tensor:
     return tensor.permute(0, *by_stride).view(len(tensor), -1)
 
 
-def orthogonal_directions(grad: Tensors, m: Tensors, momentum: float, team: Team | None) -> list[Tensor]:
-    """Update the momenta. Return orthogonalized directions for this process's matrices, zeros for the others."""
+def muon_update(w: Tensors, grad: Tensors, m: Tensors, lr: float | Tensor, momentum: float) -> None:
+    """Apply the formula above in place, to all matrices at once."""
     torch._foreach_mul_(m, momentum)
     torch._foreach_add_(m, grad)
-    directions = torch._foreach_add(grad, m, alpha=momentum)
-    largest_first = sorted(range(len(directions)), key=lambda place: -directions[place].numel())
-    mine = largest_first[team.rank :: team.world_size] if team else largest_first
-    made = dict(zip(mine, orthogonal_each([directions[place] for place in mine]), strict=True))
-    return [made[place] if place in made else torch.zeros_like(d) for place, d in enumerate(directions)]
+    directions = orthogonal_each(torch._foreach_add(grad, m, alpha=momentum))
+    norms = torch._foreach_norm(w)
+    torch._foreach_mul_(w, [norm.reciprocal() * math.sqrt(len(matrix)) for norm, matrix in zip(norms, w, strict=True)])
+    torch._foreach_add_(w, torch._foreach_mul(directions, -lr))
 
 
 def orthogonal_each(matrices: Tensors) -> list[Tensor]:
@@ -225,10 +189,3 @@ def orthogonal(matrices: Tensor) -> Tensor:
         square = x @ x.mT
         x = A * x + (B * square + C * square @ square) @ x
     return x.to(matrices.dtype)
-
-
-def move(w: Tensors, directions: Tensors, lr: float | Tensor) -> None:
-    """Scale the weights back to their norms, then take a step."""
-    norms = torch._foreach_norm(w)
-    torch._foreach_mul_(w, [norm.reciprocal() * math.sqrt(len(matrix)) for norm, matrix in zip(norms, w, strict=True)])
-    torch._foreach_add_(w, torch._foreach_mul(directions, -lr))

@@ -12,11 +12,11 @@ def warn(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Print a line on STDERR, clear of the progress bar.
+    """Print a line on STDERR, clear of the progress bar. Of several processes that train, only rank 0 prints.
 
     Text and line end are one write: with PYTHONUNBUFFERED they would be two, and lines of several processes would mix.
     """
-    if sys.stderr:  # None if it was closed: then `print` would use STDOUT
+    if sys.stderr and os.environ.get("RANK", "0") == "0":  # STDERR is None if it was closed
         with tqdm.external_write_mode():
             print(f"{text}\n", end="", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""The processes of a run: rank and workers of each; average, broadcast, synchronize; print once for all."""
+"""The processes of a run: rank and workers of each; average, broadcast, synchronize."""
 
 import contextlib
 import os
@@ -14,7 +14,6 @@ from torch.distributed.elastic.multiprocessing.redirects import redirect_stdout
 
 from .. import RENDEZVOUS, ConfigError
 from .devices import take_device
-from .printing import show, warn
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,11 @@ class Team:
         split equally over processes and parts.
         """
         if workers % self.world_size:
-            fitting = [str(count) for count in range(1, workers + 1) if workers % count == 0]
-            choice = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
-            raise ConfigError(f"{workers} workers cannot be split over {self.world_size} processes: use {choice}")
+            raise ConfigError(f"{workers} workers cannot be split over {self.world_size} processes: use a divisor")
         here = workers // self.world_size
         if here % micro_batches:
-            advice = "leave it out" if here == 1 else "use a number that does"
             wrong = f"--micro_batches {micro_batches} does not divide the {here} workers of a process"
-            raise ConfigError(f"{wrong}: {advice}")
+            raise ConfigError(f"{wrong}: use a number that does")
         return replace(self, total_workers=workers)
 
     @property
@@ -103,32 +99,9 @@ class Team:
         self.store.set(f"{key}/{self.rank}", text)
         return [self.store.get(f"{key}/{other}").decode() for other in range(self.world_size)]
 
-    @contextlib.contextmanager
-    def after_first_here(self, key: str) -> Iterator[None]:
-        """Run the body after the first process of this machine has run it or failed. Use each key once."""
-        key = f"{key} on machine {os.environ.get('GROUP_RANK', 0)}"
-        is_first_here = self.is_main or os.environ.get("LOCAL_RANK") == "0"
-        if self.store and not is_first_here:
-            self.store.wait([key])
-        try:
-            yield
-        finally:
-            if self.store:
-                self.store.set(key, "")
-
     def first_failure(self, key: str, failure: str) -> str:
         """Return the first failure that any process passes for a key, or ""."""
         return next(filter(None, self.gather(key, failure)), "")
-
-    def say(self, text: str) -> None:
-        """Print a line on STDERR, on rank 0 only."""
-        if self.is_main:
-            show(text)
-
-    def warn(self, text: str) -> None:
-        """Print a warning on STDERR, on rank 0 only."""
-        if self.is_main:
-            warn(text)
 
 
 def launched_world_size() -> int:

@@ -16,10 +16,11 @@ from torch import nn
 from .. import LAUNCH, RENDEZVOUS, ConfigError, __version__, commit
 from ..core.clock import PARTS, Clock
 from ..core.data import Images
-from ..core.devices import driver_and_clocks, hardware_name, out_of_memory_hint, peak_memory
-from ..core.fast import checksum, precision_on_cpu, precision_on_gpu, prepare_cache_folder
+from ..core.devices import driver_and_clocks, hardware_name, peak_memory
 from ..core.hyp import BaseHyp, settings_of
 from ..core.machine import Machine
+from ..core.model import checksum
+from ..core.precision import choose_precision
 from ..core.printing import warn
 from ..core.score import Epoch
 from ..core.team import Team, join_team
@@ -45,7 +46,6 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
     if options.nproc > 1 and not is_launched:
         raise ConfigError("--nproc starts processes: use train_cifar_parallel.sh, or torchrun without it")
     with join_team(options.device, options.timeout) as processes, contextlib.ExitStack() as opened:
-        prepare_cache_folder(processes)  # before imports of torch that need it
         team = processes.with_workers(hyp.workers, options.micro_batches)
         images = load_images(options.data, options.holdout)
         check_count(len(images.train_images), team, hyp)
@@ -76,16 +76,15 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
                 options.micro_batches,
             )
             opened.callback(machine.close)  # before the process group ends, also after an error
-            with out_of_memory_hint("training"):
-                run = program.train(hyp, images, machine)
-                if campaign:
-                    no_graph = team.on_gpu and not machine.has_graphs
-                    campaign.agree({"compile": str(machine.is_compiled), "no_graph": str(no_graph)})
-                    campaign.common |= driver_and_clocks(team.device)  # after the warm-up: an idle GPU slows down
-                    print_set_up(machine, campaign)
-                about_images = {"classes": images.class_names, "normalization": images.normalization}
-                for_use = {"options": asdict(hyp), **about_images}
-                make_runs(run, first, options, campaign, machine, hyp.actual_epochs, for_use)
+            run = program.train(hyp, images, machine)
+            if campaign:
+                no_graph = team.on_gpu and not machine.captured
+                campaign.agree({"compile": str(machine.is_compiled), "no_graph": str(no_graph)})
+                campaign.common |= driver_and_clocks(team.device)  # after the warm-up: an idle GPU slows down
+                print_set_up(machine, campaign)
+            about_images = {"classes": images.class_names, "normalization": images.normalization}
+            for_use = {"options": asdict(hyp), **about_images}
+            make_runs(run, first, options, campaign, machine, hyp.actual_epochs, for_use)
         if not campaign:
             return []
         campaign.write_tables(at_once=True)
@@ -119,7 +118,7 @@ def make_runs(
         last: Epoch | None = None
         for last in run(options.seed + number):
             curve.append(row_of_epoch(last))
-            progress.show(number, last, machine.clock.last("training"))
+            progress.show(number, last, machine.clock.last["training"])
             if last.diverged:
                 break
         assert last, "run(seed) of the program yields an Epoch after each epoch"
@@ -158,7 +157,7 @@ def row_of_run(epochs: Sequence[dict[str, float]], last: Epoch, clock: Clock) ->
         "validation_images": last.validation.images,
         **{part: clock.seconds[part] for part in PARTS},
         "cpu_seconds": clock.cpu_seconds,
-        "last_validation": clock.last("validation"),
+        "last_validation": clock.last["validation"],
         "goal_epoch": reached["epoch"],
         "goal_seconds": reached["seconds"],
     }
@@ -235,7 +234,7 @@ def check_count(count: int, team: Team, hyp: BaseHyp) -> None:
         few = f"an epoch of {count} images has {steps} steps of {hyp.images_of_step}: try {hyp.fit_to(count)}"
         if not steps:
             raise ConfigError(few)
-        team.warn(few)
+        warn(few)
     hyp.check_images(count)
 
 
@@ -252,10 +251,7 @@ def sizes_of(program: ModuleType, hyp: BaseHyp, images: Images) -> dict[str, str
 
 def choose_computation(options: Options, gpu_precision: str, pflop: float, team: Team) -> Options:
     """Choose precision and compilation where they were not given, by the hardware and by the work of a run."""
-    if team.on_gpu:
-        precision = precision_on_gpu(options.precision, gpu_precision, team.device)
-    else:
-        precision = precision_on_cpu(options.precision)
+    precision = choose_precision(options.precision, gpu_precision, team.device)
     is_long = team.on_gpu or pflop >= LONG
     use_compiler = options.compile or (is_long and not options.no_compile)
     return replace(options, precision=cast(Any, precision), compile=use_compiler, no_compile=not use_compiler)

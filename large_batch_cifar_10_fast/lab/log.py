@@ -67,7 +67,7 @@ def print_head(images: Images, campaign: Campaign) -> None:
 
 def print_set_up(machine: Machine, campaign: Campaign) -> None:
     """Print the published lines about the set-up, and the runs that were finished before."""
-    print_line(f"# compile {machine.is_compiled}, graphs {machine.has_graphs}")
+    print_line(f"# compile {machine.is_compiled}, graphs {machine.captured is not None}")
     print_line(f"Uploaded data to GPUs {machine.clock.seconds['upload']:.3f}s")
     print_line(f"Compute patch whitening statistics:     {machine.clock.seconds['whitening']:.3f}s")
     for row in campaign.requested:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import PROGRAMS, ConfigError, first_line, list_some
-from ..core import data as batches
-from ..core import fast
-from ..core.devices import ieee_float32
+from ..core.data import normalize
+from ..core.evaluation import average_over_views, predict, predict_all
+from ..core.precision import Precision
 from ..core.score import Score
 from ..files import write_atomically, write_patiently
 from ..images.load import load_images
@@ -57,12 +57,12 @@ class Classifier(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Compute all images at once, for other programs."""
         x = self.normalized(images).permute(0, 3, 1, 2)
-        return batches.average_over_views(self.network, x, self.hyp.views).softmax(1)
+        return average_over_views(self.network, x, self.hyp.views).softmax(1)
 
     def normalized(self, images: Tensor) -> Tensor:
         """Normalize images as for training."""
         own = images.clone()  # which is changed in place if it is float32
-        return batches.normalize(own, self.normalization, fast.Precision("fp32", images.device, half_weights=False))
+        return normalize(own, self.normalization, Precision("fp32", images.device, half_weights=False))
 
     @torch.no_grad()
     def logits(self, images: Tensor | np.ndarray) -> Tensor:
@@ -71,9 +71,8 @@ class Classifier(nn.Module):
         Raise ConfigError unless images are uint8 [n, 32, 32, 3], or one [32, 32, 3].
         """
         images = as_images(images).to(next(self.network.parameters()).device)
-        predict = partial(fast.predict, self.network)
-        with ieee_float32():
-            return batches.predict_all(predict, self.normalized(images), self.hyp.views)
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # by default convolutions may use TF32
+            return predict_all(partial(predict, self.network), self.normalized(images), self.hyp.views)
 
     def predict(self, images: Tensor | np.ndarray) -> Tensor:
         """Return probabilities [n, C] of images [n, 32, 32, 3], from the same logits."""
