@@ -126,3 +126,10 @@ def test_padding_adds_little_work_and_muon_has_one_batch():
         padded += len(batch) * rows**2 * columns
     assert padded <= 2.25 * sum(rows**2 * columns for rows, columns in shapes)
     assert len(batches) < 6
+
+
+def test_each_norm_moves_its_statistics_by_its_own_momentum():
+    norms = torch.nn.Sequential(GhostBatchNorm(2, momentum=0.1), GhostBatchNorm(2, momentum=0.5))
+    latest = [torch.ones(1, 2) for _ in range(4)]
+    layers.update_running_statistics(norms, latest)
+    assert [norm.running_mean.tolist() for norm in norms] == [[pytest.approx([0.1, 0.1])], [pytest.approx([0.5, 0.5])]]

@@ -118,21 +118,91 @@ def test_processes_draw_numbers_of_their_own_in_a_network():
 # Ideas: each is a copy of a program with some lines changed.
 
 
-def copy_of(name: str, path: Path, old: str = "", new: str = "") -> Path:
+def copy_of(name: str, path: Path, *edits: tuple[str, str]) -> Path:
     text = (PACKAGE / f"{name}.py").read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
     return path
 
 
 def test_another_activation_is_a_copied_program(few_npz, tmp_path):
     for activation in ("GELU", "SiLU"):
-        path = copy_of("muon", tmp_path / f"{activation}.py", "nn.GELU()", f"nn.{activation}()")
+        path = copy_of("muon", tmp_path / f"{activation}.py", ("nn.GELU()", f"nn.{activation}()"))
         options = [*SMALL["muon"][1:], "--runs", 2, "--data", few_npz, "--out", tmp_path]
         run_here("--recipe", path, *options, "--campaign", activation)
     rows = rows_of(tmp_path)
     assert rows["recipe"].tolist() == ["GELU", "GELU", "SiLU", "SiLU"]
     assert rows["validation_loss"][0] != rows["validation_loss"][2]
+
+
+def weights_by_seed(path: Path, *seeds: int) -> list[dict[str, torch.Tensor]]:
+    """Return the last weights of runs of one launch of a program in a file."""
+    name = path.stem.split("-")[0]
+    program = load_program(str(path))
+    _, options, hyp = read_command(program, ["--recipe", str(path), *SMALL[name][1:]])
+    machine = api.Machine(ALONE, "fp32", warm_up=False, micro_batches=options.micro_batches)
+    run = program.train(hyp, make_images("few.npz", draw_shapes(155, 20)), machine)
+    return [{key: value.clone() for key, value in [*run(seed)][-1].network.state_dict().items()} for seed in seeds]
+
+
+WHITEN = "        network.whitening.weight.copy_(filters)\n"
+FIXED = "        self.whitening.weight.requires_grad_(False)  # set once, from the images\n"
+
+
+@pytest.mark.parametrize(("name", "deleted"), [("muon", [WHITEN]), ("apple2019", [WHITEN, FIXED])])
+def test_filters_that_a_program_does_not_set_are_decided_by_the_seed_of_a_run(name, deleted, tmp_path):
+    """They are trained in the copy of apple2019, and random in that of muon."""
+    path = copy_of(name, tmp_path / f"{name}-ordinary.py", *((text, "") for text in deleted))
+    fifth, sixth = weights_by_seed(path, 5, 6)
+    assert not torch.equal(fifth["whitening.weight"], sixth["whitening.weight"])
+    assert same(sixth, *weights_by_seed(path, 6))
+
+
+@pytest.mark.parametrize(
+    ("made", "name"), [("nn.Parameter(torch.ones(()))", "extra"), ("nn.Linear(2, 2)", "extra.weight")]
+)
+def test_a_parameter_that_no_optimizer_has_is_an_error(made, name, tmp_path):
+    line = "        self.members = "
+    path = copy_of("muon", tmp_path / "muon-extra.py", (line, f"        self.extra = {made}\n{line}"))
+    with pytest.raises(ConfigError, match=f"^no optimizer has the parameter {name}: add it"):
+        weights_by_seed(path, 5)
+
+
+def test_a_head_that_begins_with_zeros_is_compiled_and_trains(tmp_path, monkeypatch, capsys):
+    line = "        self.whitening = "
+    path = copy_of("apple2019", tmp_path / "zero.py", (line, f"        nn.init.zeros_(self.head[2].weight)\n{line}"))
+    program = load_program(str(path))
+    _, _, hyp = read_command(program, ["--recipe", str(path), *SMALL["apple2019"][1:], "--micro_batches=1"])
+    machine = api.Machine(ALONE, "fp32", compile=True)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    run = program.train(hyp, make_images("few.npz", draw_shapes(155, 20)), machine)
+    assert machine.is_compiled
+    assert "Warning" not in capsys.readouterr().err
+    assert next(run(0)).network.head[2].weight.any()
+
+
+def test_an_average_of_weights_takes_three_edits_and_is_what_is_validated_and_saved(few_npz, tmp_path):
+    begin = "        machine.restart(model, seed)\n"
+    step = "                    machine.step(batch, stage)\n"
+    score = "machine.evaluate(network, losses, views)"
+    move = "torch._foreach_lerp_([*average.state_dict().values()], [*network.state_dict().values()], 0.1)"
+    edits = [
+        (begin, f"{begin}        from copy import deepcopy\n        average = deepcopy(network)\n"),
+        (step, f"{step}                    {move}\n"),
+        (score, score.replace("network", "average")),
+        ("validation, network)", "validation, average)"),  # the next line
+    ]
+    path = copy_of("muon", tmp_path / "ema.py", *edits)
+    how = ["--data", few_npz, "--out", tmp_path, "--save", tmp_path / "w.pt", "--no_compile", "--precision", "fp32"]
+    run_here("--recipe", str(path), *SMALL["muon"][1:], *how)
+    averaged = weights_of(tmp_path)
+    score = api.evaluate(tmp_path / "w.pt", few_npz, program=path)
+    assert score.loss == pytest.approx(rows_of(tmp_path)["validation_loss"][0], rel=1e-6)
+    run_here("--recipe", "muon", *SMALL["muon"][1:], *how, "--campaign", "plain")
+    plain = weights_of(tmp_path)
+    assert not torch.equal(averaged["members.0.linear.weight"], plain["members.0.linear.weight"])
 
 
 @pytest.mark.parametrize(
