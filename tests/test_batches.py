@@ -146,11 +146,3 @@ def test_fastais_batch_is_normalized_again_and_its_changes_have_their_limits():
         assert low <= drawn.min() < low + (high - low) / 5
         assert high - (high - low) / 5 < drawn.max() <= high
     assert len({tuple(drawn.tolist()) for drawn in plan}) == 7, "nothing is drawn twice"
-
-
-def test_half_precision_images_are_augmented_in_float32():
-    """As on GPUs, which store them so."""
-    assert Precision("fp16", torch.device("cuda"), half_weights=False).images == torch.float16
-    images = torch.randn(20, 32, 32, 3, generator=torch.Generator().manual_seed(0)).half()
-    plan = fastai.plan_epoch(fastai.Hyp(batch_size=20, entry="one_gpu"), 20, Team(0, 1, CPU, 1), seed=3, epoch=1)[0]
-    assert torch.equal(batch_of_fastai(images, plan), batch_of_fastai(images.float(), plan).half())

@@ -95,18 +95,6 @@ def test_conditions_that_differ_are_listed(tmp_path, compared):
     assert not {"decay", "batch_size"} & {line[0] for line in lines}
 
 
-def test_a_mean_stands_beside_a_difference_of_the_same_runs(written):
-    """Of 12 and 10 runs, 8 have a partner."""
-    counts = [9400 + 10 * i + i % 3 for i in range(12)]
-    reference = written("ref", counts)
-    mine = written("mine", [count + 20 + count % 2 for count in [*counts[4:], 9900, 9000]], seed=4)
-    text = compare({"mine": mine, "ref": reference}, "ref").text
-    line = next(line for line in text.splitlines() if line.startswith("mine ")).split()
-    assert line[1] == "8"
-    shared = np.mean(counts[4:]) / 100
-    assert float(line[2]) - shared == pytest.approx(float(line[5]), abs=0.0015)
-
-
 def test_a_report_is_a_document_in_markdown(tmp_path, compared):
     a, b = (write_runs(tmp_path / name, COUNTS) for name in "ab")
     text = compared(a, b, "--markdown")[1]

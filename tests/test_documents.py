@@ -6,7 +6,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import matplotlib
 import pandas as pd
@@ -16,7 +15,6 @@ from conftest import REPO, write_npz
 from large_batch_cifar_10_fast.__main__ import COMMANDS
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab.options import PROGRAMS
-from large_batch_cifar_10_fast.lab.table import EPOCHS
 
 DOCUMENTS = [path for path in REPO.rglob("*.md") if not {".venv", ".git", "data"} & set(path.parts)]
 CODE = "".join(path.read_text() for path in REPO.glob("large_batch_cifar_10_fast/**/*.py"))
@@ -66,23 +64,6 @@ def test_the_results_have_the_campaigns_and_runs_that_their_page_states():
     named = {*re.findall(r"`((?:apple2019|muon|muon2024|page|basenet|fastai)-[\w.-]+-(?:h200|copies)[\w-]*)`", texts)}
     assert len(named) > 50
     assert named <= {*stated}
-
-
-def test_the_lines_for_tensorboard_and_weights_and_biases_log_each_epoch(tmp_path, monkeypatch):
-    """With stand-ins for the packages."""
-    monkeypatch.chdir(tmp_path)
-    rows = [("night", run, epoch, *[run + epoch] * 5) for run in range(2) for epoch in (1, 2)]
-    pd.DataFrame(rows, columns=[*EPOCHS]).to_csv("epochs.tsv", sep="\t")
-    board = MagicMock()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    monkeypatch.setitem(sys.modules, "wandb", wandb := MagicMock())
-    for block in re.findall(r"```python\n(.*?)```", RUNNING.read_text(), re.DOTALL):
-        if "epochs.tsv" in block:
-            exec(block, {})
-    points = board.SummaryWriter().__enter__().add_scalar.call_args_list
-    assert points[-1].args == ("accuracy", 3, 2)
-    logged = wandb.init().__enter__().log.call_args_list
-    assert [each.kwargs["step"] for each in logged] == [1, 2, 1, 2]
 
 
 def cells_of(notebook: Path) -> list[dict]:

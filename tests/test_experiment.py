@@ -197,14 +197,3 @@ def test_the_tables_are_those_of_compare_best_first_and_the_test_images_come_las
         "  cifar10-fast train --recipe muon --campaign=baseline --runs=5",
         f"  cifar10-fast train --recipe muon --{a} --campaign={a} --runs=5",
     ]
-
-
-def test_the_picture_has_a_line_for_each_variant(tmp_path):
-    draws = np.random.default_rng(0)
-    names = ["filter_rate=0.12", "silu", "baseline"]
-    write_results(tmp_path, {name: draws.integers(9350, 9450, 4).tolist() for name in names})
-    verdicts = compare({name: read_results(f"{tmp_path}/runs.tsv:{name}") for name in names}, "baseline").verdicts
-    (axes,) = experiment.draw_differences(verdicts).axes
-    assert [label.get_text().partition("\n")[0] for label in axes.get_yticklabels()] == names[:2]
-    for line, verdict in zip(axes.lines[1::2], verdicts.values(), strict=True):
-        assert [*line.get_xdata()] == [verdict.found.low, verdict.found.high]

@@ -14,7 +14,7 @@ from conftest import GPU, GPUS, TINY, launch, python
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(GPUS == 0, reason="no GPU here")]
 
-BY_GRAPHS = "graphs=True"
+BY_GRAPHS = "graphs True"
 SMALL = {
     "apple2019": ["--demo", *TINY, "--lr_scaler", 0.1],  # at higher rates, rounding alone soon changes the weights
     "muon": ["--width=4", "--batch_size=100", "--epochs=2", "--pixels=24,32", "--kept=1,0.5"],
@@ -38,33 +38,6 @@ def without_waiting(clock, part):
 Clock.timed = without_waiting
 run_program(load_program(sys.argv[1]), [*sys.argv[2:], "--no_graph"])
 """
-ERRORS = """
-import sys, torch
-from large_batch_cifar_10_fast.core.precision import Precision, place
-
-gpu = torch.device("cuda")
-place(torch.nn.Linear(1, 1), Precision(sys.argv[1], gpu, half_weights=True))
-print(torch.cuda.get_device_capability()[0])
-x = torch.randn(128, 256, 16, 16, device=gpu)
-filters = torch.randn(128, 256, 3, 3, device=gpu)
-for multiply, a, b in ((torch.conv2d, x, filters), (torch.matmul, x.flatten(2), x.flatten(2))):
-    exact = multiply(a.double(), b.double())
-    print(float((multiply(a, b) - exact).norm() / exact.norm()))
-"""
-BATCHES = """
-import torch
-from large_batch_cifar_10_fast import muon
-
-gpu = torch.device("cuda")
-images = torch.randn(50, 32, 32, 3, device=gpu).bfloat16()
-labels = torch.arange(50, device=gpu)
-batch = torch.stack([labels[:20], labels[:20], labels[:20] % 2])
-for resolution in (24, 32):
-    stage = muon.Stage(resolution, trains_whitening=True)
-    for make in (muon.make_batch, torch.compile(muon.make_batch, dynamic=False)):
-        x, _ = make(images, labels, batch, stage)
-        print(x.shape[2], x.is_contiguous(memory_format=torch.channels_last))
-"""
 # NCCL takes two ranks with the same GPU for a mistake unless they name different hosts.
 OWN_HOST = ["--no-python", "bash", "-c", 'NCCL_HOSTID=$RANK LOCAL_RANK=0 exec "$0" "$@"', sys.executable]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node", 2]
@@ -73,12 +46,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0
 def check_fast(result) -> None:
     assert result.returncode == 0, result.stderr
     assert "Warning: no" not in result.stderr, "not compiled, or no CUDA graphs"
-
-
-def test_compiled_batches_are_channels_last(tmp_path):
-    """As those are with which compiled training was checked: others would need graphs of their own, and a copy."""
-    result = python("-c", BATCHES, cwd=tmp_path, **GPU)
-    assert result.stdout == "24 True\n24 True\n32 True\n32 True\n", result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +88,7 @@ def test_two_processes_on_one_gpu_equal_one_over_nccl(trained):
     options = ("apple2019", "--precision", "fp64", "--no_compile", "--seed", 6)
     weights, log = trained(*options, launcher=(*TORCHRUN, *OWN_HOST))
     expected, _ = trained(*options)
-    assert "8 workers on 2 processes" in log
+    assert "\n# processes 2\n" in log
     assert torch.dist(weights, expected) < 1e-9 * expected.norm()
 
 
@@ -134,17 +101,6 @@ def test_an_epoch_neither_waits_for_the_gpu_nor_copies_from_it(recipe, tiny_npz,
 
 
 @pytest.mark.numbers
-def test_fp32_is_ieee_float32_and_tf32_is_not(tmp_path):
-    """By the errors of a convolution and of a matrix product."""
-    errors = {}
-    for name in ("fp32", "tf32"):
-        output = python("-c", ERRORS, name, cwd=tmp_path, **GPU).stdout
-        major, *errors[name] = [float(number) for number in output.split()]
-    assert max(errors["fp32"]) < 1e-5
-    assert min(errors["tf32"]) > 1e-4 or major < 8, "which has no TF32"
-
-
-@pytest.mark.numbers
 @pytest.mark.parametrize("recipe", ["basenet", "page", "fastai", "muon"])
 def test_every_recipe_learns_compiled_in_half_precision(recipe, tmp_path):
     options = ["--width", 16, "--epochs", 2, "--data", "synthetic"]
@@ -152,16 +108,7 @@ def test_every_recipe_learns_compiled_in_half_precision(recipe, tmp_path):
         options = ["--entry", "one_gpu", "--width", 8, "--epochs", 4, "--data", "synthetic"]
     result = launch("--recipe", recipe, *options, "--nproc", 1, cwd=tmp_path, **GPU)
     check_fast(result)
-    assert re.search(" precision=(fp|bf)16 ", result.stdout)
+    assert re.search("# precision (fp|bf)16\n", result.stdout)
     assert (BY_GRAPHS in result.stdout) == (recipe != "fastai"), "whose momentum changes"
     first, *_, last = pd.read_csv(tmp_path / "epochs.tsv", sep="\t")["train_loss"]
     assert last < 0.98 * first
-
-
-@pytest.mark.numbers
-def test_the_demo_passes_94_percent_compiled_in_half_precision(tmp_path):
-    result = launch("--demo", "--precision", "fp16", "--compile", "--nproc", 1, cwd=tmp_path, **GPU)
-    check_fast(result)
-    assert "precision=fp16" in result.stdout
-    assert " compile=True " in result.stdout
-    assert result.stdout.endswith("1 runs reached 0.94 out of 1\n")

@@ -8,9 +8,7 @@ import pytest
 import torch
 from conftest import REPO, TINY, train_on_machines, train_together, write_npz
 
-from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
-from large_batch_cifar_10_fast.lab import program
 from large_batch_cifar_10_fast.lab.store import rows_of
 
 pytestmark = pytest.mark.slow
@@ -52,12 +50,6 @@ def check_equal(weights, expected):
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.dist(weights[name], tensor) < 1e-9 * tensor.norm(), name
-
-
-def test_every_recipe_of_several_workers_is_tried():
-    kinds = [kind for name in program.PROGRAMS for kind in program.sets_of(program.load_program(name)).items()]
-    several = {name for name, kind in kinds if kind.workers is not BaseHyp.workers}
-    assert {recipe for recipe, *_ in SPLITS} == several - {"muon95", "muon2024"}, "which are muon with other figures"
 
 
 @pytest.mark.parametrize(("recipe", "processes", "micro_batches"), SPLITS)

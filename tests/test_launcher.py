@@ -1,6 +1,5 @@
 """Scripts and commands as a user meets them: started, closed, interrupted, under torchrun and Slurm."""
 
-import io
 import os
 import signal
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from attack import processes_of
-from conftest import LAUNCHER, REPO, TINY, launch, run_here, run_program, write_npz, write_program
+from conftest import LAUNCHER, REPO, TINY, launch, run_program, write_npz, write_program
 from forked import FORKS
 from torch.distributed import run as torchrun
 
@@ -46,13 +45,6 @@ def test_a_small_demo_learns_in_a_hostile_folder_with_stdout_and_stderr_closed(h
     assert float(row["validation_accuracy"]) > 0.6
 
 
-def test_progress_is_shown_on_a_terminal(tiny_npz, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
-    stderr.isatty = lambda: True
-    run_here("--demo", *TINY, "--no_compile", "--data", tiny_npz, "--out", tmp_path)
-    assert "run 0, epoch 2 of 2: loss " in stderr.getvalue()
-
-
 def test_without_a_python_that_can_train_it_is_one_line(hostile):
     for interpreter, message in (("/absent", "There is no interpreter /absent"), ("/bin/true", "Python 3.11 or newer")):
         result = launch("--demo", cwd=hostile, PYTHON=interpreter)
@@ -61,12 +53,6 @@ def test_without_a_python_that_can_train_it_is_one_line(hostile):
 
 
 # ---- Commands
-
-
-def test_a_reader_that_ends_early_ends_a_command_without_a_word(tmp_path):
-    command = f"set -o pipefail; {MODULE} --help | true"
-    result = run_program("bash", "-c", command, cwd=tmp_path, PYTHONPATH=REPO, PYTHONUNBUFFERED="")
-    assert (result.returncode, result.stderr) == (141, "")
 
 
 def run_command(words: list[str], folder: Path) -> None:

@@ -7,7 +7,7 @@ from torchvision.models import resnet18
 
 from large_batch_cifar_10_fast import apple2019, muon
 from large_batch_cifar_10_fast.core import layers
-from large_batch_cifar_10_fast.core.layers import Convolution, GhostBatchNorm, MaxPool, MaxPoolFunction
+from large_batch_cifar_10_fast.core.layers import Convolution, GhostBatchNorm, MaxPoolFunction
 from large_batch_cifar_10_fast.core.optim import batches_of, orthogonal, orthogonal_each
 
 
@@ -38,16 +38,6 @@ def test_pooling_and_its_gradient_are_pytorchs_also_for_equal_values(dtype, size
     assert gradient.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize(
-    ("compiling", "size", "side", "ours"), [(True, 2, 4, True), (True, 2, 5, False), (False, 2, 4, False)]
-)
-def test_pooling_has_its_own_gradient_where_it_is_compiled(compiling, size, side, ours, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    pooled = MaxPool(size)(torch.empty(1, 3, side, side, requires_grad=True))
-    assert ("MaxPoolFunction" in type(pooled.grad_fn).__name__) == ours
-    assert MaxPool()(pooled).shape == (1, 3, 1, 1)
-
-
 @pytest.mark.parametrize(("program", "count"), [(apple2019, 10_000), (muon, 5_000)], ids=["apple2019", "muon2024"])
 @torch.no_grad()
 def test_whitening_looks_at_the_first_images(program, count):
@@ -73,18 +63,6 @@ def test_convolutions_and_their_gradients_are_pytorchs_without_what_pooling_drop
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad((y * factors).sum(), (x, ours.weight)) for y in (found, expected)]
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize(("on_gpu", "compiling"), [(False, True), (False, False), (True, True)])
-def test_fast_paths_are_taken_only_where_a_network_is_compiled_for_a_cpu(on_gpu, compiling, monkeypatch):
-    sides = []
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
-    monkeypatch.setattr(layers, "convolve_by_position", lambda x, weight, side: sides.append(side))
-    for side in (2, 4, 5):
-        for pooled in (False, True):
-            Convolution(3, 4, pooled)(torch.empty(1, 3, side, side))
-    assert sides == ([2, 2, 4, 4, 4] if compiling and not on_gpu else [])
 
 
 def test_whitening_through_32_channels_gives_what_27_give(monkeypatch):

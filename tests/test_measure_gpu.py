@@ -2,14 +2,11 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from attack import processes_of
 from conftest import REPO, environment, write_program
 
 from large_batch_cifar_10_fast.lab.program import load_program, read_command, recipe_of
@@ -58,23 +55,3 @@ def test_it_calls_programs_with_options_that_they_have_and_a_failing_one_does_no
     turns = [(recipe, 5 * turn, 1) for turn in range(1, 5) for recipe in ("muon", "muon2024")]
     profiles = [(recipe, 1, 0) for recipe in ("apple2019", "apple2019", "muon", "muon")]
     assert asked == [("apple2019", 20, 1), *turns, ("apple2019", 50, 0), *profiles, ("apple2019", 1, 8)]
-
-
-def test_without_a_gpu_it_is_one_line_at_once(tmp_path):
-    script = start(tmp_path, gpus=0)
-    assert script.communicate()[1] == "measure_gpu.sh: no GPU that torch can use: nothing to measure\n"
-    assert script.returncode == 2
-    assert not (tmp_path / "m").exists()
-
-
-def test_a_signal_ends_it_and_all_that_it_started(tmp_path):
-    """Also the watch over clocks and power, beside runs."""
-    script = start(tmp_path, gpus=1)
-    while not (tmp_path / "calls").exists():
-        time.sleep(0.05)
-        assert script.poll() is None
-    time.sleep(0.5)  # the stand-in has begun its sleep: a shell that is starting a program can miss a signal
-    script.send_signal(signal.SIGINT)
-    assert script.wait(timeout=20) == 130
-    time.sleep(0.5)
-    assert not processes_of(tmp_path)

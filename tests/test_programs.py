@@ -127,16 +127,6 @@ def copy_of(name: str, path: Path, *edits: tuple[str, str]) -> Path:
     return path
 
 
-def test_another_activation_is_a_copied_program(few_npz, tmp_path):
-    for activation in ("GELU", "SiLU"):
-        path = copy_of("muon", tmp_path / f"{activation}.py", ("nn.GELU()", f"nn.{activation}()"))
-        options = [*SMALL["muon"][1:], "--runs", 2, "--data", few_npz, "--out", tmp_path]
-        run_here("--recipe", path, *options, "--campaign", activation)
-    rows = rows_of(tmp_path)
-    assert rows["recipe"].tolist() == ["GELU", "GELU", "SiLU", "SiLU"]
-    assert rows["validation_loss"][0] != rows["validation_loss"][2]
-
-
 def weights_by_seed(path: Path, *seeds: int) -> list[dict[str, torch.Tensor]]:
     """Return the last weights of runs of one launch of a program in a file."""
     name = path.stem.split("-")[0]

@@ -8,9 +8,8 @@ from functools import cache
 from typing import get_origin, get_type_hints
 
 import pytest
-from conftest import ALONE, REPO, run_here
+from conftest import ALONE, run_here
 
-import large_batch_cifar_10_fast as package
 from large_batch_cifar_10_fast import ConfigError, __main__
 from large_batch_cifar_10_fast.commands import train
 from large_batch_cifar_10_fast.core import precision as precisions
@@ -115,11 +114,6 @@ def test_a_setting_that_is_replaced_decides_those_that_were_left_open():
 @pytest.mark.parametrize(("workers", "places", "processes"), [(8, 3, 2), (8, 6, 4), (1, 8, 1), (8, 9, 8)])
 def test_there_are_as_many_processes_as_divide_the_workers_and_fit(workers, places, processes):
     assert largest_divisor(workers, places) == processes
-
-
-def test_the_commit_is_not_that_of_a_repository_around_this_folder(monkeypatch):
-    monkeypatch.setattr(package, "PACKAGE", REPO / "docs" / "package")
-    assert package.commit.__wrapped__() == "unknown"
 
 
 def chosen(pflop: float = 0.0, **given: bool) -> Options:

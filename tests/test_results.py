@@ -7,7 +7,7 @@ from conftest import REPO
 
 from large_batch_cifar_10_fast import ConfigError
 from large_batch_cifar_10_fast.lab.report import compare
-from large_batch_cifar_10_fast.lab.results import PUBLISHED, each_campaign, names_of, read_results
+from large_batch_cifar_10_fast.lab.results import PUBLISHED, each_campaign, read_results
 
 
 def write_runs(path, counts, campaign="b", seed=0, table=(), **fields) -> str:
@@ -117,11 +117,3 @@ def test_a_diverged_run_is_counted_and_is_no_result(tmp_path):
     assert found.runs["accuracy"].tolist() == [0.9]
     assert (found.reached, found.diverged, found.count) == (0, 1, 2)
     assert read_results(write_runs(tmp_path / "runs", [9399, 9400, 9401])).reached == 2
-
-
-def test_a_campaign_is_named_by_its_name_or_where_it_is_from(tmp_path):
-    paths = [write_runs(tmp_path / folder / "runs.tsv", [9400], "night") for folder in ("a", "b")]
-    other = read_results(write_runs(tmp_path / "c" / "runs.tsv", [9400], "day"))
-    found = [*map(read_results, paths)]
-    assert names_of([found[0], other]) == ["night", "day"]
-    assert names_of(found) == [f"1: {paths[0]}", f"2: {paths[1]}"]

@@ -3,7 +3,6 @@
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -89,38 +88,6 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_a_copy_of_the_package_has_no_earlier_copy_in_it(package):
-    """Though --out is the folder of the package."""
-    for campaign in ("a", "b"):
-        (package / "muon.py").write_text(campaign)
-        source = snapshot.keep(snapshot.Place(package, campaign, "muon"))
-        assert {*contents(source)} == {"commit", *(f"package/{name}" for name in FILES)}
-
-
-def test_a_campaign_of_another_text_or_commit_does_not_change_the_copy_of_an_earlier_one(
-    package, tmp_path, monkeypatch
-):
-    kept = {}
-    for text, commit in (("first", "1"), ("second", "1"), ("second", "2")):
-        (package / "muon.py").write_text(text)
-        monkeypatch.setattr(snapshot, "commit", Mock(return_value=commit))
-        place = snapshot.Place(tmp_path, text + commit, "muon")
-        kept[place] = contents(snapshot.keep(place))
-        assert (kept[place]["package/muon.py"], kept[place]["commit"]) == (text, commit)
-    for place, files in kept.items():
-        assert contents(place.copies[0]) == files
-
-
-def test_a_program_edited_between_two_launches_in_this_process_is_refused(given, tmp_path):
-    """As in a notebook."""
-    mine = tiny_program(tmp_path)
-    run_here(*given)
-    with mine.open("a") as file:
-        file.write("# edited\n")
-    with pytest.raises(ConfigError, match=r"^mine.py was changed since campaign night began"):
-        run_here(*given, "--runs", 2)
-
-
 def test_a_mistake_before_the_first_run_can_be_corrected_and_the_same_command_works(given, tmp_path):
     """So the copy is made anew until a run is finished."""
     tiny_program(tmp_path, **{"def run(seed):": "def run(seed):\n        1 / 0"})
@@ -151,13 +118,6 @@ def test_helpers_of_one_name_are_each_programs_own_and_hide_no_other_module(tmp_
         assert program.random.random() < 1
         found.add(snapshot.digests(program)["code"])
     assert len(found) == 2
-
-
-def test_the_digest_of_a_program_covers_what_it_imports_of_its_folder_and_of_our_programs(tmp_path):
-    mine = tiny_program(tmp_path, begin="import pack.act\n")
-    write_empty(tmp_path, "pack/__init__.py", "pack/act.py", "unused.py")
-    ours = {f"{PACKAGE.name}/{name}.py" for name in ("apple2019", "muon", "page", "fastai")}
-    assert {*snapshot.files_of(load_program(str(mine)))} == {"mine.py", "pack/__init__.py", "pack/act.py"} | ours
 
 
 # ---- The fields of a Hyp

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock, Mock
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, CPU, TINY, python, run_here, write_program
+from conftest import CPU, python, write_program
 from functorch.compile import make_boxed_compiler
 from test_programs import SMALL, rows_of, same, set_up
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.precision import Precision
 from large_batch_cifar_10_fast.core.score import Score
 from large_batch_cifar_10_fast.core.team import Team
-from large_batch_cifar_10_fast.lab import conduct
 from large_batch_cifar_10_fast.lab.program import load_program, read_command, recipe_of
 
 pytestmark = pytest.mark.slow
@@ -188,28 +187,6 @@ def test_if_a_capture_fails_on_one_of_several_processes_all_end(graphs, monkeypa
     monkeypatch.setattr(Team, "gather", lambda team, key, text: [text, "no memory there"])
     with pytest.raises(ConfigError, match=r"^no CUDA graphs \(no memory there\): start again with --no_graph$"):
         cuda_graphs.capture_all(lambda batch: None, [(torch.zeros(1),)], Team(0, 2, CPU))
-
-
-def test_graphs_are_freed_before_the_process_group_ends(graphs, monkeypatch, tiny_npz, tmp_path):
-    """Also if a program fails: one that holds a collective would let its end wait for ever."""
-    ended = []
-
-    @contextmanager
-    def join_team(*arguments):
-        try:
-            yield ALONE
-        finally:
-            ended.append("process group")
-
-    monkeypatch.setattr(cuda_graphs.CudaGraphs, "reset", lambda self: ended.append("graphs"))
-    monkeypatch.setattr(conduct, "join_team", join_team)
-    words = [*TINY, "--no_compile", "--precision", "fp32", "--data", tiny_npz, "--out", tmp_path]
-    run_here(*words)
-    monkeypatch.setattr(Machine, "restart", Mock(side_effect=ArithmeticError))
-    with pytest.raises(ArithmeticError):
-        run_here(*words)
-    assert ended == 2 * ["graphs", "process group"]
-    assert rows_of(tmp_path)["no_graph"].tolist() == [False]
 
 
 # ---- Compiled code
