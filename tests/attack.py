@@ -33,12 +33,13 @@ def start(folder: Path, options: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Return the processes of launches that were started in `folder`."""
+def processes_of(folder: Path, variable: str = "") -> list[int]:
+    """Return the processes of launches that were started in `folder`, and have an environment variable."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"TMPDIR={folder}\0".encode() in (process / "environ").read_bytes():
+            variables = (process / "environ").read_text(errors="replace")
+            if f"TMPDIR={folder}\0" in variables and variable in variables:
                 found.append(int(process.name))
     return found
 

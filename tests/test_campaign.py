@@ -92,8 +92,7 @@ def rows_of(out: Path) -> int:
 
 
 def trainers(folder: Path) -> list[int]:
-    trains = b"LARGE_BATCH_LAUNCHER="
-    return sorted(pid for pid in processes_of(folder) if trains in Path(f"/proc/{pid}/environ").read_bytes())
+    return sorted(processes_of(folder, "LARGE_BATCH_LAUNCHER="))
 
 
 def listening(pids: list[int]) -> set[str]:

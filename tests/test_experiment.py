@@ -84,7 +84,6 @@ def test_the_last_images_are_tested_and_not_trained_on(tmp_path):
 
 
 def test_all_campaigns_meet_the_same_machine_in_turn(launches, tmp_path, capsys):
-    """A start takes no time here, so that a turn is one run of each."""
     out = tmp_path / "out"
     assert run_main(*WORDS, "--try", "filter_rate=0.12", out=out) == 0
     assert launches == [(name, runs) for runs in (1, 2, 3) for name in ("baseline", "filter_rate=0.12")]

@@ -17,7 +17,7 @@ from large_batch_cifar_10_fast import RENDEZVOUS, ConfigError, __main__, apple20
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab.launch import Processes
 from large_batch_cifar_10_fast.lab.program import read_command
-from large_batch_cifar_10_fast.lab.store import rows_of
+from large_batch_cifar_10_fast.lab.store import rows_in
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def test_a_small_demo_learns_in_a_hostile_folder_with_stdout_and_stderr_closed(h
     command = f"sh {REPO / PACKAGE / LAUNCHER.name} {small} >&- 2>&-"
     result = run_program("bash", "-c", command, cwd=hostile, **outer)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    ((row,),) = rows_of(hostile).values()
+    (row,) = rows_in(*hostile.glob("runs/*/"))
     assert float(row["validation_accuracy"]) > 0.6
 
 
@@ -123,7 +123,7 @@ def test_torchrun_starts_processes_that_go_on_if_their_log_cannot_be_written(tin
         torchrun.main(["--nproc_per_node", "2", "-m", PACKAGE, "train", "--demo", *TINY, "--data", str(tiny_npz)])
     finally:
         os.dup2(stdout, 1)
-    ((row,),) = rows_of(tmp_path).values()
+    (row,) = rows_in(*tmp_path.glob("runs/*/"))
     assert row["processes"] == "2"
     assert capfd.readouterr().err.count("STDOUT cannot be written (No space left on device)") == 1
 

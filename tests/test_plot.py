@@ -1,6 +1,5 @@
 """Pictures: the data, names that tell campaigns apart, and runs that are not finished."""
 
-
 import numpy as np
 import pytest
 from conftest import REPO

@@ -22,7 +22,7 @@ FILES = {
     ],
     "tests": [*REPO.glob("tests/*.py")],
 }
-BUDGET = {"programs": 42_790, "core": 49_780, "images": 13_500, "lab and top level": 89_660, "tests": 184_420}
+BUDGET = {"programs": 42_790, "core": 49_960, "images": 13_500, "lab and top level": 87_960, "tests": 184_340}
 
 
 def count_code(file: Path) -> int:

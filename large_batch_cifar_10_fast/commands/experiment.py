@@ -10,10 +10,8 @@ interrupted experiment. More --runs or --try extend it, which is a second look a
 """
 
 import itertools
-import math
 import re
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,8 +27,8 @@ from ..lab.launch import start_launch
 from ..lab.options import command_parser, make, text_of
 from ..lab.program import load_program, read_command, recipe_of
 from ..lab.report import MARGIN, Report, Verdict, accuracies, compare
-from ..lab.results import Results, read_results
-from ..lab.store import rows_in, rows_of, write_tables
+from ..lab.results import Results, each_campaign, read_results
+from ..lab.store import rows_in, write_tables
 from ..lab.table import OPTION, Row, differences
 
 HOLDOUT = 10_000  # of CIFAR-10's 50,000 images: the error of a mean is a third of that over 1,000
@@ -114,35 +112,27 @@ def check_recorded(name: str, wanted: Row, out: Path) -> None:
 def make_runs(campaigns: Mapping[str, list[str]], runs: int, out: Path) -> dict[str, str]:
     """Make the missing runs. Return how campaigns failed.
 
-    The campaigns take turns: in a round all get the same number of runs. So all run on the machine in the same state.
-    The runs of a turn take ten times as long as its start, but are at most half of a campaign. A variant that fails
-    gets no more runs. If the baseline fails, the experiment stops. Other launches may make some of the runs meanwhile.
+    The campaigns take turns: in a round all get as many runs as they have, at first one. So all run on the machine in
+    the same state, and have few starts. A variant that fails gets no more runs. If the baseline fails, the experiment
+    stops. Other launches may make some of the runs meanwhile.
     """
     failed: dict[str, str] = {}
     target = 0
-    turn = 1
     finished = sum(len(rows_in(out / "runs" / name)) for name in campaigns)
     with tqdm(total=runs * len(campaigns), initial=finished, unit="runs", smoothing=0, disable=None) as bar:
         while target < runs and BASELINE not in failed:
-            target = min(target + turn, runs)
+            target = min(max(1, 2 * target), runs)
             for name, words in campaigns.items():
                 folder = out / "runs" / name
                 before = len(rows_in(folder))
                 if before >= target or failed.keys() & {name, BASELINE}:
                     continue
                 show(f"{name}: to run {target} of {runs}")
-                start = time.monotonic()
-                failure = launch(
-                    [*words, f"--campaign={name}", f"--runs={target}", f"--out={out}"], out / f"{name}.log"
-                )
+                where = [f"--campaign={name}", f"--runs={target}", f"--out={out}"]
+                failure = launch([*words, *where], out / f"{name}.log")
                 if failure:
                     failed[name] = failure
-                made = rows_in(folder)[before:]
-                bar.update(len(made))
-                if made:
-                    training = sum(float(row["seconds"]) for row in made)
-                    around = time.monotonic() - start - training  # start, compilation, validation and end
-                    turn = max(1, min(math.ceil(10 * around * len(made) / training), (runs + 1) // 2))
+                bar.update(len(rows_in(folder)) - before)
     return failed
 
 
@@ -161,8 +151,9 @@ def launch(words: Sequence[str], log: Path) -> str:
 def read_campaigns(out: Path) -> dict[str, Results]:
     """Return the results of all campaigns in a folder, best first. Raise ConfigError without any of the baseline."""
     write_tables(out)
-    found = {name: read_results(f"{out}/runs.tsv:{name}") for name in [BASELINE, *rows_of(out)]}
-    return dict(sorted(found.items(), key=lambda pair: -accuracies(pair[1]).mean()))
+    read_results(f"{out}/runs.tsv:{BASELINE}")
+    found = [read_results(source) for source in each_campaign(f"{out}/runs.tsv:*")]
+    return {each.campaign: each for each in sorted(found, key=lambda each: -accuracies(each).mean())}
 
 
 def next_commands(campaigns: Mapping[str, list[str]], runs: int, report: Report) -> str:
@@ -183,8 +174,8 @@ def draw_differences(verdicts: Mapping[str, Verdict]) -> Figure:
     axes.axvspan(-MARGIN, MARGIN, color="0.92", lw=0)
     axes.axvline(0, color="black", lw=0.8)
     for row, found in enumerate(compared.values()):
-        axes.plot([found.low, found.high], [row, row], color="C0", lw=2)
-        axes.plot(found.difference, row, "o", color="C0")
+        errors = [[found.difference - found.low], [found.high - found.difference]]
+        axes.errorbar(found.difference, row, xerr=errors, fmt="o", color="C0", lw=2)
     axes.set_yticks(range(len(compared)), [*compared])
     axes.set_ylim(len(compared) - 0.5, -0.5)
     axes.set_xlabel(f"accuracy minus baseline's, points, with 99% intervals (grey: {MARGIN:g} points)")

@@ -93,15 +93,14 @@ def software() -> str:
 
 
 def driver_and_clocks(device: torch.device) -> dict[str, str]:
-    """Return a GPU's driver and clocks from nvidia-smi; empty strings without a GPU."""
+    """Return a GPU's driver, clocks (SM, its maximum, memory) and power limit by nvidia-smi; "" without a GPU."""
     if device.type == "cpu":
         return {"driver": "", "clocks": ""}
     gpu: Any = torch.cuda.get_device_properties(device)  # select it by its bus: nvidia-smi has its own indices
     bus = f"--id={gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
     driver, *clocks = output_of("nvidia-smi", bus, query, "--format=csv,noheader").split(", ")
-    form = "SM {} (at most {}), memory {}, power limit {}"
-    return {"driver": driver, "clocks": form.format(*clocks) if clocks else ""}
+    return {"driver": driver, "clocks": ", ".join(clocks)}
 
 
 def peak_memory(device: torch.device) -> int:

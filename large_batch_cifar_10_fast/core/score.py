@@ -47,6 +47,17 @@ class Epoch:
     validation: Score  # after the epoch
     network: nn.Module = field(repr=False)  # as it is now: the next epoch changes it
 
+    def row(self) -> dict[str, float]:
+        """Return the columns of epochs.tsv."""
+        return {
+            "epoch": self.number,
+            "seconds": self.seconds,
+            "train_loss": self.train.loss,
+            "train_accuracy": self.train.accuracy,
+            "validation_loss": self.validation.loss,
+            "validation_accuracy": self.validation.accuracy,
+        }
+
     @property
     def diverged(self) -> bool:
         """Whether a loss is not finite: such weights never recover."""

@@ -52,8 +52,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         sizes = sizes_of(program, hyp, images)
         options = choose_computation(options, hyp.gpu_precision, float(sizes["pflop"] or 0), team)
         common = conditions(options, name, hyp, program, images, sizes, team)
-        asked = {"runs": str(options.runs), "no_warmup": str(options.no_warmup)}
-        check_processes_agree(asked | {name: value for name, value in common.items() if decides(name)}, team)
+        check_processes_agree({name: value for name, value in common.items() if decides(name)}, team)
         campaign = None
         if team.is_main:
             place = snapshot.place_of(arguments).named()
@@ -117,7 +116,7 @@ def make_runs(
         curve: list[dict[str, float]] = []
         last: Epoch | None = None
         for last in run(options.seed + number):
-            curve.append(row_of_epoch(last))
+            curve.append(last.row())
             progress.show(number, last, machine.clock.last["training"])
             if last.diverged:
                 break
@@ -134,17 +133,6 @@ def make_runs(
                 save_weights(Path(options.save), last.network.state_dict(), campaign.rows[number], for_use)
         number = take_run(campaign, team, f"after run {number}")
     progress.bar.close()
-
-
-def row_of_epoch(epoch: Epoch) -> dict[str, float]:
-    return {
-        "epoch": epoch.number,
-        "seconds": epoch.seconds,
-        "train_loss": epoch.train.loss,
-        "validation_loss": epoch.validation.loss,
-        "train_accuracy": epoch.train.accuracy,
-        "validation_accuracy": epoch.validation.accuracy,
-    }
 
 
 def row_of_run(epochs: Sequence[dict[str, float]], last: Epoch, clock: Clock) -> dict[str, Any]:
@@ -172,10 +160,7 @@ def take_run(campaign: Campaign | None, team: Team, key: str) -> int | None:
 def check_weights_agree(network: nn.Module, run: int, team: Team) -> None:
     """Raise ConfigError if the processes have trained different weights. All must call this."""
     if team.world_size > 1 and len({*team.gather(f"weights of run {run}", checksum(network))}) > 1:
-        raise ConfigError(
-            f"after run {run} the processes have different weights, so the run does not count: "
-            "test memory and links of the machines, or try --no_compile"
-        )
+        raise ConfigError(f"the processes have different weights, so run {run} does not count: try --no_compile")
 
 
 # ---- The conditions

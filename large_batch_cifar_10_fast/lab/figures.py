@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from cycler import cycler
 from matplotlib import style
 from matplotlib.figure import Figure
 
@@ -11,23 +10,17 @@ from ..files import write_atomically
 
 STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
 STYLE |= {
-    "axes.titlepad": 10,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "grid.color": "0.9",
     "axes.grid": True,
-    "axes.axisbelow": True,
 }
 STYLE |= {"text.parse_math": False, "lines.markeredgewidth": 0, "legend.frameon": False}
-# Colors by Okabe and Ito, for all eyes.
-STYLE |= {
-    "axes.prop_cycle": cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9"])
-}
 
 
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure of so many inches, whatever a matplotlibrc says."""
-    style.use(["default", STYLE])
+    style.use(["default", "seaborn-v0_8-colorblind", STYLE])  # colors for all eyes
     return Figure(figsize=(width, height), dpi=200, layout="constrained")
 
 

@@ -26,7 +26,6 @@ class Progress:
 
     def __init__(self, is_shown: bool, epochs: int, runs: int, finished: int) -> None:
         """`epochs` are those of a run."""
-        self.is_shown = is_shown
         self.epochs = epochs
         self.shown = time.monotonic()  # when an epoch was shown
         disable = None if is_shown else True  # None: without a terminal
@@ -38,7 +37,7 @@ class Progress:
         text += f", accuracy {epoch.validation.accuracy:.4f}, {epoch.train.images / seconds:.0f} images/s"
         self.bar.set_description(text, refresh=False)
         self.bar.update()
-        if self.is_shown and self.bar.disable and time.monotonic() - self.shown > SILENCE:
+        if self.bar.disable and time.monotonic() - self.shown > SILENCE:
             self.shown = time.monotonic()
             show(f"{text}, {epoch.seconds:.0f} s of training so far")
 

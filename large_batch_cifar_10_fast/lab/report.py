@@ -92,5 +92,5 @@ def notes_on(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 
 def legend(margin: float, tests: int) -> str:
-    bounds = f"equivalent: within {margin:g} points; intervals and p: corrected for {tests} comparison(s)"
+    bounds = f"equivalent: within {margin:g} points; intervals and p hold for {tests} comparison(s) together"
     return f"±: standard deviation over runs; {bounds}."

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from .. import PACKAGE, ConfigError, first_line
-from .table import CONDITIONS, EPOCHS, GOAL, OPTION, PLACE, SIZES
+from .table import EPOCHS, GOAL, NUMBERS
 
 PUBLISHED = PACKAGE / "published" / "runs.tsv"
 FIGURES = ("validation_accuracy", "validation_count", "validation_images", "seconds")
@@ -105,9 +105,8 @@ def make_results(source: str, campaign: str, rows: pd.DataFrame, epochs: pd.Data
 
 def conditions_of(rows: pd.DataFrame) -> dict[str, str]:
     """Return the conditions of a campaign's rows that are known. Its runs may have different devices."""
-    options = [name for name in rows if name.startswith(OPTION)]
-    columns = ["images", *SIZES, *CONDITIONS, *options, *PLACE, "commit", "validation_images"]
-    named = rows.reindex(columns=columns, fill_value="").rename(columns={"validation_images": "test_images"})
+    tests = rows.get("validation_images", pd.Series([""]))
+    named = rows.drop(columns=[*NUMBERS, "campaign", "data", "launch"], errors="ignore").assign(test_images=tests)
     texts = {str(name): " and ".join(column[column != ""].unique()) for name, column in named.items()}
     return {name: text for name, text in texts.items() if text}
 

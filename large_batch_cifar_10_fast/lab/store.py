@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import pandas as pd
 from .. import ConfigError
 from ..core.printing import warn, warn_once
 from ..files import LAUNCHES, claim, link, locked, share, write_atomically, write_patiently
-from .table import EPOCHS, TIMES, Row, decides, differences
+from .table import TIMES, Row, decides, differences
 
 PAUSE = 10  # seconds between two writings of the tables
 
@@ -149,19 +148,8 @@ def as_row(values: Mapping[str, object]) -> Row:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """Return the file of a finished run. It is never changed, so this process reads it once."""
-    return read_once(path, path.stat().st_mtime_ns)
-
-
-@cache
-def read_once(path: Path, changed: int) -> dict[str, Any]:
+    """Return the row and the epochs of a finished run."""
     return json.loads(path.read_text())
-
-
-def rows_of(out: Path) -> dict[str, list[Row]]:
-    """Return the rows of the finished runs of all campaigns that have some, by campaign. The last begun is last."""
-    found = {folder.name: rows_in(folder) for folder in folders_of(out)}
-    return {name: rows for name, rows in found.items() if rows}
 
 
 def folders_of(out: Path) -> list[Path]:
@@ -184,10 +172,9 @@ def write_tables(out: Path) -> None:
             rows += [run["row"] for run in runs]
             epochs += [epoch for run in runs for epoch in run["epochs"]]
             curve = next((run["epochs"] for run in runs if run["row"]["run"] == 0), curve)
-        write_table(out / "runs.tsv", rows, ["campaign"])
-        write_table(out / "epochs.tsv", epochs, EPOCHS)
-        if curve:
-            write_table(out / "timing_log.tsv", [as_dawnbench(epoch) for epoch in curve], [])
+        write_table(out / "runs.tsv", rows)
+        write_table(out / "epochs.tsv", epochs)
+        write_table(out / "timing_log.tsv", [as_dawnbench(epoch) for epoch in curve])
 
 
 def as_dawnbench(epoch: Mapping[str, Any]) -> dict[str, object]:
@@ -199,10 +186,9 @@ def as_dawnbench(epoch: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> None:
-    """Write rows with tabs. The columns are the given ones, then all that any row has."""
-    names = dict.fromkeys([*columns, *(name for row in rows for name in row)])
+def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows with tabs, if there are some. The columns are all that any row has."""
     texts = [{name: re.sub(r"[\t\r\n]", " ", str(value)) for name, value in row.items()} for row in rows]
-    with write_atomically(path) as unfinished:
-        table = pd.DataFrame(texts, columns=[*names])
-        table.to_csv(unfinished, sep="\t", index=False, quoting=3, na_rep="")
+    if texts:
+        with write_atomically(path) as unfinished:
+            pd.DataFrame(texts).to_csv(unfinished, sep="\t", index=False, quoting=3, na_rep="")

@@ -11,13 +11,7 @@ Row = dict[str, str]
 
 GOAL = 0.94  # accuracy
 OPTION = "hyp."  # before the name of an option of the recipe, so that it cannot be taken for another column
-# What may decide a result, beside the options.
-CONDITIONS = (
-    *("recipe", "workers", "digest", "code", "core", "torch"),
-    *("precision", "compile", "no_graph", "micro_batches"),
-)
 PLACE = ("device", "processes")  # equal within a campaign; between campaigns they explain times, not accuracies
-SIZES = ("training_images", "parameters", "pflop")  # of a run: they follow from the other conditions
 TIMES = (*PARTS, "seconds", "cpu_seconds", "last_validation", "peak_memory", "goal_seconds")
 NUMBERS = (
     *("run", "seed", "train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images"),
