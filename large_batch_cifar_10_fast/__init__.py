@@ -18,7 +18,6 @@ __version__ = "0.3.0"
 PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon95": "muon", "muon2024": "muon"}
 PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: the rendezvous of the launcher's processes
-LAUNCH = "LARGE_BATCH_LAUNCH"  # the name of their launch
 LAUNCHER = "LARGE_BATCH_LAUNCHER"  # the process id of the launcher
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 INVALID = 2  # the exit status for an invalid request

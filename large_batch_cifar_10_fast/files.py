@@ -19,7 +19,6 @@ LAUNCHES = 1 << 40  # the byte of a campaign's file `claims`, after those of all
 
 PAUSE = 60  # seconds
 FULL = (errno.ENOSPC, errno.EDQUOT)
-NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 @contextlib.contextmanager
@@ -69,7 +68,7 @@ def flush_to_disk(path: Path) -> None:
         try:
             os.fsync(file.fileno())
         except OSError as error:
-            if error.errno not in NO_FSYNC:  # a full disk, say
+            if error.errno in (*FULL, errno.EIO):
                 raise
 
 

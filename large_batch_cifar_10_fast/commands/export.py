@@ -33,7 +33,6 @@ def export_onnx(model: Classifier, path: Path) -> None:
             output_names=["probabilities"],
             dynamic_shapes=(any_number,),
             dynamo=True,
-            verbose=False,
         )
         assert program is not None
         written = program.model_proto

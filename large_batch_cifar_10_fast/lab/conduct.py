@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .. import LAUNCH, RENDEZVOUS, ConfigError, __version__, commit
+from .. import RENDEZVOUS, ConfigError, __version__, commit
 from ..core.clock import PARTS, Clock
 from ..core.data import Images
 from ..core.devices import driver_and_clocks, hardware_name, peak_memory
@@ -81,8 +81,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
                 campaign.agree({"compile": str(machine.is_compiled), "no_graph": str(no_graph)})
                 campaign.common |= driver_and_clocks(team.device)  # after the warm-up: an idle GPU slows down
                 print_set_up(machine, campaign)
-            about_images = {"classes": images.class_names, "normalization": images.normalization}
-            for_use = {"options": asdict(hyp), **about_images}
+            for_use = {"options": asdict(hyp), "classes": images.class_names, "normalization": images.normalization}
             make_runs(run, first, options, campaign, machine, hyp.actual_epochs, for_use)
         if not campaign:
             return []
@@ -199,7 +198,7 @@ def conditions(
         **snapshot.digests(program),
         "torch": version("torch"),
         "seed": options.seed,  # of run 0
-        "launch": os.environ.get(LAUNCH) or new_name(),  # which launch made a run
+        "launch": os.environ.get(RENDEZVOUS, new_name()),  # which launch made a run
     }
     return {name: str(value) for name, value in common.items()}
 

@@ -11,11 +11,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from .. import INVALID, LAUNCH, LAUNCHER, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError
+from .. import INVALID, LAUNCHER, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError
 from ..core.devices import count_cores, count_gpus
 from .program import load_program, read_command
 from .snapshot import check_unchanged, environment_of, keep, place_of
-from .table import new_name
 
 
 class Ended(NamedTuple):
@@ -61,7 +60,7 @@ class Processes(AbstractContextManager):
         self.runs = runs
         self.running: list[subprocess.Popen] = []
         self.folder = tempfile.TemporaryDirectory(prefix="large_batch_cifar_10_fast_")
-        shared = {LAUNCHER: os.getpid(), LAUNCH: new_name(), RENDEZVOUS: f"file://{self.folder.name}/store"}
+        shared = {LAUNCHER: os.getpid(), RENDEZVOUS: f"file://{self.folder.name}/store"}
         shared |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         try:
             for rank in range(count):

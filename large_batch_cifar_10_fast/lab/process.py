@@ -32,7 +32,12 @@ def train(arguments: Sequence[str]) -> NoReturn:
         from .conduct import run_program  # which imports torch
         from .program import load_program, recipe_of
 
-        run_program(load_program(recipe_of(arguments)), arguments)
+        try:
+            run_program(load_program(recipe_of(arguments)), arguments)
+        except RuntimeError as error:
+            if re.search("(of|allocate) memory|ALLOC_FAILED", str(error)):
+                raise ConfigError("out of memory: use a smaller --batch_size, or more --micro_batches") from error
+            raise
     except ConfigError as error:
         status = INVALID
         if launched := os.environ.get(RENDEZVOUS):  # our launcher prints it

@@ -7,10 +7,18 @@ import pandas as pd
 
 from .results import Results
 from .statistics import Comparison, compare_means, in_columns, in_markdown, mean_and_std, verdict
-from .table import OPTION, PLACE
+from .table import OPTION
 
 MARGIN = 0.1  # points of accuracy that are equivalent
-MAIN = ("recipe", "images", "test_images", "precision", "pflop", *PLACE)  # conditions that are always listed
+MAIN = (
+    "recipe",
+    "images",
+    "test_images",
+    "precision",
+    "pflop",
+    "device",
+    "processes",
+)  # conditions that are always listed
 HEAD = ("accuracy, %", "n", "mean ± std", "difference", "99% interval", "p", "verdict")
 NO_SPREAD = "a single run, or all differences are equal, which can be chance or a change without effect"
 Cells = list[tuple[str, ...]]  # of a table, line by line; the first is its head

@@ -105,8 +105,8 @@ def make_results(source: str, campaign: str, rows: pd.DataFrame, epochs: pd.Data
 
 def conditions_of(rows: pd.DataFrame) -> dict[str, str]:
     """Return the conditions of a campaign's rows that are known. Its runs may have different devices."""
-    tests = rows.get("validation_images", pd.Series([""]))
-    named = rows.drop(columns=[*NUMBERS, "campaign", "data", "launch"], errors="ignore").assign(test_images=tests)
+    named = rows.drop(columns=[*NUMBERS, "campaign", "data", "launch"], errors="ignore")
+    named["test_images"] = rows["validation_images"]
     texts = {str(name): " and ".join(column[column != ""].unique()) for name, column in named.items()}
     return {name: text for name, text in texts.items() if text}
 

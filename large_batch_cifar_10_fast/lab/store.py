@@ -191,4 +191,4 @@ def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     texts = [{name: re.sub(r"[\t\r\n]", " ", str(value)) for name, value in row.items()} for row in rows]
     if texts:
         with write_atomically(path) as unfinished:
-            pd.DataFrame(texts).to_csv(unfinished, sep="\t", index=False, quoting=3, na_rep="")
+            pd.DataFrame(texts).to_csv(unfinished, sep="\t", index=False, quoting=3)

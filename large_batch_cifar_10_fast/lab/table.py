@@ -11,7 +11,6 @@ Row = dict[str, str]
 
 GOAL = 0.94  # accuracy
 OPTION = "hyp."  # before the name of an option of the recipe, so that it cannot be taken for another column
-PLACE = ("device", "processes")  # equal within a campaign; between campaigns they explain times, not accuracies
 TIMES = (*PARTS, "seconds", "cpu_seconds", "last_validation", "peak_memory", "goal_seconds")
 NUMBERS = (
     *("run", "seed", "train_accuracy", "train_loss", "validation_accuracy", "validation_count", "validation_images"),
