@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from .core.devices import take_device
 from .core.machine import Machine
@@ -28,9 +29,14 @@ __all__ = ["Classifier", "Machine", "evaluate", "load", "load_images", "read_pic
 def train(recipe: Path | str = "apple2019", **options: Any) -> pd.DataFrame:
     """Train in this process with options of the command line; return the rows of its runs, as in runs.tsv.
 
+    Afterwards torch's random numbers and its settings of cuDNN are those of before.
+
     `recipe` is a name, or FILE.py. Raise ConfigError for invalid options.
     """
-    rows = run_program(load_program(str(recipe)), ["--recipe", str(recipe), *as_words(options)])
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True):
+        rows = run_program(load_program(str(recipe)), ["--recipe", str(recipe), *as_words(options)])
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     table = pd.DataFrame(rows)
     table[[*NUMBERS]] = table[[*NUMBERS]].apply(pd.to_numeric)
     return table

@@ -71,7 +71,7 @@ def test_without_an_effect_all_verdicts_of_a_family_are_right_99_times_in_100():
     for _ in range(200):
         seeds = draws.normal(94, 0.1, 6)
         reference, *sides = (pd.Series(seeds + draws.normal(0, 0.2, 6)) for _ in range(6))
-        words = [verdict(compare_means(side, reference, 5), 0.1) for side in sides]
+        words = [verdict(compare_means(side, reference, 5)) for side in sides]
         wrong += bool({"better", "worse"} & {*words})
     assert wrong <= 2
 

@@ -96,7 +96,7 @@ def test_data_that_cannot_be_loaded_is_refused_with_what_to_do(tmp_path, monkeyp
     assert "there by hand, name a mirror in CIFAR10_URL, or" in error_line(load_images, str(tmp_path))
     folder = tmp_path / "my photos"
     (folder / "cats").mkdir(parents=True)
-    assert f"`cifar10-fast photos '{folder}' photos.npz`" in error_line(load_images, str(folder))
+    assert "`photos` reads photos" in error_line(load_images, str(folder))
 
 
 def test_cifar_100_is_found_beside_cifar_10(tmp_path):
@@ -137,7 +137,6 @@ def test_only_images_of_ones_own_are_shuffled(monkeypatch):
     ("name", "content", "message"),
     [
         ("test_images", TEST[0][:, :28], "uint8 [6, 28, 32, 3], not"),
-        ("train_labels", 50 * TRAIN[1] + 551, "0 names and 1002 classes"),
         ("test_images", np.array([None]), "allow_pickle=False"),
         ("class_names", np.array([*"abcdefghi"]), "9 names and 10 classes"),
         ("class_names", np.array([*"aabcdefghij"]), "10 names and 10 classes"),

@@ -93,14 +93,13 @@ def test_transparent_parts_become_white(tmp_path):
 
 
 def test_a_folder_becomes_the_arrays_of_the_first_release_whatever_else_is_in_it(tmp_path, capsys):
-    """The digest is that of commit 5aca97c without such files. A pipe would wait for ever."""
+    """The digest is that of commit e0fec08 without such files. A pipe would wait for ever."""
     random = np.random.default_rng(0)
     folder = tmp_path / "photos"
     for name, count in (("b", 4), ("a", 12)):
-        (folder / name / "deeper").mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
         for number in range(count):
-            place = folder / name / ("." if number % 3 else "deeper")
-            Image.fromarray(random.integers(0, 256, (32, 32, 3), np.uint8)).save(place / f"{number}.png")
+            Image.fromarray(random.integers(0, 256, (32, 32, 3), np.uint8)).save(folder / name / f"{number}.png")
     for name in ("__MACOSX", "a/.thumbnails", "a/@eaDir"):
         shutil.copytree(folder / "b", folder / name)
     (folder / "a" / "again").symlink_to(folder / "b")
@@ -112,14 +111,29 @@ def test_a_folder_becomes_the_arrays_of_the_first_release_whatever_else_is_in_it
     said = capsys.readouterr()
     assert said.out.endswith(
         "photos.npz: 13 training and 3 test images of 2 classes: a, b\n"
-        "left out: 3 files or folders whose names begin with . @ __\n"
+        "left out: 3 files or folders whose names begin with . @ __ lost+found\n"
     )
     assert re.fullmatch(
         r"Warning: 3 of 15 files .+ photos of class a: \S+/cut.png \(.+notes.xml \(Uniden.+\n", said.err
     )
     found = dict(np.load(tmp_path / "photos.npz"))
     content = b"".join(found[name].tobytes() for name in sorted(found))
-    assert hashlib.sha256(content).hexdigest()[:12] == "fe06875ae3c0"
+    assert hashlib.sha256(content).hexdigest()[:12] == "86e28553bb2b"
+
+
+def test_photos_of_one_subfolder_are_all_for_training_or_all_for_testing(tmp_path):
+    """Of each class ten videos with three frames. Two forms of é are one name."""
+    for number in range(10):
+        for place, name in enumerate(("plage", "cafe\u0301", "caf\u00e9")):
+            (video := tmp_path / "photos" / name / f"v{number}").mkdir(parents=True)
+            for frame in range(3):
+                Image.new("RGB", (32, 32), (20 * number, 80 * place, 0)).save(video / f"{frame}.png")
+    call(photos, tmp_path / "photos", tmp_path / "photos.npz")
+    found = dict(np.load(tmp_path / "photos.npz"))
+    assert found["class_names"].tolist() == ["caf\u00e9", "plage"]
+    train, test = ({*map(tuple, found[f"{part}_images"][:, 0, 0])} for part in ("train", "test"))
+    assert not train & test
+    assert (len(found["train_labels"]), len(found["test_labels"])) == (54, 36)
 
 
 def test_test_photos_may_have_their_own_folder_whose_classes_may_be_links(folder, tmp_path):
@@ -136,13 +150,13 @@ def test_test_photos_may_have_their_own_folder_whose_classes_may_be_links(folder
 def test_a_folder_that_is_no_data_set_is_refused(folder, tmp_path, error_line):
     few = make_photos(tmp_path / "few", 1)
     words = (photos, few, tmp_path / "x.npz")
-    assert "class 'dunkel' has 1 photos that can be read: give two or more" in error_line(call, *words)
+    assert "class 'dunkel' has 1 photos that can be read: give 2" in error_line(call, *words)
     (few / "empty").mkdir()
     assert "class 'dunkel' has 1 photos that can be read" in error_line(call, *words)
     two = make_photos(tmp_path / "two", 2)
     shutil.copytree(two / "dunkel", two / "third")
     assert "only one of the folders has a class 'third'" in error_line(call, photos, folder, words[2], "--test", two)
-    assert "has 0 folders: it needs one for each class" in error_line(call, photos, two / "third", words[2])
+    assert "has 0 folders: it needs one for a class" in error_line(call, photos, two / "third", words[2])
     assert not (tmp_path / "x.npz").exists()
 
 

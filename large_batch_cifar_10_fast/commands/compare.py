@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..lab.options import read_options
-from ..lab.report import MARGIN, Cells, accuracies, compare
+from ..lab.report import Cells, accuracies, compare
 from ..lab.results import Results, each_campaign, find_file, names_of, read_results
 from ..lab.statistics import in_columns, in_markdown, mean_and_std
 
@@ -34,7 +34,6 @@ class Command:
     """What to compare, and how."""
 
     campaigns: tuple[str, ...]  # as above
-    margin: float = MARGIN  # points of accuracy that are equivalent
     markdown: bool = False  # print tables as Markdown
 
 
@@ -48,6 +47,6 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     found = [read_results(source) for source in sources]
     names = names_of(found)
-    report = compare(dict(zip(names, found, strict=True)), names[-1], options.margin, markdown=options.markdown)
+    report = compare(dict(zip(names, found, strict=True)), names[-1], options.markdown)
     print(report.text)
     return int("worse" in [verdict.word for verdict in report.verdicts.values()])

@@ -26,8 +26,9 @@ from ..lab.figures import new_figure, write_picture
 from ..lab.launch import start_launch
 from ..lab.options import command_parser, make, text_of
 from ..lab.program import load_program, read_command, recipe_of
-from ..lab.report import MARGIN, Report, Verdict, accuracies, compare
+from ..lab.report import Report, Verdict, accuracies, compare
 from ..lab.results import Results, each_campaign, read_results
+from ..lab.statistics import MARGIN
 from ..lab.store import rows_in, write_tables
 from ..lab.table import OPTION, Row, differences
 
@@ -127,7 +128,7 @@ def make_runs(campaigns: Mapping[str, list[str]], runs: int, out: Path) -> dict[
                 before = len(rows_in(folder))
                 if before >= target or failed.keys() & {name, BASELINE}:
                     continue
-                show(f"{name}: to run {target} of {runs}")
+                show(f"{name}: {target} of {runs} runs")
                 where = [f"--campaign={name}", f"--runs={target}", f"--out={out}"]
                 failure = launch([*words, *where], out / f"{name}.log")
                 if failure:

@@ -116,7 +116,6 @@ class Machine:
         if team.on_gpu:
             torch.cuda.reset_peak_memory_stats(team.device)  # before the capture: a replay allocates nothing
         if team.on_gpu and self.graphs:
-            model.restart(0, team)  # the capture takes steps
             self.captured = capture_all(train_step, examples, team)
             self.step = self.captured or train_step
 

@@ -1,7 +1,6 @@
 """Find CIFAR-10 and CIFAR-100, or download them by torchvision, which checks MD5s."""
 
 import os
-import shlex
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from ..files import locked
 # The checkout's data folder. If the package is installed: `data` in the current folder.
 DATA = ORIGIN.parent / "data" if (ORIGIN.parent / "run_tests.sh").exists() else Path("data")
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-TIMEOUT = 30  # seconds without a byte after which a download fails
 
 
 def find_cifar(path: Path) -> tuple[Path, Any]:
@@ -28,8 +26,7 @@ def find_cifar(path: Path) -> tuple[Path, Any]:
             return DATA, kind
         if (path / kind.filename).exists() or (path / kind.base_folder).exists():
             return path, kind
-    photos = f"`cifar10-fast photos {shlex.quote(str(path))} photos.npz` makes a file of photos"
-    raise ConfigError(f"--data {path} has no data set, and a download needs an empty folder; {photos}")
+    raise ConfigError(f"--data {path} has no data set, and a download needs an empty folder; `photos` reads photos")
 
 
 def read_cifar(path: Path) -> tuple[str, list[np.ndarray]]:
@@ -39,14 +36,14 @@ def read_cifar(path: Path) -> tuple[str, list[np.ndarray]]:
     """
     folder, kind = find_cifar(path)
     variable = f"{kind.__name__}_URL"
-    mirrored: Any = type(kind.__name__, (kind,), {"url": os.environ.get(variable) or kind.url})
+    kind.url = os.environ.get(variable) or kind.url
     folder.mkdir(parents=True, exist_ok=True)
     arrays = []
-    socket.setdefaulttimeout(TIMEOUT)
+    socket.setdefaulttimeout(30)  # seconds without a byte
     try:
         for train in (True, False):
             with locked(folder):
-                part = mirrored(folder, train=train, download=True)
+                part = kind(folder, train=train, download=True)
             arrays += [np.ascontiguousarray(part.data), np.array(part.targets)]  # not left to the timed upload
     except Exception as error:  # torchvision, urllib and tarfile raise nearly anything
         hint = f"put {kind.filename} there by hand, name a mirror in {variable}, or try --demo"

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import unicodedata
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from ..core.printing import warn
 FORMATS = ("JPEG", "PNG", "WEBP")  # of files that are read, whatever their ending
 SIZE = 32  # pixels a side
 TEST_SHARE = 0.2  # of each class, if there is no folder of test photos
-OTHERS = (".", "@", "__")  # names of files and folders that begin so are left out: .DS_Store, @eaDir, __MACOSX
+OTHERS = (".", "@", "__", "lost+found")  # names that begin so are left out: .DS_Store, @eaDir, __MACOSX
 Pictures = dict[Path, np.ndarray]  # files and their pictures, uint8 [32, 32, 3]
 Classes = dict[str, Pictures]  # the photos of each class, in the order of their names
 
@@ -57,18 +58,19 @@ def read_picture(path: Path | str) -> np.ndarray:
     """
     with Image.open(path, formats=FORMATS) as picture:
         picture.draft(None, (4 * SIZE, 4 * SIZE))  # a large JPEG is decoded at a fraction of its size, which is fast
-        upright = as_rgb(ImageOps.exif_transpose(picture))
-        return np.asarray(ImageOps.fit(upright, (SIZE, SIZE), Image.Resampling.BILINEAR))
+        ImageOps.exif_transpose(picture, in_place=True)
+        return np.asarray(ImageOps.fit(as_rgb(picture), (SIZE, SIZE), Image.Resampling.BILINEAR))
 
 
 def as_rgb(picture: Image.Image) -> Image.Image:
     """Return a picture in RGB, on white where it is transparent. `convert` would clip gray pictures of 16 bits."""
     if picture.mode.startswith("I"):
         picture = Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
-    if picture.has_transparency_data:
-        white = Image.new("RGBA", picture.size, "white")
-        picture = Image.alpha_composite(white, picture.convert("RGBA"))
-    return picture.convert("RGB")
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    white = Image.new("RGB", picture.size, "white")
+    white.paste(picture, mask=picture.convert("RGBA"))
+    return white
 
 
 # ---- The photos
@@ -95,24 +97,30 @@ def read_classes(folder: Path) -> Classes:
     """Return the readable photos of each folder in `folder`. Raise ConfigError if classes or photos are too few."""
     folders = [path for path in visible(folder) if path.is_dir()]
     if len(folders) < 2:
-        raise ConfigError(f"{folder} has {len(folders)} folders: it needs one for each class")
-    classes = {path.name: decode([*walk(path)], f"photos of class {path.name}") for path in folders}
+        raise ConfigError(f"{folder} has {len(folders)} folders: it needs one for a class")
+    classes: Classes = {}
+    for path in folders:
+        name = unicodedata.normalize("NFC", path.name)  # file systems write é in one character or in two
+        classes.setdefault(name, {}).update(decode([*walk(path)], f"photos of class {name}"))
     for name, photos in classes.items():
         if len(photos) < 2:
-            raise ConfigError(f"class {name!r} has {len(photos)} photos that can be read: give two or more")
+            raise ConfigError(f"class {name!r} has {len(photos)} photos that can be read: give 2")
     return classes
 
 
 def split(classes: Classes) -> Classes:
     """Move a fifth of each class, and at least one photo, out of `classes`; return these test photos.
 
-    Hashes of the names choose them. So if photos are added later, few training photos become test photos.
+    The photos of one subfolder, of one video say, are all for training or all for testing. Hashes of the names choose.
+    So if photos are added later, few training photos become test photos.
     """
     test = {}
     for name, photos in classes.items():
-        ranked = sorted(photos, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
-        chosen = sorted(ranked[: max(1, round(TEST_SHARE * len(photos)))])
-        test[name] = {file: photos.pop(file) for file in chosen}
+        root = os.path.commonpath(photos)
+        groups = {file: file.relative_to(root).parts[0] for file in photos}
+        ranked = sorted({*groups.values()}, key=lambda group: hashlib.sha256(os.fsencode(group)).digest())
+        chosen = ranked[: max(1, round(TEST_SHARE * len(ranked)))]
+        test[name] = {file: photos.pop(file) for file in sorted(photos) if groups[file] in chosen}
     return test
 
 

@@ -9,11 +9,10 @@ NumPy's normal and `uniform` draws depend on processor and compiler, and are not
 import numpy as np
 
 CLASSES = ("disc", "ring", "square", "frame", "triangle", "plus", "cross", "bars", "star", "moon")
-TRAIN_COUNT, TEST_COUNT = 8192, 2000
 SEED = 1912
 
 
-def draw_shapes(train: int = TRAIN_COUNT, test: int = TEST_COUNT) -> tuple[np.ndarray, ...]:
+def draw_shapes(train: int = 8192, test: int = 2000) -> tuple[np.ndarray, ...]:
     """Return images uint8 [train, 32, 32, 3], labels int64 [train], then those for test: always the same ones."""
     random = np.random.RandomState(SEED)
     labels = np.arange(train + test) % len(CLASSES)

@@ -225,11 +225,13 @@ def check_count(count: int, team: Team, hyp: BaseHyp) -> None:
 def sizes_of(program: ModuleType, hyp: BaseHyp, images: Images) -> dict[str, str]:
     """Return the sizes of a run for its row: training images, trained parameters and PFLOP; "" where unknown."""
     sizes = {"training_images": str(len(images.train_images)), "parameters": "", "pflop": ""}
-    with contextlib.suppress(Exception):  # a network that only `train` can make, or that reads values
+    try:
         network = program.Network(hyp, images.classes)
         parameters = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
         sizes["parameters"] = str(parameters)
         sizes["pflop"] = f"{hyp.flop(network, len(images.train_images)) / 1e15:.4g}"
+    except Exception as error:  # a network that only `train` can make, or that reads values
+        warn(f"parameters or pflop are not known ({error!r})")
     return sizes
 
 

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import pandas as pd
 
 from .results import Results
-from .statistics import Comparison, compare_means, in_columns, in_markdown, mean_and_std, verdict
+from .statistics import MARGIN, Comparison, compare_means, in_columns, in_markdown, mean_and_std, verdict
 from .table import OPTION
 
-MARGIN = 0.1  # points of accuracy that are equivalent
 MAIN = (
     "recipe",
     "images",
@@ -39,14 +38,14 @@ class Report(NamedTuple):
     verdicts: dict[str, Verdict]
 
 
-def compare(campaigns: Mapping[str, Results], reference: str, margin: float = MARGIN, markdown: bool = False) -> Report:
+def compare(campaigns: Mapping[str, Results], reference: str, markdown: bool = False) -> Report:
     """Compare the accuracies of campaigns with the reference's. Bonferroni's correction counts all sides."""
     base = campaigns[reference]
     sides = {name: each for name, each in campaigns.items() if name != reference}
-    verdicts = {name: judge(side, base, margin, len(sides)) for name, side in sides.items()}
+    verdicts = {name: judge(side, base, len(sides)) for name, side in sides.items()}
     as_text = in_markdown if markdown else in_columns
     tables = [as_text(conditions_table(campaigns)), as_text(accuracy_table(campaigns, verdicts))]
-    return Report("\n\n".join([*tables, *notes_on(verdicts), legend(margin, len(sides))]), verdicts)
+    return Report("\n\n".join([*tables, *notes_on(verdicts), legend(len(sides))]), verdicts)
 
 
 def accuracies(campaign: Results) -> pd.Series:
@@ -54,13 +53,13 @@ def accuracies(campaign: Results) -> pd.Series:
     return 100 * campaign.runs.set_index("seed")["accuracy"]
 
 
-def judge(mine: Results, reference: Results, margin: float, tests: int) -> Verdict:
+def judge(mine: Results, reference: Results, tests: int) -> Verdict:
     """Compare the accuracies of two campaigns. Runs that diverged forbid it: the others are no fair sample."""
     for each in (mine, reference):
         if each.diverged:
             return Verdict("-", why_not=f"{each.diverged} of {each.count} runs of {each.name} diverged")
     found = compare_means(accuracies(mine), accuracies(reference), tests)
-    return Verdict(verdict(found, margin), found) if found else Verdict("-", why_not=NO_SPREAD)
+    return Verdict(verdict(found), found) if found else Verdict("-", why_not=NO_SPREAD)
 
 
 # ---- Tables and notes
@@ -99,6 +98,6 @@ def notes_on(verdicts: Mapping[str, Verdict]) -> list[str]:
     return notes
 
 
-def legend(margin: float, tests: int) -> str:
-    bounds = f"equivalent: within {margin:g} points; intervals and p hold for {tests} comparison(s) together"
+def legend(tests: int) -> str:
+    bounds = f"equivalent: within {MARGIN:g} points; intervals and p hold for {tests} comparison(s) together"
     return f"±: standard deviation over runs; {bounds}."

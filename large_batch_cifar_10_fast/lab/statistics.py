@@ -8,6 +8,7 @@ import pandas as pd
 from scipy import stats
 
 SIGNIFICANCE = 0.01  # of a verdict: intervals have a confidence of 99%
+MARGIN = 0.1  # points of accuracy that are equivalent
 POWER = 0.8  # with which a detectable difference is found
 ROUNDING = 1e-9  # differences of equal counts, as percents, differ by less
 
@@ -56,9 +57,9 @@ def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comp
     return Comparison(a.mean() - b.mean(), low, high, p, float(detectable), mine)
 
 
-def verdict(found: Comparison, margin: float) -> str:
-    """Return equivalent if the interval lies within the margin, otherwise better or worse if it excludes 0."""
-    if -margin < found.low and found.high < margin:
+def verdict(found: Comparison) -> str:
+    """Return equivalent if the interval lies within MARGIN, otherwise better or worse if it excludes 0."""
+    if found.low > -MARGIN and found.high < MARGIN:
         return "equivalent"
     if not found.low <= 0 <= found.high:
         return "better" if found.difference > 0 else "worse"

@@ -74,7 +74,7 @@ class Campaign(AbstractContextManager):
             conditions = {name: value for name, value in values.items() if decides(name)}
             text = differences(conditions, known["conditions"], conditions)
             if text:
-                advice = "give the same options again, or another --campaign"
+                advice = "give the same options (and --nproc, OMP_NUM_THREADS) again, or another --campaign"
                 raise ConfigError(f"campaign {self.name} cannot be continued with {text}: {advice}")
             agreed = {"runs": max(self.runs, known["runs"]), "conditions": {**conditions, **known["conditions"]}}
             with write_atomically(path) as unfinished:
