@@ -29,15 +29,13 @@ __all__ = ["Classifier", "Machine", "evaluate", "load", "load_images", "read_pic
 def train(recipe: Path | str = "apple2019", **options: Any) -> pd.DataFrame:
     """Train in this process with options of the command line; return the rows of its runs, as in runs.tsv.
 
-    Afterwards torch's random numbers and its settings of cuDNN are those of before.
+    Afterwards torch's random numbers on the CPU and its settings of cuDNN are those of before.
 
     `recipe` is a name, or FILE.py. Raise ConfigError for invalid options.
     """
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True):
+    with torch.random.fork_rng([]), torch.backends.cudnn.flags(enabled=True):
         rows = run_program(load_program(str(recipe)), ["--recipe", str(recipe), *as_words(options)])
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows, columns=None if rows else NUMBERS)  # none if other launches made them
     table[[*NUMBERS]] = table[[*NUMBERS]].apply(pd.to_numeric)
     return table
 

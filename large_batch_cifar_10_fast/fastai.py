@@ -265,7 +265,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     precision = machine.choose_precision(hyp.gpu_precision, half_weights=False)
     train_images = len(images.train_images)
     workers_at_once = len(team.workers) // machine.micro_batches
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # correct images, images, sum of losses
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes, workers_at_once)

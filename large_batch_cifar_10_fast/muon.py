@@ -57,7 +57,9 @@ class Hyp(BaseHyp):
     whitening_epochs: int = -1  # epochs that train the whitening bias; -1: 1 of 9 (muon2024: 3 of 8)
     label_smoothing: float = 0.2  # part of a label that is spread over all classes
     norm_momentum: float = 0.22  # weight of a new batch in the running statistics
-    views: Literal["one", "two", "six"] = "six"  # views of a test image after the last epoch (data.average_over_views)
+    views: Literal["one", "two", "six"] = (
+        "six"  # views of a test image after the last epoch (evaluation.average_over_views)
+    )
     workers: int = 1  # replicas, each with its own training images
 
     gpu_precision = "bf16"
@@ -272,7 +274,7 @@ class Member(nn.Module):
         )
         self.pool = layers.MaxPool()  # over all remaining positions, at any resolution
         self.linear = nn.Linear(4 * width, classes, bias=False)
-        self.linear.weight.data /= self.linear.weight.data.std()
+        self.linear.weight.data /= self.linear.weight.data.std()  # as airbench, and so is the 256 below
         self.adds_mean = hyp.adds_mean
 
     def forward(self, x: Tensor) -> Tensor:
@@ -329,7 +331,7 @@ def filters_of(images: Tensor) -> Tensor:
 # Optimizers
 # ---------------------------------------------------------------------------------------------------------------------
 
-WEIGHT_DECAY = 2e-6  # of biases and head: per image of a step, divided by the group's rate
+WEIGHT_DECAY = 2e-6  # of biases and head. SGD multiplies it by the rate, so `make_optimizers` divides by the rate
 
 
 def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
@@ -343,7 +345,9 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     # norm replaces weight decay (docs/why_it_is_fast.md#muon).
     of_muon = {"params": filters, "first_rate": hyp.filter_rate, "epochs": hyp.epochs}
     muon = Muon([of_muon], lr=0.0, momentum=hyp.filter_momentum)
-    shared_rate = hyp.bias_rate / hyp.members  # its gradient is a sum over the members
+    shared_rate = (
+        hyp.bias_rate / hyp.members
+    )  # all members share this bias, so its gradient is `members` times as large
     groups: list[dict] = [
         {"params": biases, "first_rate": hyp.bias_rate, "epochs": hyp.epochs},
         {"params": [network.whitening.bias], "first_rate": shared_rate, "epochs": hyp.actual_whitening_epochs},
@@ -351,14 +355,17 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     ]
     for group in groups:
         group["weight_decay"] = WEIGHT_DECAY * hyp.actual_batch_size / group["first_rate"]
-        group["first_rate"] *= hyp.workers  # for a gradient summed over the step; ours is a mean over workers
+        # The published rate is for gradients summed over all images; `average_gradients` divides by the workers.
+        group["first_rate"] *= hyp.workers
     optimizers = [muon, SGD(groups, lr=0.0, momentum=hyp.momentum, nesterov=True)]
     keep_rates_on_gpu(optimizers, team)
     return optimizers
 
 
 def set_rates(hyp: Hyp, optimizers: Sequence[Optimizer], epoch: float) -> None:
-    """Set all rates at a time in epochs. They are constant for one step of CIFAR-10, then fall linearly."""
+    """Set all rates at a time in epochs. Steps are counted from 1, airbench counts from 0, so
+    the schedule is one step of CIFAR-10 later.
+    """
     step = hyp.images_of_step / EPOCH_IMAGES
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -411,7 +418,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     own_images = data.count_own(len(images.train_images), team)
     steps = steps_by_epoch(hyp, len(images.train_images))
     stages = [stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # correct images, images, sum of losses
     last_losses = torch.full((own_images,), torch.inf, device=team.device)  # of each image when last seen
 
     def fresh() -> tuple[Network, list[Optimizer]]:
@@ -432,20 +439,20 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
 
     def train_step(batch: Tensor, stage: Stage) -> None:
         """Update the weights once, from one batch of every worker. On a GPU a CUDA graph replays it."""
-        losses: list[Tensor] = []
+        latest: list[Tensor] = []  # losses of images
         for part in batch.chunk(machine.micro_batches, dim=1):
             result = machine.forward(*machine.make_batch(part, stage), stage)
             result.loss.backward()
-            if not losses:  # on rank 0, this part begins with worker 0's images: its statistics count
+            if not latest:  # on rank 0, this part begins with worker 0's images: its statistics count
                 layers.update_running_statistics(network, result.statistics)
             sums.add_(result.sums)
-            losses.append(result.losses)
+            latest.append(result.losses)
         team.average_gradients(network.parameters())  # over all workers, here and nowhere else
         with precision.autocast():  # for the matrix products of Muon
             for optimizer in model.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        last_losses[batch[0]] = torch.cat(losses)
+        last_losses[batch[0]] = torch.cat(latest)
 
     losses = partial(losses_of, hyp)
     forward = partial(forward_pass, hyp, network, precision)

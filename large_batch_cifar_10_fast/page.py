@@ -207,7 +207,7 @@ def train(hyp: Basenet, images: data.Images, machine: Machine) -> Callable[[int]
     team = machine.team
     precision = machine.choose_precision(hyp.gpu_precision, half_weights=True)
     train_images = len(images.train_images)
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # of an epoch's losses and correct images
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # correct images, images, sum of losses
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes)

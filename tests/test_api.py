@@ -123,8 +123,12 @@ def test_python_trains_as_the_command_line_does(tiny_npz, tmp_path, monkeypatch)
     """None is an option that is not given. A recipe may be the path of a program."""
     monkeypatch.chdir(tmp_path)
     program = shutil.copy(REPO / "tests" / "tiny.py", tmp_path)
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
     rows = api.train(program, runs=2, data=tiny_npz, resume=False, save=None, campaign=None, no_warmup=True)
     assert rows[["run", "recipe"]].to_numpy().tolist() == [[0, "tiny"], [1, "tiny"]]
+    assert torch.equal(torch.rand(2), expected), "training uses its own random numbers"
     assert not list(tmp_path.glob("None*"))
     run_here("--recipe", program, "--data", tiny_npz, "--no_warmup", "--seed", 1, "--out", "other")
     assert row_of(tmp_path / "other")["validation_loss"] == rows["validation_loss"][1], "the same options and seed"

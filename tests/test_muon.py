@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from large_batch_cifar_10_fast import muon
 from large_batch_cifar_10_fast.core import machine as machines
-from large_batch_cifar_10_fast.core.hyp import settings_of
 from large_batch_cifar_10_fast.core.optim import Muon
 from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
@@ -151,13 +150,6 @@ def test_two_workers_train_as_stock_layers_do_to_nine_digits(recipe):
     assert_close(outputs, outputs.diag().sort(descending=True).values.diag())
     assert_close(outputs + 5e-4 * rows @ rows.T, torch.eye(12).double())
     assert torch.equal(filters[12:], -filters[:12])
-
-
-def test_every_figure_of_2024s_is_what_its_authors_state():
-    stated = {"epochs": 8, "batch_size": 2000, "width": 64, "pixels": (32,), "kept": (1,), "workers": 1, "views": "six"}
-    stated |= {"filter_rate": 0.24, "filter_momentum": 0.6, "whitening_epochs": 3, "bias_rate": 0.053}
-    stated |= {"head_rate": 0.67, "momentum": 0.85, "label_smoothing": 0.2, "norm_momentum": 0.4}
-    assert settings_of(muon.Hyp2024()) == stated
 
 
 def test_resolutions_are_spread_evenly_over_the_epochs():

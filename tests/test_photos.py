@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ALONE, python, run_here
+from conftest import python, run_here
 from PIL import Image
 
 from large_batch_cifar_10_fast import ConfigError, api
@@ -143,8 +143,6 @@ def test_test_photos_may_have_their_own_folder_whose_classes_may_be_links(folder
     found = np.load(tmp_path / "x.npz")
     np.testing.assert_array_equal(found["test_images"], found["train_images"])
     assert np.bincount(found["test_labels"]).tolist() == [90, 90]
-    call(photos, folder, tmp_path / "x.npz", "--test", make_photos(tmp_path / "few", 2))
-    assert np.load(tmp_path / "x.npz")["test_labels"].tolist() == [0, 0, 1, 1]
 
 
 def test_a_folder_that_is_no_data_set_is_refused(folder, tmp_path, error_line):
@@ -166,9 +164,9 @@ def test_a_folder_that_is_no_data_set_is_refused(folder, tmp_path, error_line):
 def test_too_few_photos_are_refused_or_warned_of_with_options_that_fit(capsys):
     kind = load_program("muon").Hyp
     with pytest.raises(ConfigError, match="144 images has 0 steps of 1000: try --workers 1 --batch_size 18 --epochs"):
-        check_count(144, ALONE, kind())
+        check_count(144, kind())
     for batch_size, warned in ((18, False), (19, True)):
-        check_count(144, ALONE, kind(batch_size=batch_size))
+        check_count(144, kind(batch_size=batch_size))
         assert ("144 images has 7 steps of 19" in capsys.readouterr().err) == warned
 
 
@@ -220,12 +218,6 @@ def test_evaluation_says_what_is_taken_for_what(weights, file, tmp_path, capsys)
     printed = capsys.readouterr().out
     assert "accuracy 0.8611 (31 of 36 images)" in printed
     assert re.search(r"\ndunkel +13 +1.0000 +\[.*\nweiß +23 +0.7826 +\[.*\nweiß taken for dunkel: 5 of 23\n$", printed)
-
-
-def test_the_largest_confusions_come_first():
-    pairs = [*["ab", "ab", "aa", "bb", "bc", "bc", "bc", "cc"]]
-    answers = pd.DataFrame([*map(list, pairs)], columns=["label", "answer"])
-    assert evaluate.confusions(answers) == ["b taken for c: 3 of 4", "a taken for b: 2 of 3"]
 
 
 def test_classes_are_matched_by_their_names_or_else_by_their_numbers(weights, file, tmp_path):

@@ -93,6 +93,11 @@ def test_the_last_campaign_or_the_named_one_is_read(tmp_path):
     assert each_campaign(f"{file}:*") == [f"{file}:a", f"{file}:b"]
 
 
+def test_large_seeds_stay_whole_numbers(tmp_path):
+    found = read_results(write_runs(tmp_path / "runs", [9400, 9410], seed=2**60 + 1))
+    assert found.runs["seed"].tolist() == [str(2**60 + 1), str(2**60 + 2)]
+
+
 def test_a_damaged_or_foreign_file_is_one_line_that_names_it(tmp_path):
     path = tmp_path / "log"
     good = (tmp_path / "good", write_runs(tmp_path / "good", [9400]))[0].read_text()

@@ -98,6 +98,13 @@ def test_a_mistake_before_the_first_run_can_be_corrected_and_the_same_command_wo
     assert snapshot.Place(tmp_path / "out", "night", "mine.py").program.read_bytes() == text
 
 
+def test_resume_continues_the_campaign_that_was_begun_last_though_it_has_no_run(tmp_path):
+    for name in ("a", "b"):
+        snapshot.keep(snapshot.Place(tmp_path, name, "muon"))
+    write_empty(tmp_path, "runs/a/0000.json")
+    assert snapshot.place_of(["--resume", "--out", str(tmp_path)]).campaign == "b"
+
+
 def test_a_copy_has_the_modules_and_packages_of_the_folder_and_nothing_else(tmp_path):
     mine = tiny_program(tmp_path)
     ours = {"helper.py", "lib/__init__.py", "lib/deep/act.py"}

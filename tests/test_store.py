@@ -130,7 +130,8 @@ def test_a_run_that_another_launch_makes_is_left_to_it_and_free_when_it_is_kille
         assert runs(tmp_path) == [2]
         run_here(*small, "--runs", 2)
         assert capsys.readouterr().out.count("Uploaded") == 1, "nothing is set up"
-    run_here(*small, "--runs", 3)
+    run_here(*small, "--runs", 3, "--save", tmp_path / "w.pt")
+    assert "w.pt is not written: run 2 is finished" in capsys.readouterr().err
     assert runs(tmp_path) == [0, 1, 2]
 
 

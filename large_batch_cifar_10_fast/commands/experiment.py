@@ -113,8 +113,8 @@ def check_recorded(name: str, wanted: Row, out: Path) -> None:
 def make_runs(campaigns: Mapping[str, list[str]], runs: int, out: Path) -> dict[str, str]:
     """Make the missing runs. Return how campaigns failed.
 
-    The campaigns take turns: in a round all get as many runs as they have, at first one. So all run on the machine in
-    the same state, and have few starts. A variant that fails gets no more runs. If the baseline fails, the experiment
+    The campaigns take turns: the target doubles each round, 1, 2, 4, ... runs. So all run on the machine in the same
+    state, and have few starts. A variant that fails gets no more runs. If the baseline fails, the experiment
     stops. Other launches may make some of the runs meanwhile.
     """
     failed: dict[str, str] = {}

@@ -31,7 +31,7 @@ class Clock:
             self.cpu_seconds += time.process_time() - cpu_start
 
     def begin_run(self) -> None:
-        """Reset the clock to the end of the set-up, which counts for each run. The first call stores that time."""
+        """Begin a run's time with the seconds of the common set-up, which the first call remembers."""
         if self._set_up is None:
             self._set_up = self.seconds, self.cpu_seconds
         seconds, self.cpu_seconds = self._set_up

@@ -42,7 +42,7 @@ def compile_checked(
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a missing GPU
     if "TORCH_LOGS" not in os.environ:  # set by users who want more than our one line
         logging.getLogger("torch._inductor").setLevel(logging.CRITICAL + 1)
-    torch._dynamo.config.recompile_limit = 64  # a kind of step has four graphs; the default limit is 8
+    torch._dynamo.config.recompile_limit = 64  # versions of a function; each kind of step is one; the default is 8
     function: Any = torch.compile(lambda *inputs: plain(*inputs), dynamic=False)
     failure = ""
     try:

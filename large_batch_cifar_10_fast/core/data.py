@@ -1,4 +1,4 @@
-"""Images in memory and on the device: shards, crops and flips, views of a test image (docs/method.md, section 2)."""
+"""Images in memory and on the device: shards, crops and flips (docs/method.md, section 2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,8 +53,8 @@ def random_images(train: int, test: int, classes: int) -> Images:
 class Shards(NamedTuple):
     """The images on a process's device: its workers' training images and its share of the test images.
 
-    Image i of the data set belongs to worker i % `total_workers`, in all epochs. The images keep the order of the data
-    set, so those of a process's workers alternate. `shard` returns the places of one worker's images.
+    Image i of the data set belongs to worker i % `total_workers`, in all epochs. A process with
+    workers 0 and 1 of 8 has images 0, 1, 8, 9, ... `shard` returns the places of one worker's images.
     """
 
     images: Tensor  # [n, 32, 32, 3], normalized
@@ -93,7 +93,10 @@ def in_host_memory(array: np.ndarray, team: Team) -> Tensor:
 
 
 def normalize(images: Tensor, normalization: Normalization, precision: Precision) -> Tensor:
-    """Normalize uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel, computed in the type of weights."""
+    """Normalize uint8 [n, 32, 32, 3] to mean 0 and std 1 per channel, computed in the type of weights.
+
+    Images that have this type already are changed in place.
+    """
     mean, std = normalization
     offset = torch.tensor(mean, dtype=precision.weights, device=images.device)
     scale = torch.tensor(std, dtype=precision.weights, device=images.device)

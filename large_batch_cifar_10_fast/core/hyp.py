@@ -20,7 +20,7 @@ class BaseHyp:
 
     epochs: int
     batch_size: int  # images that a worker takes each step
-    views: str = "one"  # views of a test image after the last epoch, for evaluation (data.average_over_views)
+    views: str = "one"  # views of a test image after the last epoch, for evaluation (evaluation.average_over_views)
     gpu_precision: str = "fp16"  # on a GPU, without --precision; fp16 if a GPU has no bf16
     small: str = ""  # the options that --small stands for
     demo: str = ""  # the options that --demo stands for
@@ -46,7 +46,7 @@ class BaseHyp:
         """Raise ConfigError if `count` training images are too few for the program."""
 
     def fit_to(self, images: int) -> str:
-        """Return options for a small data set of so many training images, as an advice."""
+        """Return options for a small data set of so many training images, as a suggestion."""
         return "more images"
 
     def flop(self, network: nn.Module, train_images: int) -> float:
@@ -60,7 +60,10 @@ def settings_of(hyp: Any) -> dict[str, object]:
 
 
 def count_flop(network: nn.Module, pixels: int = 32, **stage: Any) -> float:
-    """Return the floating-point operations of an image's forward and backward pass, by torch's counter."""
+    """Return the floating-point operations of an image's forward and backward pass, by torch's counter.
+
+    The network loses its values.
+    """
     network.eval().to("meta")  # in evaluation mode norms accept one image; on "meta" nothing is computed
     with FlopCounterMode(display=False) as counter:
         network(torch.zeros(1, 3, pixels, pixels, device="meta"), **stage).sum().backward()

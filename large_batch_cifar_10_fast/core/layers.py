@@ -167,8 +167,8 @@ def unpool(x: Tensor, size: int) -> Tensor:
 class Convolution(nn.Conv2d):
     """A 3x3 convolution from [B, C, S, S] to [B, D, S, S], with a padding of 1 and without bias.
 
-    With `pooled`, pooling by 2 follows and would drop the last row and column of an odd side. So they are not computed,
-    which saves up to 15% of a step's work.
+    With `pooled`, it leaves out the last row and column of an odd side, because the pooling that follows drops them.
+    This saves up to 15% of a step's work.
     """
 
     def __init__(self, channels_in: int, channels_out: int, pooled: bool = False) -> None:

@@ -27,11 +27,11 @@ from .team import Team
 class Machine:
     """The processes that train, how they compute, their images, and their clock.
 
-    After the set-up a program calls `make_batch`, `forward`, `predict` and `step`, and finds its images in `shards`.
-    Before that, `shards` has random images.
+    A program calls `restart`, `make_batch`, `forward`, `step` and `evaluate`. During the set-up, `shards` has random
+    images.
     """
 
-    augment: Callable  # (all images, all labels, batch, *stage) to (images, labels)
+    _make_batch: Callable  # (all images, all labels, batch, *stage) to (images, labels)
     forward: Callable  # (images, labels, *stage) to the results of a pass
     predict: Callable  # (network, images) to logits
     step: Callable[..., None]  # (batch, *stage): the program's `train_step`, or its CUDA graphs
@@ -46,7 +46,7 @@ class Machine:
         warm_up: bool = True,
         micro_batches: int = 1,
     ) -> None:
-        """By default, use this process only, in its fastest precision, and compile on a GPU.
+        """By default, use this process only, in the precision that the command line chooses; compile on a GPU only.
 
         `graphs`: replay CUDA graphs. `warm_up`: take an untimed step of each kind. `micro_batches`: forward and
         backward passes per step.
@@ -94,7 +94,7 @@ class Machine:
         each kind, which chooses kernels, and the capture of CUDA graphs. The first two use random images.
         """
         team = self.team
-        self.augment = make_batch
+        self._make_batch = make_batch
         self.forward = forward
         self.predict = predict
         self.step = train_step
@@ -134,15 +134,15 @@ class Machine:
             labels = predicted.mode().values.expand_as(predicted).contiguous()
             return results_of_pass(network, forward, images, labels, *stage)
 
-        def batches(augment: Callable, *part: Any) -> dict[str, Tensor]:
-            made = augment(self.shards.images, self.shards.labels, *part)
+        def batches(function: Callable, *part: Any) -> dict[str, Tensor]:
+            made = function(self.shards.images, self.shards.labels, *part)
             return dict(zip(("images", "labels"), made, strict=True))
 
         @torch.no_grad()
-        def logits(predict: Callable, images: Tensor) -> dict[str, Tensor]:
+        def logits_of(function: Callable, images: Tensor) -> dict[str, Tensor]:
             network.eval()
             with precision.autocast():
-                found = predict(network, images)
+                found = function(network, images)
             network.train()
             return {"logits": found}
 
@@ -162,9 +162,9 @@ class Machine:
             for number, optimizer in enumerate(model.optimizers):
                 if hasattr(optimizer, "update"):  # it is ours
                     optimizer.update = compiled(f"update {number}", optimizer.update, updates, [(optimizer,)])
-            self.augment = compiled("batches", self.augment, batches, parts)
+            self._make_batch = compiled("batches", self._make_batch, batches, parts)
             test_images = list(chunks(self.shards.test_images))  # the last may be smaller
-            self.predict = compiled("evaluation", self.predict, logits, [(test_images[0],), (test_images[-1],)])
+            self.predict = compiled("evaluation", self.predict, logits_of, [(test_images[0],), (test_images[-1],)])
 
     def close(self) -> None:
         """Free the graphs, before the process group ends."""
@@ -193,4 +193,4 @@ class Machine:
 
     def make_batch(self, batch: Tensor, *stage: Any) -> tuple[Tensor, Tensor]:
         """Return augmented images and labels for a forward pass."""
-        return self.augment(self.shards.images, self.shards.labels, batch, *stage)
+        return self._make_batch(self.shards.images, self.shards.labels, batch, *stage)

@@ -84,7 +84,7 @@ def nesterov_update(
 # chosen for speed, not accuracy: after three steps most singular values lie between 0.7 and 1.2.
 A, B, C = 3.4445, -4.7750, 2.0315
 NEWTON_SCHULZ_STEPS = 3
-MOST_PADDED = 2.25  # a batch's work, over that of its matrices without padding: muon's filters make one batch
+MOST_PADDED = 2.25  # largest factor by which padding may raise a batch's work: all filters of muon fit in one batch
 TINY = 1e-15  # smallest norm to divide by: squares of smaller gradients would underflow in float32
 
 

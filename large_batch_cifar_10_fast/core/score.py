@@ -42,7 +42,7 @@ class Epoch:
     """The result that a run yields after each epoch."""
 
     number: int  # from 1
-    seconds: float  # of training so far, with the set-up
+    seconds: float  # timed so far: upload, preprocessing, whitening, training
     train: Score  # while training
     validation: Score  # after the epoch
     network: nn.Module = field(repr=False)  # as it is now: the next epoch changes it

@@ -33,7 +33,9 @@ class Team:
         split equally over processes and parts.
         """
         if workers % self.world_size:
-            raise ConfigError(f"{workers} workers cannot be split over {self.world_size} processes: use a divisor")
+            raise ConfigError(
+                f"{workers} workers cannot be split over {self.world_size} processes: use a divisor as --nproc"
+            )
         here = workers // self.world_size
         if here % micro_batches:
             wrong = f"--micro_batches {micro_batches} does not divide the {here} workers of a process"
@@ -100,8 +102,8 @@ class Team:
         return [self.store.get(f"{key}/{other}").decode() for other in range(self.world_size)]
 
     def first_failure(self, key: str, failure: str) -> str:
-        """Return the first failure that any process passes for a key, or ""."""
-        return next(filter(None, self.gather(key, failure)), "")
+        """Return a failure that a process passes for a key, or "" if all pass "". Use each key once."""
+        return max(self.gather(key, failure))
 
 
 def launched_world_size() -> int:

@@ -26,7 +26,7 @@ def find_cifar(path: Path) -> tuple[Path, Any]:
             return DATA, kind
         if (path / kind.filename).exists() or (path / kind.base_folder).exists():
             return path, kind
-    raise ConfigError(f"--data {path} has no data set, and a download needs an empty folder; `photos` reads photos")
+    raise ConfigError(f"--data {path} has no data set, and downloads need an empty folder; `photos` reads photos")
 
 
 def read_cifar(path: Path) -> tuple[str, list[np.ndarray]]:

@@ -48,7 +48,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
     with join_team(options.device, options.timeout) as processes, contextlib.ExitStack() as opened:
         team = processes.with_workers(hyp.workers, options.micro_batches)
         images = load_images(options.data, options.holdout)
-        check_count(len(images.train_images), team, hyp)
+        check_count(len(images.train_images), hyp)
         sizes = sizes_of(program, hyp, images)
         options = choose_computation(options, hyp.gpu_precision, float(sizes["pflop"] or 0), team)
         common = conditions(options, name, hyp, program, images, sizes, team)
@@ -204,20 +204,20 @@ def conditions(
 
 
 def check_processes_agree(values: Mapping[str, str], team: Team) -> None:
-    """Raise ConfigError if the conditions of a process differ from those of the first process."""
+    """Raise ConfigError if the conditions of a process differ from another's."""
     for rank, text in enumerate(team.gather("conditions", json.dumps(values))):
         found = differences(json.loads(text), values, values)
         if found:
             raise ConfigError(f"process {rank} differs from process {team.rank} in {found}: give all the same options")
 
 
-def check_count(count: int, team: Team, hyp: BaseHyp) -> None:
+def check_count(count: int, hyp: BaseHyp) -> None:
     """Raise ConfigError if there are too few training images for a step. Warn if an epoch has too few steps."""
     steps = count // hyp.images_of_step
+    few = f"an epoch of {count} images has {steps} steps of {hyp.images_of_step}: try {hyp.fit_to(count)}"
+    if not steps:
+        raise ConfigError(few)
     if steps < FEW_STEPS and hyp.images_of_step > SMALL_STEP:
-        few = f"an epoch of {count} images has {steps} steps of {hyp.images_of_step}: try {hyp.fit_to(count)}"
-        if not steps:
-            raise ConfigError(few)
         warn(few)
     hyp.check_images(count)
 

@@ -36,7 +36,9 @@ def train(arguments: Sequence[str]) -> NoReturn:
             run_program(load_program(recipe_of(arguments)), arguments)
         except RuntimeError as error:
             if re.search("(of|allocate) memory|ALLOC_FAILED", str(error)):
-                raise ConfigError("out of memory: use a smaller --batch_size, or more --micro_batches") from error
+                failure = ConfigError("out of memory: reduce --batch_size")
+                failure.reported = False  # perhaps only this process has it
+                raise failure from error
             raise
     except ConfigError as error:
         status = INVALID

@@ -5,9 +5,9 @@ A program is a Python file with
 * `Hyp`, a frozen dataclass that inherits from `core.hyp.BaseHyp`. Its fields are options: `epochs`, `batch_size`, more;
 * `Network(hyp, classes)`, from images [B, 3, 32, 32] to logits [B, classes];
 * `losses_of(hyp, logits, labels)`: the loss of each image, [B], as `evaluate` shows it;
-* `train(hyp, images, machine)`, which sets up what all runs share and returns the generator function run(seed). This
-  trains one run and yields a `score.Epoch` after each epoch. `with machine.clock.timed("training"):` times training,
-  and `("validation")` validation;
+* `train(hyp, images, machine)`, which sets up what all runs share (`machine.choose_precision`, `machine.set_up`) and
+  returns the generator function run(seed). This calls `machine.restart`, trains one run and yields a `score.Epoch`
+  after each epoch. `with machine.clock.timed("training"):` times training, and `("validation")` validation;
 * if it likes, `SETS`: further recipes, their names and classes like Hyp.
 """
 

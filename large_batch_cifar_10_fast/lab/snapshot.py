@@ -6,7 +6,7 @@ OUT/runs/NAME/source  the DIGESTs from which campaign NAME runs
 
 The first launch of a campaign makes the copies and starts its processes from them. Later launches start themselves
 again from the campaign's copy. A campaign without a finished run or a running launch is not begun: it is copied anew.
-This module imports no torch, so that nothing of the checkout runs before that.
+This module imports no torch, which the start from the copy would import again.
 """
 
 import argparse

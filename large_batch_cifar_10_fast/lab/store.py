@@ -1,7 +1,7 @@
 """The runs of a campaign, each a file, and the tables that are made of them.
 
 OUT/runs/NAME/0007.json      the row and the epochs of run 7, which is finished if this file exists
-OUT/runs/NAME/campaign.json  the conditions that all runs share, and how many runs were asked for
+OUT/runs/NAME/campaign.json  the conditions that all runs share
 OUT/runs/NAME/claims         byte N is locked by the process that makes run N
 OUT/runs.tsv, epochs.tsv, timing_log.tsv    views: written anew from these files, and never read while training
 
@@ -67,18 +67,17 @@ class Campaign(AbstractContextManager):
         self.common |= values
         path = self.folder / "campaign.json"
         with locked(self.folder / "lock"):
-            known: dict[str, Any] = {"runs": 0, "conditions": {}}
+            known: dict[str, str] = {}
             if path.exists() and not (self.is_alone and not self.rows):
-                known = json.loads(path.read_text())
+                known = json.loads(path.read_text())["conditions"]
             self.is_alone = False
             conditions = {name: value for name, value in values.items() if decides(name)}
-            text = differences(conditions, known["conditions"], conditions)
+            text = differences(conditions, known, conditions)
             if text:
                 advice = "give the same options (and --nproc, OMP_NUM_THREADS) again, or another --campaign"
                 raise ConfigError(f"campaign {self.name} cannot be continued with {text}: {advice}")
-            agreed = {"runs": max(self.runs, known["runs"]), "conditions": {**conditions, **known["conditions"]}}
             with write_atomically(path) as unfinished:
-                unfinished.write_text(json.dumps(agreed, indent=1))
+                unfinished.write_text(json.dumps({"conditions": {**conditions, **known}}, indent=1))
 
     # ---- Runs
 
