@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..lab.options import read_options
 from ..lab.report import Cells, accuracies, compare
 from ..lab.results import Results, each_campaign, find_file, names_of, read_results
-from ..lab.statistics import in_columns, in_markdown, mean_and_std
+from ..lab.statistics import in_columns, mean_and_std
 
 
 def list_campaigns(campaigns: Sequence[Results]) -> Cells:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(sources) == 1:
         table, campaign = find_file(sources[0])
         found = [read_results(name) for name in each_campaign(f"{table}:{campaign or '*'}")]
-        print((in_markdown if options.markdown else in_columns)(list_campaigns(found)))
+        print(in_columns(list_campaigns(found)))
         return 0
     found = [read_results(source) for source in sources]
     names = names_of(found)

@@ -201,7 +201,7 @@ def main(arguments: Sequence[str]) -> int:
     given, baseline = parser.parse_known_args(arguments)
     options = make(Command, vars(given))
     if options.runs < 3 or options.holdout < 1:
-        raise ConfigError("use at least 3 --runs and a --holdout of at least 1 image")
+        raise ConfigError("use at least 3 --runs, and a --holdout")
     out = options.out.expanduser()
     baseline = [*baseline, f"--holdout={options.holdout}"]
     campaigns = words_of_campaigns(baseline, given.variants, given.grid, out)

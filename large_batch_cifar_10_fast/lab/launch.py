@@ -13,6 +13,7 @@ from typing import IO, NamedTuple
 
 from .. import INVALID, LAUNCHER, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError
 from ..core.devices import count_cores, count_gpus
+from ..images.load import load_images
 from .program import load_program, read_command
 from .snapshot import check_unchanged, environment_of, keep, place_of
 
@@ -36,6 +37,7 @@ def start_launch(arguments: Sequence[str], log: IO | None = None) -> "Processes"
         check_unchanged(program, place)
     cores = count_cores()
     processes = options.nproc or largest_divisor(hyp.workers, count_gpus(options.device) or cores)
+    load_images(options.data)  # downloads CIFAR-10, and refuses other data before anything is written
     threads = max(1, cores // processes)  # of each process, unless the user says otherwise
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | environment_of(keep(place))
     command = [sys.executable, "-m", PACKAGE.name, "train", *arguments, f"--recipe={place.kept_recipe}"]
