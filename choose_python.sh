@@ -38,6 +38,7 @@ is_made_of() {
 }
 
 make_venv() { # INTERPRETER WHY
+    [ ! -L "$top/.venv" ] || fail "$2, and .venv is a link, which is not changed: set PYTHON to another interpreter"
     [ -w "$top" ] || fail "$2, and $top is read-only: set PYTHON to an interpreter that has the packages"
     if is_made_of "$1" && "$top/.venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
         echo "Finishing $top/.venv" >&2
@@ -53,15 +54,6 @@ make_venv() { # INTERPRETER WHY
         || fail "Installing requirements.txt into $top/.venv failed; start again to continue. Without a network, set \
 PIP_INDEX_URL to a mirror, or PYTHON to an interpreter that has the packages"
     cp "$top/requirements.txt" "$top/.venv/complete"
-}
-
-# Let .venv find this package, and give it the command cifar10-fast.
-add_command() {
-    local packages command=$top/.venv/bin/cifar10-fast
-    packages=$("$python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    echo "$top" >"$packages/large_batch_cifar_10_fast.pth"
-    printf '#!/bin/sh\nexec "%s" -P -m large_batch_cifar_10_fast "$@"\n' "$python" >"$command"
-    chmod +x "$command"
 }
 
 choose_python() { # PACKAGE...
@@ -87,5 +79,4 @@ choose_python() { # PACKAGE...
     fi
     unset PYTHONPATH # would hide packages of .venv
     python=$top/.venv/bin/python
-    grep -qsF "$python" "$top/.venv/bin/cifar10-fast" || [ ! -w "$top/.venv/bin" ] || add_command
 }

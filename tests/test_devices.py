@@ -99,7 +99,7 @@ def test_a_python3_whose_torch_cannot_use_the_gpus_gives_way_to_a_venv_unless_py
 
 
 def test_without_packages_help_installs_nothing_and_an_installation_that_fails_is_not_complete(tmp_path):
-    for name in (LAUNCHER.name, "choose_python.sh", "pyproject.toml"):
+    for name in (LAUNCHER.name, "cifar10-fast", "choose_python.sh", "pyproject.toml"):
         shutil.copy(REPO / name, tmp_path)
     (tmp_path / PACKAGE.name).symlink_to(PACKAGE)
     (tmp_path / "requirements.txt").write_text("absent-thing==1")

@@ -141,12 +141,12 @@ def test_all_tasks_of_an_array_take_runs_of_one_campaign(tmp_path):
 # ---- .venv
 
 
-def test_a_venv_with_the_command_is_made_finished_after_an_interruption_and_not_taken_for_one_of_another_interpreter(
+def test_a_venv_is_made_finished_after_an_interruption_and_not_taken_for_one_of_another_interpreter(
     tmp_path,
 ):
     """By a launcher that needs a package that nobody has, with an empty requirements.txt: it needs no network."""
     venv = tmp_path / ".venv"
-    for name in (LAUNCHER.name, "choose_python.sh"):
+    for name in (LAUNCHER.name, "cifar10-fast", "choose_python.sh"):
         (tmp_path / name).write_text((REPO / name).read_text())
     (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["absent-thing>=1"]')
     (tmp_path / "requirements.txt").touch()
@@ -161,8 +161,9 @@ def test_a_venv_with_the_command_is_made_finished_after_an_interruption_and_not_
 
     assert message() == "Making"
     assert message() == ""
-    started = run_program(venv / "bin" / "cifar10-fast", "compare", "a b", cwd=REPO, PYTHONPATH="")
-    assert started.stdout == f"{venv} compare a b\n"
+    command = {"script": tmp_path / "cifar10-fast", "cwd": REPO}
+    assert launch("compare", "a b", **command).stdout == f"{venv} compare a b\n"
+    assert launch("--install", **command).stdout == f"{venv}/bin/python has what is needed\n"
     (venv / "complete").unlink()
     assert message() == "Finishing"
     (venv / "bin" / "python").unlink()

@@ -152,11 +152,6 @@ def test_two_workers_train_as_stock_layers_do_to_nine_digits(recipe):
     assert torch.equal(filters[12:], -filters[:12])
 
 
-def test_resolutions_are_spread_evenly_over_the_epochs():
-    hyp = muon.Hyp(epochs=4, pixels=(24, 24, 24, 28, 28, 32))
-    assert [muon.stage_of(hyp, epoch) for epoch in (1, 2, 3, 4)] == [(24, True), (24, False), (28, False), (32, False)]
-
-
 def test_the_warm_up_takes_each_distinct_step_once(monkeypatch):
     taken = []
 
