@@ -57,7 +57,7 @@ def test_a_model_takes_bytes_of_32_x_32_pixels_as_tensors_arrays_or_one_image(we
 
 def test_the_page_on_use_of_the_model_is_right(weights, tmp_path, monkeypatch, capsys):
     """Its program predicts as our own code does, and exports a program for any number of images."""
-    (program,) = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "use_the_model.md").read_text(), re.S)
+    program, _ = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "use_the_model.md").read_text(), re.S)
     shutil.copy(weights, tmp_path / "weights.pt")
     monkeypatch.chdir(tmp_path)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
