@@ -89,10 +89,10 @@ def test_conditions_that_differ_are_listed(tmp_path, compared):
     options = {"hyp.width": 8, "hyp.batch_size": 256, "hyp.lr_scaler": 1.5, "hyp.decay": 0.95}
     text = compared(write_runs(tmp_path / "a", COUNTS, recipe="apple2019", **options), "published")[1]
     lines = [re.split("  +", line) for line in text.partition("\n\n")[0].splitlines()]
-    assert ["width", "8", "64"] in lines
+    assert ["--width", "8", "64"] in lines
     assert ["recipe", "apple2019", "apple2019"] in lines
     assert ["images", "unknown", "CIFAR-10"] in lines
-    assert not {"decay", "batch_size"} & {line[0] for line in lines}
+    assert not {"--decay", "--batch_size"} & {line[0] for line in lines}
 
 
 def test_a_report_is_a_document_in_markdown(tmp_path, compared):

@@ -118,7 +118,7 @@ def test_runs_of_other_settings_are_refused(tmp_path, error_line):
     out = tmp_path / "out"
     write_results(out, {"baseline": [9400, 9400, 9400]})
     words = ["--recipe", "muon", "--try", "epochs=8", "--runs", "3", "--out", str(out)]
-    message = f"{out} has runs of baseline with other settings: filter_rate (0.17, not 0.24); choose another --out"
+    message = f"{out} has runs of baseline with other settings: --filter_rate (0.17, not 0.24); choose another --out"
     assert error_line(main, words) == message
 
 

@@ -48,6 +48,11 @@ def test_a_picture_has_the_data(tmp_path, panels):
         panels(*sources, "--labels", "ours")
 
 
+def test_a_campaign_whose_work_is_not_known_is_drawn(tmp_path):
+    plot.main(["published", "--out", str(tmp_path / "p.png")])
+    assert (tmp_path / "p.png").exists()
+
+
 def test_the_line_at_94_percent_is_for_test_images(panels):
     """A single value at the last epoch is known of the published runs."""
     drawn = panels("published", CURVE)

@@ -23,7 +23,7 @@ from ..lab.report import accuracies
 from ..lab.results import Results, each_campaign, names_of, read_results
 from ..lab.table import GOAL, OPTION
 
-MARKERS = "os^DvPX"
+MARKERS = "os^DvP"
 
 
 def draw_epochs(axes: Axes, campaign: Results, look: Mapping[str, Any]) -> None:
@@ -33,16 +33,16 @@ def draw_epochs(axes: Axes, campaign: Results, look: Mapping[str, Any]) -> None:
         epochs = campaign.runs.assign(epoch=float(campaign.conditions.get(f"{OPTION}epochs", "nan")))
     found = (100 * epochs["accuracy"]).groupby(epochs["epoch"])
     median: pd.Series = found.median()
-    axes.plot(median.index, median, lw=1.2, **look)
+    axes.plot(median.index, median, **look)
     axes.fill_between(median.index, found.min(), found.max(), color=look["color"], alpha=0.2, lw=0)
 
 
 def draw_work(axes: Axes, campaign: Results, look: Mapping[str, Any]) -> None:
-    """Draw the median final accuracy against the work of a run, if it is known, and its range."""
-    work = float(campaign.conditions.get("pflop", "nan"))
+    """Draw the median final accuracy against the work of a run, and its range."""
+    work = float(campaign.conditions["pflop"])
     final = accuracies(campaign)
     axes.plot(work, final.median(), **look)
-    axes.vlines(work, final.min(), final.max(), color=look["color"], alpha=0.4, lw=2)
+    axes.vlines(work, final.min(), final.max(), color=look["color"], lw=2)
 
 
 def draw_picture(campaigns: Mapping[str, Results]) -> Figure:
@@ -50,10 +50,11 @@ def draw_picture(campaigns: Mapping[str, Results]) -> Figure:
     figure = new_figure(8.5, 3.4 + 0.1 * len(campaigns))
     left, right = figure.subplots(1, 2)
     for number, (name, each) in enumerate(campaigns.items()):
-        look = {"label": f"{name}, n = {len(each.runs)}", "color": f"C{number}", "ms": 4}
+        look = {"label": f"{name}, n = {len(each.runs)}", "color": f"C{number}"}
         look["marker"] = MARKERS[number % len(MARKERS)]
         draw_epochs(left, each, look)
-        draw_work(right, each, look)
+        if "pflop" in each.conditions:
+            draw_work(right, each, look)
     held_out = {"training images as test images" in each.conditions.get("images", "") for each in campaigns.values()}
     accuracy = "accuracy, %"
     if held_out == {True}:

@@ -70,7 +70,7 @@ def conditions_table(campaigns: Mapping[str, Results]) -> Cells:
     table = pd.DataFrame({name: pd.Series(each.conditions, dtype=str) for name, each in campaigns.items()})
     differing = table.index[table.nunique(axis=1) > 1]
     shown = table.reindex([*dict.fromkeys([*MAIN, *differing])]).fillna("unknown")
-    rows = [(name.removeprefix(OPTION), *texts) for name, *texts in shown.itertuples()]
+    rows = [(name.replace(OPTION, "--"), *texts) for name, *texts in shown.itertuples()]
     seconds = [mean_and_std(each.runs["seconds"].dropna()) for each in campaigns.values()]
     at_goal = [f"{each.reached} of {each.count}" for each in campaigns.values()]
     return [("conditions", *campaigns), *rows, ("seconds", *seconds), ("runs at 94%", *at_goal)]

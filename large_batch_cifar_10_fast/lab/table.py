@@ -35,11 +35,11 @@ def reached_goal(row: Mapping[str, object]) -> bool:
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str], names: Iterable[str]) -> str:
-    """Return where two rows differ, as `precision (bf16, not fp32), epochs (9, not 8)`, or "".
+    """Return where two rows differ, as `precision (bf16, not fp32), --epochs (9, not 8)`, or "".
 
     A value that one side lacks is no difference.
     """
-    pairs = {name.removeprefix(OPTION): (one.get(name), other.get(name)) for name in names}
+    pairs = {name.replace(OPTION, "--"): (one.get(name), other.get(name)) for name in names}
     found = [f"{name} ({a}, not {b})" for name, (a, b) in pairs.items() if a and b and a != b]
     return ", ".join(found)
 
