@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def main() -> None:
     if Path(os.environ.get("CIFAR10_NPZ", "")).is_file():
         os.environ["CIFAR10_NPZ"] = os.path.abspath(os.environ["CIFAR10_NPZ"])
     os.chdir(HERE)
+    sys.path.insert(0, str(HERE))  # of drawing.py, as in Jupyter
     names: dict[str, Any] = {"__name__": "__main__"}
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(code, 1):

@@ -80,7 +80,9 @@ def test_two_machines_equal_one_and_only_the_first_has_tables(few_npz, tmp_path,
 def test_two_machines_that_were_asked_for_different_things_train_nothing(tiny_npz, tmp_path):
     command = [*SMALL["apple2019"], "--data", str(tiny_npz)]
     result = train_on_machines(command, [*command, "--seed", "5", "--epochs", "3"], folders=[tmp_path] * 2)
-    form = r"train: process . differs from process . in --epochs \((3, not 2|2, not 3)\), .*: give all the same options\n"
+    form = (
+        r"train: process . differs from process . in --epochs \((3, not 2|2, not 3)\), .*: give all the same options\n"
+    )
     assert (result.returncode, result.stdout) == (2, "")
     assert re.fullmatch(form, result.stderr), "one process of all reports it"
     assert not list(tmp_path.iterdir())
