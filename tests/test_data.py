@@ -93,7 +93,7 @@ def test_what_is_damaged_or_half_is_not_unpickled_but_made_again(server, tmp_pat
 
 def test_data_that_cannot_be_loaded_is_refused_with_what_to_do(tmp_path, monkeypatch, error_line):
     monkeypatch.setenv("CIFAR10_URL", "file:///absent")
-    assert "there by hand, name a mirror in CIFAR10_URL, or" in error_line(load_images, str(tmp_path))
+    assert "there, name a mirror in CIFAR10_URL, or" in error_line(load_images, str(tmp_path))
     folder = tmp_path / "my photos"
     (folder / "cats").mkdir(parents=True)
     assert "`photos` reads photos" in error_line(load_images, str(folder))
@@ -140,7 +140,7 @@ def test_only_images_of_ones_own_are_shuffled(monkeypatch):
         ("test_images", np.array([None]), "allow_pickle=False"),
         ("class_names", np.array([*"abcdefghi"]), "9 names and 10 classes"),
         ("class_names", np.array([*"aabcdefghij"]), "10 names and 10 classes"),
-        ("train_labels", TRAIN[1][:, None], "labels are not 20 integers"),
+        ("train_labels", TRAIN[1][:, None], "labels are no integers from 0 to 9"),
     ],
 )
 def test_a_wrong_npz_file_is_refused_and_never_unpickled(name, content, message, tmp_path, error_line):

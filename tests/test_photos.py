@@ -154,7 +154,7 @@ def test_a_folder_that_is_no_data_set_is_refused(folder, tmp_path, error_line):
     two = make_photos(tmp_path / "two", 2)
     shutil.copytree(two / "dunkel", two / "third")
     assert "only one of the folders has a class 'third'" in error_line(call, photos, folder, words[2], "--test", two)
-    assert "has 0 folders: it needs one for a class" in error_line(call, photos, two / "third", words[2])
+    assert "has 0 folders: it needs 2" in error_line(call, photos, two / "third", words[2])
     assert not (tmp_path / "x.npz").exists()
 
 

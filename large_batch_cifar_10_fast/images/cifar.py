@@ -26,13 +26,13 @@ def find_cifar(path: Path) -> tuple[Path, Any]:
             return DATA, kind
         if (path / kind.filename).exists() or (path / kind.base_folder).exists():
             return path, kind
-    raise ConfigError(f"--data {path} has no data set, and downloads need an empty folder; `photos` reads photos")
+    raise ConfigError(f"--data {path} has no data set; downloads need an empty folder; `photos` reads photos")
 
 
-def read_cifar(path: Path) -> tuple[str, list[np.ndarray]]:
+def read_cifar(path: Path) -> tuple[str, list[np.ndarray], list[str]]:
     """Read a data set of torchvision, downloaded and unpacked if it is missing or damaged. Raise ConfigError.
 
-    Return its name in logs, and its arrays. One process of a machine downloads, the others wait.
+    Return its name in logs, its arrays and the names of its classes. One process of a machine downloads, others wait.
     """
     folder, kind = find_cifar(path)
     variable = f"{kind.__name__}_URL"
@@ -46,8 +46,8 @@ def read_cifar(path: Path) -> tuple[str, list[np.ndarray]]:
                 part = kind(folder, train=train, download=True)
             arrays += [np.ascontiguousarray(part.data), np.array(part.targets)]  # not left to the timed upload
     except Exception as error:  # torchvision, urllib and tarfile raise nearly anything
-        hint = f"put {kind.filename} there by hand, name a mirror in {variable}, or try --demo"
+        hint = f"put {kind.filename} there, name a mirror in {variable}, or try --demo"
         raise ConfigError(f"{kind.__name__} cannot be read from {folder} ({first_line(error)}): {hint}") from error
     finally:
         socket.setdefaulttimeout(None)
-    return f"CIFAR-{len(part.classes)}", arrays
+    return f"CIFAR-{len(part.classes)}", arrays, part.classes

@@ -9,6 +9,7 @@ import numpy as np
 from .. import ConfigError, first_line
 from ..core.data import CIFAR_10_NORMALIZATION, Images, Normalization
 from .cifar import CLASSES, read_cifar
+from .shapes import CLASSES as SHAPES
 from .shapes import draw_shapes
 
 CIFAR_10_TRAINING = "f912919bdea3"  # the digest of its training images and labels, as in a .npz file
@@ -23,10 +24,10 @@ def load_images(data: str, holdout: int = 0) -> Images:
     """
     path = Path(data)
     if data == SYNTHETIC:
-        return make_images(SYNTHETIC, draw_shapes(), (), holdout)
+        return make_images(SYNTHETIC, draw_shapes(), SHAPES, holdout)
     if path.suffix.lower() == ".npz":
         return make_images(path.name, *read_npz(path), holdout)
-    return make_images(*read_cifar(path), (), holdout)
+    return make_images(*read_cifar(path), holdout)
 
 
 def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[str] = (), holdout: int = 0) -> Images:
@@ -101,9 +102,9 @@ def check_arrays(arrays: Sequence[np.ndarray], names: Sequence[str]) -> None:
             raise ValueError(f"images are {images.dtype} {list(images.shape)}, not uint8 [N, 32, 32, 3]")
         is_integers = labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
         if not is_integers or labels.min() < 0 or labels.max() >= classes:
-            raise ValueError(f"labels are not {len(images)} integers from 0 to {classes - 1}")
+            raise ValueError(f"labels are no integers from 0 to {classes - 1}")
     if names and not len(names) == len({*names}) == classes:
-        raise ValueError(f"{len({*names})} names and {classes} classes: use all names or none")
+        raise ValueError(f"{len({*names})} names and {classes} classes")
 
 
 def count_copies(images: Images) -> int:

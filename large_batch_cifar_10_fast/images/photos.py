@@ -97,7 +97,7 @@ def read_classes(folder: Path) -> Classes:
     """Return the readable photos of each folder in `folder`. Raise ConfigError if classes or photos are too few."""
     folders = [path for path in visible(folder) if path.is_dir()]
     if len(folders) < 2:
-        raise ConfigError(f"{folder} has {len(folders)} folders: it needs one for a class")
+        raise ConfigError(f"{folder} has {len(folders)} folders: it needs 2")
     classes: Classes = {}
     for path in folders:
         name = unicodedata.normalize("NFC", path.name)  # file systems write é in one character or in two
