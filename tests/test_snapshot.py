@@ -60,7 +60,7 @@ def test_edits_during_a_campaign_have_no_effect_and_resume_continues_with_its_co
     assert result.returncode == 2
     assert result.stderr.startswith("train: helper.py was changed since campaign night began, and differs from ")
     mine.write_text("x = (\n")
-    result = python(*train, "--runs", 2, "--resume", **how)
+    result = python("-m", PACKAGE.name, "train", "--resume", "--out", "out", "--runs", 2, **how)
     assert (result.returncode, result.stderr) == (0, "")
     code, same = pd.read_csv(tmp_path / "out" / "runs.tsv", sep="\t")["code"]
     assert code == same

@@ -21,10 +21,10 @@ MOST_CONFUSIONS = 5  # that are named
 
 
 def as_table(answers: pd.DataFrame) -> str:
-    """Return a line for each class with its accuracy and an interval, from the columns `label` and `answer`."""
+    """Return lines for all images and for each class with accuracy and interval, from columns `label` and `answer`."""
     lines = [("class", "images", "accuracy", "99% interval")]
     is_right = answers["label"] == answers["answer"]
-    for name, right in is_right.groupby(answers["label"], sort=False, observed=True):
+    for name, right in [("all", is_right), *is_right.groupby(answers["label"], sort=False)]:
         low, high = wilson(int(right.sum()), len(right))
         lines.append((name, str(len(right)), f"{right.mean():.4f}", f"[{low:.4f}, {high:.4f}]"))
     return in_columns(lines)
@@ -53,9 +53,7 @@ def main(arguments: Sequence[str]) -> None:
     images, labels = test_images(model, options.data)
     logits = model.logits(images).cpu()
     found = score(model, logits, labels)
-    low, high = wilson(found.correct, found.images)
     print(f"accuracy {found.accuracy:.4f} ({found.correct} of {found.images} images), loss {found.loss:.3f}")
-    print(f"99% interval [{low:.4f}, {high:.4f}]")
     order = labels.argsort(stable=True)
     columns = {"label": labels[order], "answer": logits.argmax(1)[order]}
     answers = pd.DataFrame({name: [model.classes[index] for index in column] for name, column in columns.items()})

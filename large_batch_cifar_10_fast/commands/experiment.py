@@ -82,7 +82,7 @@ def words_of_campaigns(
         if text in cells and values == own:
             continue
         if values in known.values() or name in known:
-            raise ConfigError(f"{name} equals the baseline or another variant, or has the name of one: leave it out")
+            raise ConfigError(f"{name} equals the baseline or another variant, or has its name")
         check_recorded(name, values, out)
         known[name] = values
         campaigns[name] = words

@@ -3,6 +3,7 @@
 Start the processes of a launch on this machine, and report how they ended.
 """
 
+import shlex
 from collections.abc import Sequence
 
 from .. import Interrupted
@@ -19,6 +20,8 @@ def main(arguments: Sequence[str]) -> int:
     if is_started():
         train(arguments)
     place = place_of(arguments).named()
+    if "--resume" in arguments:  # the words of the first launch, which those of this command follow
+        arguments = [*shlex.split((place.folder / "command").read_text()), *arguments]
     with start_launch([*arguments, "--campaign", place.campaign]) as launch:
         try:
             ended = launch.wait()

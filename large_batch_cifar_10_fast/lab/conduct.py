@@ -127,7 +127,7 @@ def make_runs(
             campaign.write_tables()
             print_run(campaign.rows[number])
             if last.diverged:
-                warn(f"run {number} stopped after epoch {last.number}: its loss is not finite; lower the learning rate")
+                warn(f"run {number} stopped after epoch {last.number}: its loss is not finite")
             if number == options.runs - 1 and options.save:
                 save_weights(Path(options.save), last.network.state_dict(), campaign.rows[number], for_use)
         number = take_run(campaign, team, f"after run {number}")

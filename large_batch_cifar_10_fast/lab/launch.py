@@ -1,6 +1,7 @@
 """Start the processes of a launch on this machine, and tell how they end."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -39,7 +40,10 @@ def start_launch(arguments: Sequence[str], log: IO | None = None) -> "Processes"
     processes = options.nproc or largest_divisor(hyp.workers, count_gpus(options.device) or cores)
     load_images(options.data)  # downloads CIFAR-10, and refuses other data before anything is written
     threads = max(1, cores // processes)  # of each process, unless the user says otherwise
+    is_begun = place.is_begun
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | environment_of(keep(place))
+    if not is_begun:
+        (place.folder / "command").write_text(shlex.join(arguments))  # for --resume
     command = [sys.executable, "-m", PACKAGE.name, "train", *arguments, f"--recipe={place.kept_recipe}"]
     return Processes(command, environment, processes, options.runs, log)
 

@@ -28,7 +28,7 @@ class Options:
     runs: int = 1  # runs, each with fresh weights; run i uses seed + i
     seed: int = 0  # seed of run 0
     campaign: str = ""  # name of this set of runs; runs that it lacks are made (default: date and time)
-    resume: bool = False  # continue the last campaign in --out
+    resume: bool = False  # continue the last campaign in --out, with its options
     data: str = str(DATA)  # cifar10, cifar100 (downloaded), synthetic, or FILE.npz, which `photos` makes of a folder
     holdout: int = 0  # test on the last N training images instead of the test images; 0: off
     out: str = "."  # folder for runs.tsv, epochs.tsv and timing_log.tsv
@@ -98,7 +98,7 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any) -> tuple[Option
     for word in shortcuts:
         stands_for = getattr(hyp, word)
         if not stands_for:
-            raise ConfigError(f"--{word}: the recipe {name} has no such size: leave it out, or choose another recipe")
+            raise ConfigError(f"--{word}: the recipe {name} has no such size: leave it out")
         given = vars(parser.parse_args([*stands_for.split(), *arguments]))
     return make(Options, given), make(hyp, given)
 

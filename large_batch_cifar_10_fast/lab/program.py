@@ -38,7 +38,7 @@ def check_program(program: ModuleType) -> None:
     """Raise an error if a file is no program."""
     missing = [part for part in ("Hyp", "Network", "losses_of", "train") if not hasattr(program, part)]
     if missing:
-        raise TypeError(f"it has no {' and no '.join(missing)}: copy one of our programs and edit it")
+        raise TypeError(f"it has no {' and no '.join(missing)}: copy one of our programs")
     if program.train.__module__ != program.__name__:
         raise TypeError("it imports `train`, which would use the other program's Network: copy it here")
     for recipe, hyp in sets_of(program).items():

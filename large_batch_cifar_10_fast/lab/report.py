@@ -19,7 +19,7 @@ MAIN = (
     "processes",
 )  # conditions that are always listed
 HEAD = ("accuracy, %", "n", "mean ± std", "difference", "99% interval", "p", "verdict")
-NO_SPREAD = "a single run, or all differences are equal, which can be chance or a change without effect"
+NO_SPREAD = "a single run, or all differences are equal"
 Cells = list[tuple[str, ...]]  # of a table, line by line; the first is its head
 
 

@@ -2,7 +2,7 @@
 
 OUT/source/DIGEST     a copy of this package, or of a program of one's own: the modules and packages of its folder.
                       It is named by what it holds, so it is never changed, and campaigns share it
-OUT/runs/NAME/source  the DIGESTs from which campaign NAME runs
+OUT/runs/NAME/source  the DIGESTs from which campaign NAME runs; beside it `command` has the words of its first launch
 
 The first launch of a campaign makes the copies and starts its processes from them. Later launches start themselves
 again from the campaign's copy. A campaign without a finished run or a running launch is not begun: it is copied anew.

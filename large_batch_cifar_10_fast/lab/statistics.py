@@ -67,9 +67,7 @@ def verdict(found: Comparison) -> str:
 
 
 def mean_and_std(sample: pd.Series) -> str:
-    """Return `94.186 ± 0.185`, without the deviation of a single value; "unknown" for none."""
-    if sample.empty:
-        return "unknown"
+    """Return `94.186 ± 0.185`, without the deviation of a single value; "nan" for none."""
     return f"{sample.mean():.3f} ± {sample.std():.3f}".removesuffix(" ± nan")
 
 
