@@ -112,6 +112,7 @@ class Machine:
             for example in examples:
                 train_step(*example)
             self.logits(model.network, "one")
+        vars(self).pop("shards", None)  # frees the random images
         self.shards = load(images, self.clock)
         if team.on_gpu:
             torch.cuda.reset_peak_memory_stats(team.device)  # before the capture: a replay allocates nothing
@@ -121,7 +122,7 @@ class Machine:
 
     def compile_all(self, model: Model, examples: Sequence[tuple]) -> None:
         """Compile the forward pass; on a GPU also batches, updates and evaluation."""
-        show("compiling, which takes about a minute; a cache makes the next launch faster")
+        show("compiling, about a minute; a cache makes the next launch faster")
         network = model.network
         precision = self.precision
         parts = [(batch.chunk(self.micro_batches, dim=1)[0], *stage) for batch, *stage in examples]  # of one pass each

@@ -30,7 +30,7 @@ class Model(Generic[Network]):
         trained = {id(weight) for group in groups for weight in group["params"]}
         for name, weight in self.network.named_parameters():
             if weight.requires_grad and id(weight) not in trained:
-                raise ConfigError(f"no optimizer has the parameter {name}: add it, or set its requires_grad to False")
+                raise ConfigError(f"no optimizer has the parameter {name}: add it, or freeze it")
 
     @torch.no_grad()
     def restart(self, seed: int, team: Team) -> None:
