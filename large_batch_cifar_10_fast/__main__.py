@@ -77,7 +77,7 @@ def prepare(name: str, arguments: list[str]) -> None:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: keep that
             signal.signal(number, interrupt)  # before torch's slow import: PID 1 has no default action
-    for variable in (*BINDING, "LOCAL_RANK"):  # that other launchers set
+    for variable in (*BINDING, "LOCAL_RANK", "RANK"):  # that other launchers set
         os.environ.pop(variable, None)
     if not re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", "")):  # OpenMP would take all cores, with a warning
         os.environ.pop("OMP_NUM_THREADS", None)

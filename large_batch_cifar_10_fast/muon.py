@@ -57,9 +57,7 @@ class Hyp(BaseHyp):
     whitening_epochs: int = -1  # epochs that train the whitening bias; -1: 1 of 9 (muon2024: 3 of 8)
     label_smoothing: float = 0.2  # part of a label that is spread over all classes
     norm_momentum: float = 0.22  # weight of a new batch in the running statistics
-    views: Literal["one", "two", "six"] = (
-        "six"  # views of a test image after the last epoch (evaluation.average_over_views)
-    )
+    views: Literal["one", "two", "six"] = "six"  # of a test image after the last epoch (evaluation.average_over_views)
     workers: int = 1  # replicas, each with its own training images
 
     gpu_precision = "bf16"

@@ -17,7 +17,7 @@ from ..lab.model import load, score, test_images
 from ..lab.options import read_options
 from ..lab.statistics import in_columns, wilson
 
-MOST_CONFUSIONS = 5  # that are named
+MOST = 5  # that are named
 
 
 def as_table(answers: pd.DataFrame) -> str:
@@ -33,7 +33,7 @@ def as_table(answers: pd.DataFrame) -> str:
 def confusions(answers: pd.DataFrame) -> list[str]:
     """Return the most frequent confusions as texts, most frequent first."""
     totals = answers["label"].value_counts()
-    wrong = answers[answers["label"] != answers["answer"]].value_counts()[:MOST_CONFUSIONS]
+    wrong = answers[answers["label"] != answers["answer"]].value_counts()[:MOST]
     return [f"{label} taken for {answer}: {n} of {totals[label]}" for (label, answer), n in wrong.items()]
 
 

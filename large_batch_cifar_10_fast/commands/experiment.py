@@ -87,7 +87,7 @@ def words_of_campaigns(
         known[name] = values
         campaigns[name] = words
     if not texts and not cells:
-        raise ConfigError('there is nothing to compare: give a variant, like --try "filter_rate=0.12"')
+        raise ConfigError('nothing to compare: give a variant, like --try "filter_rate=0.12"')
     return campaigns
 
 

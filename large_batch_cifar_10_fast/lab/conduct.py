@@ -231,7 +231,7 @@ def sizes_of(program: ModuleType, hyp: BaseHyp, images: Images) -> dict[str, str
         sizes["parameters"] = str(parameters)
         sizes["pflop"] = f"{hyp.flop(network, len(images.train_images)) / 1e15:.4g}"
     except Exception as error:  # a network that only `train` can make, or that reads values
-        warn(f"parameters or pflop are not known ({error!r})")
+        warn(f"pflop is not known ({error!r})")
     return sizes
 
 

@@ -14,7 +14,7 @@ from typing import IO, NamedTuple
 
 from .. import INVALID, LAUNCHER, PACKAGE, RENDEZVOUS, SIGNALS, ConfigError
 from ..core.devices import count_cores, count_gpus
-from ..images.load import load_images
+from ..images.load import SYNTHETIC, load_images
 from .program import load_program, read_command
 from .snapshot import check_unchanged, environment_of, keep, place_of
 
@@ -38,11 +38,11 @@ def start_launch(arguments: Sequence[str], log: IO | None = None) -> "Processes"
         check_unchanged(program, place)
     cores = count_cores()
     processes = options.nproc or largest_divisor(hyp.workers, count_gpus(options.device) or cores)
-    load_images(options.data)  # downloads CIFAR-10, and refuses other data before anything is written
+    if options.data != SYNTHETIC and not Path(options.data).is_file():
+        load_images(options.data)  # downloads CIFAR-10, and refuses other data before anything is written
     threads = max(1, cores // processes)  # of each process, unless the user says otherwise
-    is_begun = place.is_begun
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | environment_of(keep(place))
-    if not is_begun:
+    if not place.is_begun:
         (place.folder / "command").write_text(shlex.join(arguments))  # for --resume
     command = [sys.executable, "-m", PACKAGE.name, "train", *arguments, f"--recipe={place.kept_recipe}"]
     return Processes(command, environment, processes, options.runs, log)

@@ -35,9 +35,7 @@ class Options:
     save: str = ""  # file for the weights and running statistics of the last run
     device: Literal["", "cuda", "cpu"] = ""  # default: the GPUs if there are any, otherwise the CPU
     precision: Literal["", "fp16", "bf16", "tf32", "fp32", "fp64"] = ""  # default: by recipe and hardware
-    micro_batches: int = (
-        1  # forward and backward passes per step, a divisor of a process's workers; more need less memory
-    )
+    micro_batches: int = 1  # passes per step, a divisor of a process's workers; more need less memory
     compile: bool = False  # compile the network (default on GPUs, and on a CPU for runs of 0.08 PFLOP or more)
     no_compile: bool = False  # do not compile, unless --compile is given
     no_graph: bool = False  # launch each kernel; by default the GPUs of one machine replay a CUDA graph

@@ -9,15 +9,8 @@ from .results import Results
 from .statistics import MARGIN, Comparison, compare_means, in_columns, in_markdown, mean_and_std, verdict
 from .table import OPTION
 
-MAIN = (
-    "recipe",
-    "images",
-    "test_images",
-    "precision",
-    "pflop",
-    "device",
-    "processes",
-)  # conditions that are always listed
+# Conditions that are always listed.
+MAIN = ("recipe", "images", "test_images", "precision", "pflop", "device", "processes")
 HEAD = ("accuracy, %", "n", "mean ± std", "difference", "99% interval", "p", "verdict")
 NO_SPREAD = "a single run, or all differences are equal"
 Cells = list[tuple[str, ...]]  # of a table, line by line; the first is its head
@@ -99,5 +92,7 @@ def notes_on(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 
 def legend(tests: int) -> str:
-    bounds = f"equivalent: within {MARGIN:g} points; intervals and p hold for {tests} comparison(s) together"
-    return f"±: standard deviation over runs; {bounds}."
+    return (
+        f"±: standard deviation over runs; equivalent: within {MARGIN:g} points; "
+        f"intervals and p hold for {tests} comparison(s) together."
+    )
