@@ -85,17 +85,18 @@ class Hyp(BaseHyp):
         return super().flop(network, train_images // self.images_of_step * self.images_of_step)
 
     def fit_to(self, images: int) -> str:
-        """Return options for a small data set.
+        """Return options for fewer images.
 
-        They give as many steps as on CIFAR-10, at least eight steps an epoch (if batches of 16 images allow that), and
-        the same learning rate per image of a step.
+        They give as many steps as on CIFAR-10, at least eight steps an epoch (if batches of 16 images allow that), the
+        same learning rate per image of a step, and ghost batches of 16 images as for CIFAR-10.
         """
-        published = Hyp()
-        batch_size = min(published.batch_size, max(16, images // 8 // 16 * 16))
-        steps = published.epochs * (50_000 // published.images_of_step)
-        epochs = math.ceil(steps / max(1, images // batch_size))
-        rate = published.lr_scaler * batch_size / published.images_of_step
-        return f"--workers 1 --batch_size {batch_size} --epochs {epochs} --lr_scaler {rate:.3g}"
+        own_images = images // self.workers
+        batch_size = self.batch_size
+        if batch_size == Hyp.batch_size:  # not given
+            batch_size = min(batch_size, max(16, own_images // 128 * 16))
+        epochs = math.ceil(432 / max(1, own_images // batch_size))  # as many steps as 18 epochs of CIFAR-10
+        rate = Hyp.lr_scaler * batch_size * self.workers / 2048
+        return f"--batch_size {batch_size} --epochs {epochs} --lr_scaler {rate:.3g} --ghost_batch 16"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

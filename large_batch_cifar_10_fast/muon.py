@@ -106,20 +106,16 @@ class Hyp(BaseHyp):
             total += steps * self.images_of_step * flop
         return total
 
-    def check_images(self, count: int) -> None:
-        """Raise ConfigError if `count` training images are too few for one step in each epoch."""
-        if 0 in steps_by_epoch(self, count):
-            raise ConfigError(f"--kept leaves fewer than the {self.images_of_step} images of a step in an epoch")
-
     def fit_to(self, images: int) -> str:
-        """Return options for a small data set: at least eight steps an epoch, and as many steps as on CIFAR-10.
+        """Return options for fewer images: at least eight steps an epoch, and as many steps as on CIFAR-10.
 
         Rates need no change: SGD's are for a sum over images, and Muon's updates have a fixed size.
         """
-        batch_size = min(self.step_images, max(2, images // 8))
-        steps = type(self).epochs * (EPOCH_IMAGES // self.step_images)
-        epochs = math.ceil(steps / (images // batch_size))
-        return f"--workers 1 --batch_size {batch_size} --epochs {epochs}"
+        own_images = images // self.workers
+        batch_size = self.batch_size or min(self.actual_batch_size, max(2, own_images // 8))
+        steps = self.epochs * (EPOCH_IMAGES // self.step_images)
+        epochs = math.ceil(steps / max(1, own_images // batch_size))
+        return f"--batch_size {batch_size} --epochs {epochs}"
 
 
 @dataclass(frozen=True)
@@ -172,9 +168,9 @@ def stage_of(hyp: Hyp, epoch: int) -> Stage:
 
 
 def steps_by_epoch(hyp: Hyp, train_images: int) -> list[int]:
-    """Return the number of steps of each epoch."""
+    """Return the number of steps of each epoch, at least one."""
     kept = [spread(hyp.kept, epoch, hyp.epochs) for epoch in range(1, hyp.epochs + 1)]
-    return [round(train_images // hyp.workers * share) // hyp.actual_batch_size for share in kept]
+    return [max(1, round(train_images // hyp.workers * share) // hyp.actual_batch_size) for share in kept]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -97,8 +97,8 @@ def run_program(*command: object, cwd: Path, **variables: object) -> subprocess.
 
 
 def without_progress(errors: str) -> str:
-    """Drop lines on compiling, on long epochs, of which a busy machine has some, and on the few steps of TINY."""
-    return re.sub(r"(?m)^(compiling, |run \d+, epoch |Warning: an epoch of 643 images has ).*\n", "", errors)
+    """Drop lines on compiling, on long epochs, of which a busy machine has some, on few images, and on weights."""
+    return re.sub(r"(?m)^(compiling, |run \d+, epoch |few training images |.* has the weights of run ).*\n", "", errors)
 
 
 def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:

@@ -15,7 +15,6 @@ from PIL import Image
 
 from large_batch_cifar_10_fast import ConfigError, api
 from large_batch_cifar_10_fast.commands import evaluate, export, photos, predict
-from large_batch_cifar_10_fast.lab.conduct import check_count
 from large_batch_cifar_10_fast.lab.program import load_program, read_command, sets_of
 
 pytestmark = pytest.mark.slow
@@ -67,8 +66,7 @@ def file(folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def weights(file, tmp_path_factory):
     out = tmp_path_factory.mktemp("trained")
-    size = ["--width", 8, "--workers", 1, "--batch_size", 18, "--epochs", 20]
-    run_here("--recipe", "muon", "--data", file, *size, "--out", out, "--save", out / "weights.pt")
+    run_here("--recipe", "muon", "--data", file, "--width", 8, "--out", out, "--save", out / "weights.pt")
     return out / "weights.pt"
 
 
@@ -161,29 +159,23 @@ def test_a_folder_that_is_no_data_set_is_refused(folder, tmp_path, error_line):
 # ---- Few photos
 
 
-def test_too_few_photos_are_refused_or_warned_of_with_options_that_fit(capsys):
-    kind = load_program("muon").Hyp
-    with pytest.raises(ConfigError, match="144 images has 0 steps of 1000: try --workers 1 --batch_size 18 --epochs"):
-        check_count(144, kind())
-    for batch_size, warned in ((18, False), (19, True)):
-        check_count(144, kind(batch_size=batch_size))
-        assert ("144 images has 7 steps of 19" in capsys.readouterr().err) == warned
-
-
 @pytest.mark.parametrize(
     ("recipe", "published"), [("apple2019", 432), ("muon", 450), ("muon95", 550), ("muon2024", 200)]
 )
-def test_the_options_for_few_images_make_as_many_steps_as_on_cifar_10(recipe, published):
-    """There are at least eight steps an epoch."""
+def test_with_few_images_there_are_as_many_steps_as_on_cifar_10(recipe, published):
+    """There are at least eight steps an epoch. What is given stays, and images that are held out are not lacking."""
     program = load_program(recipe)
-    for count in (128, 10_000):
-        words = sets_of(program)[recipe]().fit_to(count).split()
-        hyp = read_command(program, ["--recipe", recipe, *words])[2]
+    words = ["--recipe", recipe]
+    for count, *given in ((1024,), (10_000,), (1024, "--batch_size=16"), (1024, "--epochs=3")):
+        hyp = read_command(program, [*words, *given], count)[2]
+        assert given in ([], [f"--batch_size={hyp.batch_size}"], [f"--epochs={hyp.epochs}"])
         steps = count // hyp.images_of_step
         assert steps >= 8
-        assert published <= hyp.epochs * steps < published + steps
+        assert hyp.epochs == 3 or published <= hyp.epochs * steps < published + steps
         if recipe == "apple2019":
-            assert hyp.lr_scaler / hyp.batch_size == pytest.approx(1.5 / 2048, rel=0.01)
+            assert hyp.lr_scaler / hyp.images_of_step == pytest.approx(1.5 / 2048, rel=0.01)
+            assert hyp.actual_ghost_batch == 16
+    assert read_command(program, [*words, "--holdout=10000"], 40_000)[2] == sets_of(program)[recipe]()
 
 
 # ---- Use

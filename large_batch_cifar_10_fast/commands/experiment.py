@@ -3,10 +3,10 @@
     cifar10-fast experiment --recipe muon --width 16 --runs 6 --try "filter_rate=0.12" --try "my_muon.py epochs=8"
 
 The baseline is a recipe with options, as for `train`. A variant is a list of options, a program FILE.py, or both.
---grid filter_rate=0.12,0.24 --grid width=16,24 makes a variant of each pair of values. All runs are tested on training
-images that are kept out (--holdout), so the test images are still new at the end. The same command continues an
-interrupted experiment. More --runs or --try extend it, which is a second look at results. All campaigns in the folder
---out are compared. It has the tables and logs of the runs, and a picture.
+--grid filter_rate=0.12,0.24 --grid width=16,24 makes a variant of each pair of values, and of each --try if there is
+one. All runs are tested on training images that are kept out (--holdout), so the test images are still new at the end.
+The same command continues an interrupted experiment. More --runs or --try extend it, which is a second look at results.
+All campaigns in the folder --out are compared. It has the tables and logs of the runs, and a picture.
 """
 
 import itertools
@@ -44,7 +44,7 @@ def words_of_variant(text: str) -> tuple[str, list[str]]:
     """Return the name of a variant's campaign, and the words that it adds to a command line. Raise ConfigError."""
     names = shlex.split(text)
     if not names:
-        raise ConfigError('--try "": give name=value, or FILE.py')
+        raise ConfigError('give a variant, like --try "filter_rate=0.12", or --try FILE.py')
     words = [f"--{option}" for option in names]
     program = Path(names[0]).expanduser().absolute()
     if program.suffix == ".py":
@@ -53,55 +53,56 @@ def words_of_variant(text: str) -> tuple[str, list[str]]:
     return re.sub(r"[^\w.+=-]", "-", "+".join(names))[:100], words
 
 
-def cells_of(axes: Sequence[str]) -> list[str]:
-    """Return a variant for each combination of values. Raise ConfigError."""
-    columns = []
+def cells_of(variants: Sequence[str], axes: Sequence[str]) -> list[str]:
+    """Return each variant with each combination of the values of a grid. Raise ConfigError."""
+    columns = [[*variants]] if variants else []
     for axis in axes:
         option, sign, values = axis.partition("=")
         if not (option and sign and all(values.split(","))):
             raise ConfigError(f"--grid {axis}: give an option and its values, like width=16,24")
         columns.append([f"{option}={value}" for value in values.split(",")])
-    return [" ".join(cell) for cell in itertools.product(*columns)] if columns else []
+    return [" ".join(cell) for cell in itertools.product(*columns)]
 
 
 def words_of_campaigns(
-    baseline: list[str], texts: Sequence[str], axes: Sequence[str], out: Path
+    baseline: list[str], variants: Sequence[str], axes: Sequence[str], out: Path
 ) -> dict[str, list[str]]:
     """Return the words of a command line for each campaign. A cell of a grid may be the baseline. Raise ConfigError."""
-    cells = cells_of(axes)
     own = read_words(baseline)
-    check_recorded(BASELINE, own, out)
+    check_recorded(BASELINE, baseline, out)
     known = {BASELINE: own}
     campaigns = {BASELINE: baseline}
-    for text in [*texts, *cells]:
+    for text in cells_of(variants, axes):
         name, added = words_of_variant(text)
         words = [*baseline, *added]
         values = read_words(words)
         if any(values[option] != own[option] for option in ALIKE):
             raise ConfigError(f"{name}: --{', --'.join(ALIKE)} are alike for all: give them to the baseline")
-        if text in cells and values == own:
+        if axes and values == own:
             continue
         if values in known.values() or name in known:
             raise ConfigError(f"{name} equals the baseline or another variant, or has its name")
-        check_recorded(name, values, out)
+        check_recorded(name, words, out)
         known[name] = values
         campaigns[name] = words
-    if not texts and not cells:
-        raise ConfigError('nothing to compare: give a variant, like --try "filter_rate=0.12"')
     return campaigns
 
 
-def read_words(words: Sequence[str]) -> Row:
-    """Return the options and settings of a command line, as a row has them. Raise ConfigError."""
-    name, options, hyp = read_command(load_program(recipe_of(words)), words)
+def read_words(words: Sequence[str], images: int = 0) -> Row:
+    """Return the options and settings of a command line, as a row has them. Raise ConfigError.
+
+    `images` is the number of training images, if it is known.
+    """
+    name, options, hyp = read_command(load_program(recipe_of(words)), words, images)
     settings = {f"{OPTION}{option}": value for option, value in settings_of(hyp).items()}
     given = {**asdict(options), **settings, "recipe": name}
     return {option: text_of(value) for option, value in given.items()}
 
 
-def check_recorded(name: str, wanted: Row, out: Path) -> None:
-    """Raise ConfigError if a campaign has runs of other settings."""
+def check_recorded(name: str, words: Sequence[str], out: Path) -> None:
+    """Raise ConfigError if a campaign has runs of other settings than these words ask for."""
     for row in rows_in(out / "runs" / name)[:1]:
+        wanted = read_words(words, int(row["training_images"]))
         found = differences(wanted, row, [option for option in wanted if option.startswith((OPTION, "recipe"))])
         if found:
             raise ConfigError(f"{out} has runs of {name} with other settings: {found}; choose another --out")
@@ -200,8 +201,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--grid", action="append", default=[], metavar="NAME=VALUES", help="a variant for each value")
     given, baseline = parser.parse_known_args(arguments)
     options = make(Command, vars(given))
-    if options.runs < 3 or options.holdout < 1:
-        raise ConfigError("use at least 3 --runs, and a --holdout")
     out = options.out.expanduser()
     baseline = [*baseline, f"--holdout={options.holdout}"]
     campaigns = words_of_campaigns(baseline, given.variants, given.grid, out)
@@ -219,10 +218,12 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     found = read_campaigns(out)
     report = compare(found, BASELINE, markdown=options.markdown)
-    notes = next_commands(campaigns, options.runs, report)
-    print(f"Baseline: {shlex.join(baseline)}\n\n{report.text}\n\n{notes}")
+    print(f"Baseline: {shlex.join(baseline)}\n\n{report.text}\n")
+    for name in campaigns.keys() - found:
+        print(f"{name} waits for its first run.")
     if any(verdict.found for verdict in report.verdicts.values()):
         picture = out / "experiment.png"
         write_picture(draw_differences(report.verdicts), picture)
         print(f"Picture: {picture}")
+    print(next_commands(campaigns, options.runs, report))
     return int(bool(failed))

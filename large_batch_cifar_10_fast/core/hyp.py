@@ -42,12 +42,9 @@ class BaseHyp:
     def images_of_step(self) -> int:
         return self.workers * self.actual_batch_size
 
-    def check_images(self, count: int) -> None:
-        """Raise ConfigError if `count` training images are too few for the program."""
-
     def fit_to(self, images: int) -> str:
-        """Return options for a small data set of so many training images, as a suggestion."""
-        return "more images"
+        """Return options for fewer training images than CIFAR-10 has. They are used where no other value is given."""
+        return ""
 
     def flop(self, network: nn.Module, train_images: int) -> float:
         """Return the floating-point operations of a run's training steps. By default, all epochs are alike."""

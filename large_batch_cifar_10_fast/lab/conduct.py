@@ -21,7 +21,7 @@ from ..core.hyp import BaseHyp, settings_of
 from ..core.machine import Machine
 from ..core.model import checksum
 from ..core.precision import choose_precision
-from ..core.printing import warn
+from ..core.printing import show, warn
 from ..core.score import Epoch
 from ..core.team import Team, join_team
 from ..images.load import SYNTHETIC, load_images
@@ -33,22 +33,25 @@ from .program import read_command
 from .store import Campaign
 from .table import GOAL, OPTION, Row, decides, differences, new_name
 
-FEW_STEPS = 8  # steps an epoch, below which these options are better
-SMALL_STEP = 16  # images of a step, up to which there is no warning: apple2019's options go no lower
 LONG = 0.08  # PFLOP of a run, from which on a CPU compiles: about ten minutes on two cores in fp32
 
 
 def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
     """Make the missing runs of a campaign. Return the rows of all its finished runs, on rank 0."""
-    name, options, hyp = read_command(program, arguments)
+    name, options, given = read_command(program, arguments)
     check_save(options.save)
     is_launched = RENDEZVOUS in os.environ
     if options.nproc > 1 and not is_launched:
         raise ConfigError("--nproc starts processes: use train_cifar_parallel.sh, or torchrun without it")
     with join_team(options.device, options.timeout) as processes, contextlib.ExitStack() as opened:
-        team = processes.with_workers(hyp.workers, options.micro_batches)
+        team = processes.with_workers(given.workers, options.micro_batches)
         images = load_images(options.data, options.holdout)
-        check_count(len(images.train_images), hyp)
+        count = len(images.train_images)
+        hyp = read_command(program, arguments, count)[2]
+        if count < hyp.images_of_step:
+            raise ConfigError(f"a step has {hyp.images_of_step} images, and only {count} train: reduce --batch_size")
+        if hyp != given:
+            show(f"few training images ({count}): batch_size {hyp.actual_batch_size}, epochs {hyp.actual_epochs}")
         sizes = sizes_of(program, hyp, images)
         options = choose_computation(options, hyp.gpu_precision, float(sizes["pflop"] or 0), team)
         common = conditions(options, name, hyp, program, images, sizes, team)
@@ -130,6 +133,7 @@ def make_runs(
                 warn(f"run {number} stopped after epoch {last.number}: its loss is not finite")
             if number == options.runs - 1 and options.save:
                 save_weights(Path(options.save), last.network.state_dict(), campaign.rows[number], for_use)
+                show(f"{options.save} has the weights of run {number}, for cifar10-fast evaluate and predict")
         number = take_run(campaign, team, f"after run {number}")
     progress.bar.close()
 
@@ -209,17 +213,6 @@ def check_processes_agree(values: Mapping[str, str], team: Team) -> None:
         found = differences(json.loads(text), values, values)
         if found:
             raise ConfigError(f"process {rank} differs from process {team.rank} in {found}: give all the same options")
-
-
-def check_count(count: int, hyp: BaseHyp) -> None:
-    """Raise ConfigError if there are too few training images for a step. Warn if an epoch has too few steps."""
-    steps = count // hyp.images_of_step
-    few = f"an epoch of {count} images has {steps} steps of {hyp.images_of_step}: try {hyp.fit_to(count)}"
-    if not steps:
-        raise ConfigError(few)
-    if steps < FEW_STEPS and hyp.images_of_step > SMALL_STEP:
-        warn(few)
-    hyp.check_images(count)
 
 
 def sizes_of(program: ModuleType, hyp: BaseHyp, images: Images) -> dict[str, str]:

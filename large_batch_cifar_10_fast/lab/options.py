@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from .. import PROGRAMS, ConfigError, check_range
 from ..images.cifar import DATA
 
+CIFAR_IMAGES = 50_000  # of CIFAR-10, for training
 MOST = 100_000  # the largest number that an option takes, unless it has another limit
 
 
@@ -83,21 +84,26 @@ def read_options(owner: Any, text: str, arguments: Sequence[str]) -> Any:
     return owner(**vars(command_parser(owner, text).parse_args(arguments)))
 
 
-def parse_options(arguments: Sequence[str], name: str, hyp: Any) -> tuple[Options, Any]:
+def parse_options(arguments: Sequence[str], name: str, hyp: Any, images: int = 0) -> tuple[Options, Any]:
     """Return the options and the hyper-parameters that a command line asks for. Raise ConfigError.
 
-    --small and --demo stand for options of the recipe, which those on the command line override.
+    --small and --demo stand for options of the recipe, which those on the command line override. `images` is the
+    number of training images, if it is known. For a smaller data set than CIFAR-10, `fit_to` of the recipe has options
+    that all of these override.
     """
     parser = parser_of(name, hyp)
     given = vars(parser.parse_args(arguments))
-    shortcuts = [word for word in ("small", "demo") if word in given]
-    if len(shortcuts) > 1:
+    if "small" in given and "demo" in given:
         raise ConfigError("--small and --demo were both given: choose one")
-    for word in shortcuts:
-        stands_for = getattr(hyp, word)
-        if not stands_for:
-            raise ConfigError(f"--{word}: the recipe {name} has no such size: leave it out")
-        given = vars(parser.parse_args([*stands_for.split(), *arguments]))
+    words = [*arguments]
+    for word in given.keys() & {"small", "demo"}:
+        words = [*getattr(hyp, word).split(), *arguments]
+        if words == [*arguments]:
+            raise ConfigError(f"the recipe {name} has no --{word}")
+        given = vars(parser.parse_args(words))
+    if 0 < images < CIFAR_IMAGES - given.get("holdout", 0):
+        fitting = make(hyp, given).fit_to(images)
+        given = vars(parser.parse_args([*fitting.split(), *words]))
     return make(Options, given), make(hyp, given)
 
 

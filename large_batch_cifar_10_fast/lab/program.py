@@ -63,8 +63,8 @@ def recipe_of(arguments: Sequence[str], default: str = "apple2019") -> str:
     return snapshot.place_of(arguments, recipe=default).recipe
 
 
-def read_command(program: ModuleType, arguments: Sequence[str]) -> tuple[str, Options, Any]:
-    """Return the recipe's name, the options and the hyper-parameters of a command line.
+def read_command(program: ModuleType, arguments: Sequence[str], images: int = 0) -> tuple[str, Options, Any]:
+    """Return the recipe's name, the options and the hyper-parameters of a command line, for so many training images.
 
     A recipe has the name of its program's file, or a name in the program's further `SETS` of hyper-parameters.
     """
@@ -75,7 +75,7 @@ def read_command(program: ModuleType, arguments: Sequence[str]) -> tuple[str, Op
         raise ConfigError(f"--recipe {recipe} is not in {file_of(program).name}: use {', '.join(sets)}")
     if name in PROGRAMS and file_of(program).resolve().parent != PACKAGE:  # its results would be taken for ours
         raise ConfigError(f"{file_of(program)} has a recipe with our name {name}: give it another name")
-    return name, *parse_options(arguments, name, sets[name])
+    return name, *parse_options(arguments, name, sets[name], images)
 
 
 def sets_of(program: ModuleType) -> dict[str, Any]:

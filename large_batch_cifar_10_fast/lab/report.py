@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from .results import Results
-from .statistics import MARGIN, Comparison, compare_means, in_columns, in_markdown, mean_and_std, verdict
+from .statistics import FOUND, MARGIN, Comparison, compare_means, in_columns, in_markdown, mean_and_std, verdict
 from .table import OPTION
 
 # Conditions that are always listed.
@@ -50,7 +50,7 @@ def judge(mine: Results, reference: Results, tests: int) -> Verdict:
     """Compare the accuracies of two campaigns. Runs that diverged forbid it: the others are no fair sample."""
     for each in (mine, reference):
         if each.diverged:
-            return Verdict("-", why_not=f"{each.diverged} of {each.count} runs of {each.name} diverged")
+            return Verdict("-", why_not=f"runs of {each.name} diverged ({each.diverged})")
     found = compare_means(accuracies(mine), accuracies(reference), tests)
     return Verdict(verdict(found), found) if found else Verdict("-", why_not=NO_SPREAD)
 
@@ -59,14 +59,19 @@ def judge(mine: Results, reference: Results, tests: int) -> Verdict:
 
 
 def conditions_table(campaigns: Mapping[str, Results]) -> Cells:
-    """Return the main conditions of each campaign, all that differ between campaigns, times, and runs at 94%."""
+    """Return the main conditions of each campaign, and all that differ between campaigns.
+
+    Add seconds, unless devices differ and one of them is a CPU.
+    """
     table = pd.DataFrame({name: pd.Series(each.conditions, dtype=str) for name, each in campaigns.items()})
     differing = table.index[table.nunique(axis=1) > 1]
     shown = table.reindex([*dict.fromkeys([*MAIN, *differing])]).fillna("unknown")
     rows = [(name.replace(OPTION, "--"), *texts) for name, *texts in shown.itertuples()]
-    seconds = [mean_and_std(each.runs["seconds"].dropna()) for each in campaigns.values()]
-    at_goal = [f"{each.reached} of {each.count}" for each in campaigns.values()]
-    return [("conditions", *campaigns), *rows, ("seconds", *seconds), ("runs at 94%", *at_goal)]
+    lines = [("conditions", *campaigns), *rows]
+    devices = shown.loc["device"]
+    if devices.nunique() == 1 or not devices.str.startswith("CPU").any():
+        lines.append(("seconds", *(mean_and_std(each.runs["seconds"].dropna()) for each in campaigns.values())))
+    return lines
 
 
 def accuracy_table(campaigns: Mapping[str, Results], verdicts: Mapping[str, Verdict]) -> Cells:
@@ -83,11 +88,11 @@ def accuracy_table(campaigns: Mapping[str, Results], verdicts: Mapping[str, Verd
 
 
 def notes_on(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return why campaigns are not compared, and which difference these runs find."""
+    """Return why campaigns are not compared, and how many runs find half a point."""
     notes = [f"{name}: not compared: {each.why_not}." for name, each in verdicts.items() if each.why_not]
-    unclear = [each.found.detectable for each in verdicts.values() if each.found and each.word.startswith("no ")]
+    unclear = [each.found.runs for each in verdicts.values() if each.found and each.word.startswith("no ")]
     if unclear:
-        notes.append(f"No difference shown: these runs find {max(unclear):.2g} points four times in five.")
+        notes.append(f"No difference shown: {max(unclear)} --runs find {FOUND} points four times in five.")
     return notes
 
 

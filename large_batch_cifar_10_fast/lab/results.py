@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from .. import PACKAGE, ConfigError, first_line
-from .table import EPOCHS, GOAL, NUMBERS
+from .table import EPOCHS, NUMBERS
 
 PUBLISHED = PACKAGE / "published" / "runs.tsv"
 FIGURES = ("validation_accuracy", "validation_count", "validation_images", "seconds")
@@ -19,22 +19,16 @@ FIGURES = ("validation_accuracy", "validation_count", "validation_images", "seco
 class Results:
     """The results of a campaign.
 
-    `runs` has a row per run that did not diverge: seed, accuracy (a fraction) and seconds, NaN where unknown.
-    `reached` counts the runs at 94%. `epochs` has a row per epoch: epoch and accuracy.
+    `runs` has a row per run that did not diverge: seed, accuracy (a fraction) and seconds, NaN where unknown. `epochs`
+    has a row per epoch: epoch and accuracy.
     """
 
     name: str  # its source
     campaign: str
     runs: pd.DataFrame
-    reached: int
     conditions: dict[str, str]  # what may explain a difference, each option by itself
     epochs: pd.DataFrame
     diverged: int  # runs, which `runs` does not have
-
-    @property
-    def count(self) -> int:
-        """The number of finished runs."""
-        return len(self.runs) + self.diverged
 
 
 def find_file(source: str) -> tuple[Path, str]:
@@ -95,17 +89,13 @@ def make_results(source: str, campaign: str, rows: pd.DataFrame, epochs: pd.Data
     seeds = rows["seed"].where(rows["seed"] != "")  # texts: numbers above 2**53 would be rounded
     runs = figures.assign(seed=seeds, accuracy=exact.fillna(figures["validation_accuracy"]))
     has_diverged = rows[["train_loss", "validation_loss"]].isin(["nan", "inf", "-inf"]).any(axis=1)
-    kept = runs[~has_diverged]
-    reached = int((kept["accuracy"] >= GOAL).sum())
-    if campaign == "published":
-        reached = 41  # of its unrounded accuracies, by the last line of its log
     curves = epochs[["epoch", "validation_accuracy"]].set_axis(["epoch", "accuracy"], axis=1).map(as_number)
-    return Results(source, campaign, kept, reached, conditions_of(rows), curves, int(has_diverged.sum()))
+    return Results(source, campaign, runs[~has_diverged], conditions_of(rows), curves, int(has_diverged.sum()))
 
 
 def conditions_of(rows: pd.DataFrame) -> dict[str, str]:
     """Return the conditions of a campaign's rows that are known. Its runs may have different devices."""
-    named = rows.drop(columns=[*NUMBERS, "campaign", "data", "launch"], errors="ignore")
+    named = rows.drop(columns=[*NUMBERS, "campaign", "data", "epoch", "launch"], errors="ignore")
     named["test_images"] = rows["validation_images"]
     texts = {str(name): " and ".join(column[column != ""].unique()) for name, column in named.items()}
     return {name: text for name, text in texts.items() if text}

@@ -150,19 +150,19 @@ def texts_of_folder(program: Path) -> dict[str, bytes]:
 
 
 def files_of(program: ModuleType) -> dict[str, Path]:
-    """Return the files of a program, by name: its own, and what it may import: modules of its folder, our programs.
+    """Return the files of a program, by name: its own, and what it has imported from its folder.
 
     A file of this package has the package's name before its own.
     """
     own = Path(str(program.__file__)).absolute()
     if own.resolve().parent == PACKAGE:
         return {f"{PACKAGE.name}/{own.name}": own}
-    files = {f"{PACKAGE.name}/{name}.py": PACKAGE / f"{name}.py" for name in PROGRAMS.values()}
+    files = {own.name: own}
     for module in [*sys.modules.values()]:
         name = name_in(own.resolve().parent, module)
         if name:
             files[name] = Path(str(module.__file__))
-    return files | {own.name: own}
+    return files
 
 
 def name_in(folder: Path, module: ModuleType) -> str:

@@ -9,7 +9,8 @@ from scipy import stats
 
 SIGNIFICANCE = 0.01  # of a verdict: intervals have a confidence of 99%
 MARGIN = 0.1  # points of accuracy that are equivalent
-POWER = 0.8  # with which a detectable difference is found
+POWER = 0.8  # with which a difference of FOUND is found
+FOUND = 0.5  # points of accuracy
 ROUNDING = 1e-9  # differences of equal counts, as percents, differ by less
 
 
@@ -26,7 +27,7 @@ class Comparison:
     low: float
     high: float
     p: float  # of no difference
-    detectable: float  # the difference that is found with POWER
+    runs: int  # of each side, with which a difference of FOUND points is found with POWER
     sample: pd.Series  # the compared values of mine
 
 
@@ -51,10 +52,12 @@ def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comp
     test = stats.ttest_rel(a, b) if is_paired else stats.ttest_ind(a, b, equal_var=False)
     significance = SIGNIFICANCE / tests
     low, high = map(float, test.confidence_interval(1 - significance))
-    error = (high - low) / 2 / stats.t.ppf(1 - significance / 2, test.df)
     p = min(1.0, tests * float(test.pvalue))
-    detectable = error * (stats.t.ppf(1 - significance / 2, test.df) + stats.t.ppf(POWER, test.df))
-    return Comparison(a.mean() - b.mean(), low, high, p, float(detectable), mine)
+    counts = np.arange(2, 10_000)
+    errors = np.sqrt(sum(np.var(each, ddof=1) for each in varying) / counts)
+    found = errors * (stats.t.ppf(1 - significance / 2, counts - 1) + stats.t.ppf(POWER, counts - 1))
+    runs = counts[np.argmax(found <= FOUND)]
+    return Comparison(a.mean() - b.mean(), low, high, p, int(runs), mine)
 
 
 def verdict(found: Comparison) -> str:
