@@ -15,7 +15,7 @@ ORIGIN_VARIABLE = "LARGE_BATCH_ORIGIN"  # environment variable: the package of w
 ORIGIN = Path(os.environ.get(ORIGIN_VARIABLE, PACKAGE))
 __version__ = "0.3.0"
 # The module of each recipe.
-PROGRAMS = {"apple2019": "apple2019", "muon": "muon", "muon95": "muon", "muon2024": "muon"}
+PROGRAMS = {"apple2019": "apple2019", **dict.fromkeys(("muon", "muon95", "muon_first", "muon2024"), "muon")}
 PROGRAMS |= {"page": "page", "basenet": "page", "fastai": "fastai"}
 RENDEZVOUS = "LARGE_BATCH_RENDEZVOUS"  # environment variable: the rendezvous of the launcher's processes
 LAUNCHER = "LARGE_BATCH_LAUNCHER"  # the process id of the launcher

@@ -1,9 +1,9 @@
 """Muon, 2024 to 2026: a small network with orthogonalized updates, the least work of all recipes.
 
 docs/recipes.md#muon describes the recipe, docs/why_it_is_fast.md its tricks. Points of accuracy at width 16 are of
-the earlier `muon` (docs/why_it_is_fast.md#what-each-trick-brings).
+`muon_first` (docs/why_it_is_fast.md#what-each-trick-brings).
 
-    bash train_cifar_parallel.sh --recipe muon              # or muon95, two larger networks, or muon2024, the first
+    bash train_cifar_parallel.sh --recipe muon  # or muon95, two larger networks; or its origins muon_first, muon2024
 
 A run has 9 epochs: four at 24 pixels, then five at 32. The last four epochs skip the easiest quarter of the images. A
 step has 1000 images. A run needs 0.144 PFLOP; the method of 2019 needs 2.01.
@@ -85,7 +85,7 @@ class Hyp(BaseHyp):
         if self.batch_size == 0 and self.step_images % self.workers:
             raise ConfigError(f"--workers {self.workers} does not divide {self.step_images}: choose --batch_size")
         if self.actual_batch_size == 1:
-            raise ConfigError("a batch of one image is too small for norms: use a larger --batch_size")
+            raise ConfigError("--batch_size 1 is too small for norms: use at least 2")
 
     @property
     def actual_batch_size(self) -> int:
@@ -101,9 +101,7 @@ class Hyp(BaseHyp):
         """Return the floating-point operations of a run's training steps."""
         total = 0.0
         for epoch, steps in enumerate(steps_by_epoch(self, train_images), 1):
-            stage = stage_of(self, epoch)
-            flop = count_flop(network, stage.resolution, trains_whitening=stage.trains_whitening)
-            total += steps * self.images_of_step * flop
+            total += steps * self.images_of_step * count_flop(network, *stage_of(self, epoch))
         return total
 
     def fit_to(self, images: int) -> str:
@@ -136,6 +134,17 @@ class Hyp2024(Hyp):
 
 
 @dataclass(frozen=True)
+class HypFirst(Hyp2024):
+    """`muon` until 28 November 2026, which took 0.74 s on an H200 (docs/recipes.md#muon)."""
+
+    epochs: int = 9  # passes over the training images; the rates fall to 0 at the end
+    pixels: tuple[int, ...] = Hyp.pixels  # resolutions, spread evenly over the epochs
+    kept: tuple[float, ...] = (1, 1, 1, 1, 1, 0.68, 0.68, 0.68, 0.68)  # fractions of the images, spread over the epochs
+
+    whitening_share = 1 / 9
+
+
+@dataclass(frozen=True)
 class Hyp95(Hyp):
     """Two wider networks, and more epochs. Its aim is 95% (docs/recipes.md#muon95)."""
 
@@ -145,7 +154,7 @@ class Hyp95(Hyp):
     members = 2
 
 
-SETS = {"muon2024": Hyp2024, "muon95": Hyp95}
+SETS = {"muon2024": Hyp2024, "muon_first": HypFirst, "muon95": Hyp95}
 
 
 def spread(values: Sequence[float], epoch: int, epochs: int) -> float:

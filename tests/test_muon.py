@@ -36,6 +36,7 @@ class Figures:
 FIGURES = {
     "muon": Figures(14, 1, True, 0.17, 0.22),
     "muon95": Figures(14, 1, True, 0.17, 0.22, members=2),
+    "muon_first": Figures(16, 3, False, 0.24, 0.4),
     "muon2024": Figures(16, 3, False, 0.24, 0.4),
 }
 

@@ -160,7 +160,7 @@ def test_a_folder_that_is_no_data_set_is_refused(folder, tmp_path, error_line):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "published"), [("apple2019", 432), ("muon", 450), ("muon95", 550), ("muon2024", 200)]
+    ("recipe", "published"), [("apple2019", 432), ("muon", 450), ("muon95", 550), ("muon_first", 225)]
 )
 def test_with_few_images_there_are_as_many_steps_as_on_cifar_10(recipe, published):
     """There are at least eight steps an epoch. What is given stays, and images that are held out are not lacking."""

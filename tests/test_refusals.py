@@ -33,7 +33,7 @@ REFUSED = {  # a command line, and words of the error
     "train --demo --precision tf32": "is for GPUs",
     "train --demo --save text": "has no weights",
     "train --recipe page --small": "page has no --small",
-    "train --recipe muon --data synthetic --batch_size 3000": "a step has 3000 images, and only 2100 train",
+    "train --recipe muon --data synthetic --batch_size 3000": "a step has 3000 images, but 2100 train",
     "experiment --demo": "--try",
     "compare absent": "no such file",
     "evaluate absent.pt": "No such file",

@@ -56,12 +56,12 @@ def settings_of(hyp: Any) -> dict[str, object]:
     return {field.name: getattr(hyp, f"actual_{field.name}", getattr(hyp, field.name)) for field in fields(hyp)}
 
 
-def count_flop(network: nn.Module, pixels: int = 32, **stage: Any) -> float:
+def count_flop(network: nn.Module, pixels: int = 32, *stage: Any) -> float:
     """Return the floating-point operations of an image's forward and backward pass, by torch's counter.
 
-    The network loses its values.
+    `stage` are further arguments of the network, which loses its values.
     """
     network.eval().to("meta")  # in evaluation mode norms accept one image; on "meta" nothing is computed
     with FlopCounterMode(display=False) as counter:
-        network(torch.zeros(1, 3, pixels, pixels, device="meta"), **stage).sum().backward()
+        network(torch.zeros(1, 3, pixels, pixels, device="meta"), *stage).sum().backward()
     return counter.get_total_flops()

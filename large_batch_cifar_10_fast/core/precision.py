@@ -64,7 +64,7 @@ def choose_precision(asked: str, preferred: str, device: torch.device) -> str:
 def is_fast_in_bf16() -> bool:
     """Return whether this CPU multiplies faster in bfloat16: with AMX, or as an AMD CPU with AVX-512 bf16.
 
-    On an Intel Xeon with AVX-512 alone, the earlier `muon` takes 1.4 times as long in bf16 (docs/performance.md).
+    On an Intel Xeon with AVX-512 alone, `muon_first` takes 1.4 times as long in bf16 (docs/performance.md).
     """
     facts = text_of_file("/proc/cpuinfo")
     return "amx_bf16" in facts or ("avx512_bf16" in facts and "AuthenticAMD" in facts)

@@ -49,7 +49,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
         count = len(images.train_images)
         hyp = read_command(program, arguments, count)[2]
         if count < hyp.images_of_step:
-            raise ConfigError(f"a step has {hyp.images_of_step} images, and only {count} train: reduce --batch_size")
+            raise ConfigError(f"a step has {hyp.images_of_step} images, but {count} train: reduce --batch_size")
         if hyp != given:
             show(f"few training images ({count}): batch_size {hyp.actual_batch_size}, epochs {hyp.actual_epochs}")
         sizes = sizes_of(program, hyp, images)
