@@ -122,6 +122,7 @@ def test_diverged_runs_forbid_all_verdicts(written):
     """The other runs are no fair sample."""
     bad = written("bad", table={"train_loss": ["nan", *19 * ["0.9"]]})
     good = written("good")
+    assert (len(bad.runs), bad.diverged) == (19, 1)
     for mine, reference in ((bad, good), (good, bad)):
         found = compare({"mine": mine, "ref": reference}, "ref")
         assert found.verdicts["mine"].word == "-"

@@ -18,7 +18,6 @@ from large_batch_cifar_10_fast.lab.options import PROGRAMS
 
 DOCUMENTS = [path for path in REPO.rglob("*.md") if not {".venv", ".git", "data"} & set(path.parts)]
 CODE = "".join(path.read_text() for path in REPO.glob("large_batch_cifar_10_fast/**/*.py"))
-RUNNING = REPO / "docs" / "running.md"
 WHY = REPO / "docs" / "why_it_is_fast.md"
 RESULTS = REPO / "results" / "README.md"
 NOTEBOOK = REPO / "notebook" / "why_it_is_fast.ipynb"

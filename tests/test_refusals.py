@@ -3,22 +3,22 @@
 import itertools
 import re
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import get_origin, get_type_hints
 
 import pytest
-from conftest import ALONE, run_here
+from conftest import ALONE, python, run_here
 
-from large_batch_cifar_10_fast import ConfigError, __main__
+from large_batch_cifar_10_fast import PROGRAMS, ConfigError, __main__
 from large_batch_cifar_10_fast.commands import train
 from large_batch_cifar_10_fast.core import precision as precisions
 from large_batch_cifar_10_fast.images import load
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab.conduct import choose_computation
 from large_batch_cifar_10_fast.lab.launch import largest_divisor
-from large_batch_cifar_10_fast.lab.options import Options
-from large_batch_cifar_10_fast.lab.program import load_program, read_command, recipe_of
+from large_batch_cifar_10_fast.lab.options import Options, comments
+from large_batch_cifar_10_fast.lab.program import load_program, read_command, recipe_of, sets_of
 
 few = cache(lambda: draw_shapes(2100, 20))
 REFUSED = {  # a command line, and words of the error
@@ -85,6 +85,21 @@ def test_help_begins_with_an_example_and_an_option_has_its_comment_and_default(c
     assert re.match(rf"usage: cifar10-fast {command} \S", shown)
     if command == "train":
         assert "peak of the learning rate; weight decay grows with it (default 1.5)" in shown
+
+
+def test_each_option_has_a_comment_on_its_own_line_which_is_its_help():
+    programs = map(load_program, {*PROGRAMS.values()})
+    for owner in [Options, *(hyp for program in programs for hyp in sets_of(program).values())]:
+        assert {field.name for field in fields(owner)} <= comments(owner).keys()
+
+
+def test_what_is_slow_to_import_comes_after_the_options(tmp_path):
+    """A refusal comes in two seconds."""
+    imported = "import sys, large_batch_cifar_10_fast.commands.experiment"
+    assert (
+        python("-c", f"{imported}; print({{'scipy.stats', 'matplotlib'}} & {{*sys.modules}})", cwd=tmp_path).stdout
+        == "set()\n"
+    )
 
 
 # ---- What was not given

@@ -113,9 +113,3 @@ def test_a_damaged_or_foreign_file_is_one_line_that_names_it(tmp_path):
         read_results("absent")
     with pytest.raises(ConfigError, match="good has no campaign typo, only b"):
         read_results(f"{tmp_path}/good:typo")
-
-
-def test_a_diverged_run_is_counted_and_is_no_result(tmp_path):
-    found = read_results(write_runs(tmp_path / "runs", [9500, 9000], table={"validation_loss": ["inf", "0.9"]}))
-    assert found.runs["accuracy"].tolist() == [0.9]
-    assert found.diverged == 1

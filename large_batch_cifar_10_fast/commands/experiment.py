@@ -16,13 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from .. import ConfigError, Interrupted
 from ..core.hyp import settings_of
 from ..core.printing import show
-from ..lab.figures import new_figure, write_picture
 from ..lab.launch import start_launch
 from ..lab.options import command_parser, make, text_of
 from ..lab.program import load_program, read_command, recipe_of
@@ -168,8 +166,10 @@ def next_commands(campaigns: Mapping[str, list[str]], runs: int, report: Report)
     return "\n".join(lines)
 
 
-def draw_differences(verdicts: Mapping[str, Verdict]) -> Figure:
+def draw_differences(verdicts: Mapping[str, Verdict], picture: Path) -> None:
     """Draw the differences from the baseline with their intervals, as wide as README shows a picture."""
+    from ..lab.figures import new_figure, write_picture  # Matplotlib takes a third of a second, and errors come first
+
     compared = {f"{name}\n{each.word}": each.found for name, each in verdicts.items() if each.found}
     figure = new_figure(8.5, 1.6 + 0.45 * len(compared))
     axes = figure.subplots()
@@ -181,7 +181,7 @@ def draw_differences(verdicts: Mapping[str, Verdict]) -> Figure:
     axes.set_yticks(range(len(compared)), [*compared])
     axes.set_ylim(len(compared) - 0.5, -0.5)
     axes.set_xlabel(f"accuracy minus baseline's, points, with 99% intervals (grey: {MARGIN:g} points)")
-    return figure
+    write_picture(figure, picture)
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{name} waits for its first run.")
     if any(verdict.found for verdict in report.verdicts.values()):
         picture = out / "experiment.png"
-        write_picture(draw_differences(report.verdicts), picture)
+        draw_differences(report.verdicts, picture)
         print(f"Picture: {picture}")
     print(next_commands(campaigns, options.runs, report))
     return int(bool(failed))
