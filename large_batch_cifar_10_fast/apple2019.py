@@ -27,7 +27,7 @@ from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.model import Model, keep_rates_on_gpu
 from large_batch_cifar_10_fast.core.optim import NesterovSGD, interpolate, set_rate
-from large_batch_cifar_10_fast.core.precision import Precision, at_least_float32, place
+from large_batch_cifar_10_fast.core.precision import Precision, at_least_float32, move
 from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
 
@@ -306,7 +306,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes, len(team.workers) // machine.micro_batches)
-        place(network, precision)
+        move(network, precision)
         return network, [make_optimizer(hyp, network, team)]
 
     model = Model(fresh)

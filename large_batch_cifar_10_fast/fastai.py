@@ -28,7 +28,7 @@ from large_batch_cifar_10_fast.core.machine import Machine
 from large_batch_cifar_10_fast.core.model import Model, keep_rates_on_gpu
 from large_batch_cifar_10_fast.core.optim import interpolate, set_rate
 from large_batch_cifar_10_fast.core.preactivation import NARROWEST, PreactivationBlock
-from large_batch_cifar_10_fast.core.precision import Precision, at_least_float32, place
+from large_batch_cifar_10_fast.core.precision import Precision, at_least_float32, move
 from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
 from large_batch_cifar_10_fast.core.team import Team
 
@@ -269,7 +269,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes, workers_at_once)
-        place(network, precision)
+        move(network, precision)
         return network, [make_optimizer(hyp, network, team)]
 
     model = Model(fresh)

@@ -20,7 +20,7 @@ from large_batch_cifar_10_fast import fastai, muon, page
 from large_batch_cifar_10_fast.core.data import Images
 from large_batch_cifar_10_fast.core.layers import ghost_norms
 from large_batch_cifar_10_fast.core.machine import Machine
-from large_batch_cifar_10_fast.core.precision import Precision, place
+from large_batch_cifar_10_fast.core.precision import Precision, move
 from large_batch_cifar_10_fast.core.team import Team
 from large_batch_cifar_10_fast.images.shapes import draw_shapes
 from large_batch_cifar_10_fast.lab.program import PROGRAMS, load_program, read_command
@@ -313,7 +313,7 @@ def test_in_half_precision_losses_are_float32_and_gradients_point_where_those_of
         precision = Precision(name, CPU, half_weights=False)
         torch.manual_seed(0)
         network = program.Network(hyp, 10)
-        place(network, precision)
+        move(network, precision)
         images = torch.randn(hyp.actual_batch_size, 3, 32, 32).to(precision.images, memory_format=torch.channels_last)
         labels = torch.zeros(len(images)).long()  # all equal, so that gradients add up
         first = (hyp, network, precision, 1) if program is fastai else (hyp, network, precision)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from large_batch_cifar_10_fast.core import data
 from large_batch_cifar_10_fast.core.hyp import BaseHyp
 from large_batch_cifar_10_fast.core.model import Model
-from large_batch_cifar_10_fast.core.precision import place
+from large_batch_cifar_10_fast.core.precision import move
 from large_batch_cifar_10_fast.core.score import Epoch, read_score, sums_of
 
 
@@ -47,7 +47,7 @@ def train(hyp, images, machine):
 
     def fresh():
         network = Network(hyp, images.classes)
-        place(network, precision)
+        move(network, precision)
         settings = {"momentum": 0.9} if hyp.optimizer == "SGD" else {}
         return network, [getattr(torch.optim, hyp.optimizer)(network.parameters(), lr=0.02, **settings)]
 

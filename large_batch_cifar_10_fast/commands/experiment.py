@@ -109,7 +109,7 @@ def check_recorded(name: str, words: Sequence[str], out: Path) -> None:
 # ---- The runs
 
 
-def make_runs(campaigns: Mapping[str, list[str]], runs: int, out: Path) -> dict[str, str]:
+def take_turns(campaigns: Mapping[str, list[str]], runs: int, out: Path) -> dict[str, str]:
     """Make the missing runs. Return how campaigns failed.
 
     The campaigns take turns: the target doubles each round, 1, 2, 4, ... runs. So all run on the machine in the same
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str]) -> int:
     if not options.report:
         out.mkdir(parents=True, exist_ok=True)
         try:
-            failed = make_runs(campaigns, options.runs, out)
+            failed = take_turns(campaigns, options.runs, out)
         except Interrupted as end:
             show("Not finished: the same command continues.")
             return end.args[1]
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     report = compare(found, BASELINE, markdown=options.markdown)
     print(f"Baseline: {shlex.join(baseline)}\n\n{report.text}\n")
     for name in campaigns.keys() - found:
-        print(f"{name} waits for its first run.")
+        print(f"{name}: waiting")
     if any(verdict.found for verdict in report.verdicts.values()):
         picture = out / "experiment.png"
         draw_differences(report.verdicts, picture)

@@ -36,9 +36,9 @@ def most_probable(files: Sequence[Path], probabilities: Tensor, classes: Sequenc
     """Return the most probable classes of each file, from probabilities [n, C]."""
     values, labels = probabilities.topk(min(MOST, len(classes)))
     table = pd.DataFrame({"file": [*map(str, files)]})
-    for place in range(labels.shape[1]):
-        table[f"class_{place + 1}"] = [classes[label] for label in labels[:, place]]
-        table[f"probability_{place + 1}"] = values[:, place].numpy()
+    for index in range(labels.shape[1]):
+        table[f"class_{index + 1}"] = [classes[label] for label in labels[:, index]]
+        table[f"probability_{index + 1}"] = values[:, index].numpy()
     return table
 
 

@@ -25,10 +25,10 @@ def convolve_by_position(x: Tensor, weight: Tensor, side: int) -> Tensor:
     return torch.stack(outputs, 1).unflatten(1, (side, side)).permute(0, 3, 1, 2)
 
 
-def window(place: int, size: int) -> tuple[slice, slice]:
-    """Return which of `size` places a filter of three taps covers around a place, and which taps, as slices."""
-    seen = slice(max(place - 1, 0), min(place + 2, size))
-    return seen, slice(seen.start - place + 1, seen.stop - place + 1)
+def window(index: int, size: int) -> tuple[slice, slice]:
+    """Return which of `size` positions a filter of three taps covers around one, and which taps, as slices."""
+    seen = slice(max(index - 1, 0), min(index + 2, size))
+    return seen, slice(seen.start - index + 1, seen.stop - index + 1)
 
 
 def keep_freed_memory() -> None:

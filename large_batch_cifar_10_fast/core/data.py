@@ -54,7 +54,7 @@ class Shards(NamedTuple):
     """The images on a process's device: its workers' training images and its share of the test images.
 
     Image i of the data set belongs to worker i % `total_workers`, in all epochs. A process with
-    workers 0 and 1 of 8 has images 0, 1, 8, 9, ... `shard` returns the places of one worker's images.
+    workers 0 and 1 of 8 has images 0, 1, 8, 9, ... `shard` returns the positions of one worker's images.
     """
 
     images: Tensor  # [n, 32, 32, 3], normalized
@@ -109,7 +109,7 @@ def count_own(images: int, team: Team) -> int:
 
 
 def shard(number: int, workers: int, images: int, device: torch.device) -> Tensor:
-    """Return the places (int64 [m]) of one worker's images among the process's `images`."""
+    """Return the positions (int64 [m]) of one worker's images among the process's `images`."""
     return torch.arange(number, images, workers, device=device)
 
 

@@ -131,29 +131,29 @@ class MaxPoolFunction(torch.autograd.Function):
     """Max-pooling for sides divisible by `size`, faster than PyTorch's when compiled.
 
     Compiled, PyTorch's backward pass scatters gradients: on a CPU one by one, by int64 indices; on a GPU by atomic
-    additions to a zeroed float32 NCHW buffer. This class stores the place of the largest value of a window in a byte
-    (the first of equal values). Its backward pass compares places.
+    additions to a zeroed float32 NCHW buffer. This class stores the position of the largest value of a window in a byte
+    (the first of equal values). Its backward pass compares positions.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, size: int) -> Tensor:
         window = [x[:, :, row::size, column::size] for row in range(size) for column in range(size)]
         largest = reduce(torch.maximum, window)
-        place = torch.full_like(largest, len(window) - 1, dtype=torch.float32)
+        where = torch.full_like(largest, len(window) - 1, dtype=torch.float32)
         for index in reversed(range(len(window) - 1)):
-            place = torch.where(window[index] == largest, float(index), place)
-        ctx.save_for_backward(place.to(torch.int8))
+            where = torch.where(window[index] == largest, float(index), where)
+        ctx.save_for_backward(where.to(torch.int8))
         ctx.size = size
         return largest
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        places = unpool(ctx.saved_tensors[0], ctx.size)
+        stored = unpool(ctx.saved_tensors[0], ctx.size)
         gradients = unpool(gradient, ctx.size)
-        rows = torch.arange(places.shape[1], device=places.device) % ctx.size
-        columns = torch.arange(places.shape[2], device=places.device) % ctx.size
+        rows = torch.arange(stored.shape[1], device=stored.device) % ctx.size
+        columns = torch.arange(stored.shape[2], device=stored.device) % ctx.size
         own = (ctx.size * rows[:, None, None] + columns[:, None]).float()  # a CPU does not vectorize int64 comparisons
-        return torch.where(places.float() == own, gradients, 0).permute(0, 3, 1, 2), None
+        return torch.where(stored.float() == own, gradients, 0).permute(0, 3, 1, 2), None
 
 
 def unpool(x: Tensor, size: int) -> Tensor:

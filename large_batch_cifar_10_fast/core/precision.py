@@ -70,7 +70,7 @@ def is_fast_in_bf16() -> bool:
     return "amx_bf16" in facts or ("avx512_bf16" in facts and "AuthenticAMD" in facts)
 
 
-def place(network: nn.Module, precision: Precision) -> None:
+def move(network: nn.Module, precision: Precision) -> None:
     """Move a network to the device, channels-last, in the type of weights. Norms stay in float32 at least."""
     allow_tf32(precision.name == "tf32")
     network.to(precision.device, precision.weights, memory_format=torch.channels_last)  # type: ignore[call-overload]

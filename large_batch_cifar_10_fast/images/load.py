@@ -89,8 +89,8 @@ def read_npz(path: Path) -> tuple[list[np.ndarray], list[str]]:
     except Exception as error:  # zipfile, zlib and NumPy raise nearly anything for a damaged file
         what = f"a .npz file of {', '.join(ARRAYS)}"
         raise ConfigError(f"--data {path} cannot be read as {what}: {first_line(error)}") from error
-    for place in (1, 3):
-        arrays[place] = arrays[place].astype(np.int64)
+    for index in (1, 3):
+        arrays[index] = arrays[index].astype(np.int64)
     return arrays, names
 
 

@@ -67,7 +67,7 @@ def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
             if options.save and options.runs - 1 in campaign.rows:
                 warn(f"--save {options.save} is not written: run {options.runs - 1} is finished")
             print_head(images, campaign)
-        first = take_run(campaign, team, "first")
+        first = next_run(campaign, team, "first")
         if first is not None:
             machine = Machine(
                 team,
@@ -134,7 +134,7 @@ def make_runs(
             if number == options.runs - 1 and options.save:
                 save_weights(Path(options.save), last.network.state_dict(), campaign.rows[number], for_use)
                 show(f"{options.save} has the weights of run {number}, for cifar10-fast evaluate and predict")
-        number = take_run(campaign, team, f"after run {number}")
+        number = next_run(campaign, team, f"after run {number}")
     progress.bar.close()
 
 
@@ -154,7 +154,7 @@ def row_of_run(epochs: Sequence[dict[str, float]], last: Epoch, clock: Clock) ->
     }
 
 
-def take_run(campaign: Campaign | None, team: Team, key: str) -> int | None:
+def next_run(campaign: Campaign | None, team: Team, key: str) -> int | None:
     """Return the run that rank 0 takes; None if none is left. All processes must call this, with a key of its own."""
     taken = campaign.take_run() if campaign else None
     return json.loads(team.gather(f"run {key}", json.dumps(taken))[0])

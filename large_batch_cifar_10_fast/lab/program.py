@@ -27,7 +27,7 @@ def load_program(recipe: str) -> ModuleType:
     if recipe not in PROGRAMS and not recipe.endswith(".py"):
         raise ConfigError(f"--recipe {recipe} is neither one of {', '.join(PROGRAMS)} nor FILE.py")
     try:
-        program = snapshot.load(recipe)
+        program = snapshot.load_module(recipe)
         check_program(program)
     except (Exception, SystemExit) as error:  # of whatever the file does
         raise ConfigError(f"--recipe {recipe} cannot be used ({type(error).__name__}: {first_line(error)})") from error

@@ -214,7 +214,7 @@ def check_unchanged(program: ModuleType, place: Place) -> None:
 LOADED: list[Path] = []  # the folders of programs that this process has loaded
 
 
-def load(recipe: str) -> ModuleType:
+def load_module(recipe: str) -> ModuleType:
     """Load a recipe's program, or that of FILE.py. Its folder is searched last, so its modules hide no others."""
     if recipe in PROGRAMS:
         return importlib.import_module(f"{PACKAGE.name}.{PROGRAMS[recipe]}")
