@@ -237,7 +237,7 @@ def test_upload_preprocessing_whitening_and_training_count_and_validation_does_n
         queued.clear()
 
     for owner, name, seconds in (
-        (load_program("apple2019"), "place", 500),
+        (load_program("apple2019"), "move", 500),
         (data, "copy_to_device", 0.5),
         (data, "normalize", 0.25),
         (layers, "whitening_filters", 0.125),
