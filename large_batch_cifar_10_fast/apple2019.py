@@ -94,7 +94,7 @@ class Hyp(BaseHyp):
         batch_size = self.batch_size
         if batch_size == Hyp.batch_size:  # not given
             batch_size = min(batch_size, max(16, own_images // 128 * 16))
-        epochs = math.ceil(432 / max(1, own_images // batch_size))  # as many steps as 18 epochs of CIFAR-10
+        epochs = math.ceil(432 / max(1, own_images // batch_size))  # the steps of 18 epochs of CIFAR-10
         rate = Hyp.lr_scaler * batch_size * self.workers / 2048
         return f"--batch_size {batch_size} --epochs {epochs} --lr_scaler {rate:.3g} --ghost_batch 16"
 
@@ -168,7 +168,7 @@ class Network(nn.Module):
         mix, norm, celu = self.prep
         x = whiten_and_mix(images, self.whitening.weight, mix.weight)  # type: ignore[arg-type]  # Tensors
         x = celu(norm(x))
-        return self.head(self.layer3(self.layer2(self.layer1(x)))) / 16  # as published
+        return self.head(self.layer3(self.layer2(self.layer1(x)))) / 16  # the published factor
 
 
 def whiten_and_mix(images: Tensor, filters: Tensor, weight: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ class Pass(NamedTuple):
 
     loss: Tensor  # to differentiate
     sums: Tensor  # [3]
-    statistics: list[Tensor]  # of the norms
+    statistics: list[Tensor]  # the norms' statistics of this batch
 
 
 def forward_pass(hyp: Hyp, network: Network, precision: Precision, images: Tensor, labels: Tensor) -> Pass:
@@ -301,7 +301,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     team = machine.assign_workers(hyp.workers)
     precision = machine.choose_precision(hyp.gpu_precision, half_weights=True)
     own_images = data.count_own(len(images.train_images), team)
-    steps = len(images.train_images) // hyp.workers // hyp.batch_size  # of an epoch
+    steps = len(images.train_images) // hyp.workers // hyp.batch_size  # steps per epoch
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # correct images, images, sum of losses
 
     def fresh() -> tuple[Network, list[Optimizer]]:

@@ -44,7 +44,7 @@ class Entry(NamedTuple):
     batch_size: int  # images a worker takes each step
     knots: tuple[float, ...]  # epochs of the given rates and momenta, interpolated in between
     rates: tuple[float, ...]
-    weight_decay: float  # of all parameters
+    weight_decay: float  # for all parameters
 
 
 ENTRIES = {
@@ -245,7 +245,7 @@ class Pass(NamedTuple):
 
     loss: Tensor  # to differentiate: the sum of the workers' means, times LOSS_SCALE
     sums: Tensor  # [3]
-    statistics: list[Tensor]  # of the norms
+    statistics: list[Tensor]  # the norms' statistics of this batch
 
 
 def forward_pass(

@@ -37,7 +37,7 @@ from large_batch_cifar_10_fast.core.team import Team
 # Hyper-parameters. Each is an option: --epochs 12
 # ---------------------------------------------------------------------------------------------------------------------
 
-EPOCH_IMAGES = 50_000  # of CIFAR-10
+EPOCH_IMAGES = 50_000  # CIFAR-10's training images
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class Hyp(BaseHyp):
     whitening_epochs: int = -1  # epochs that train the whitening bias; -1: 1 of 9 (muon2024: 3 of 8)
     label_smoothing: float = 0.2  # part of a label that is spread over all classes
     norm_momentum: float = 0.22  # weight of a new batch in the running statistics
-    views: Literal["one", "two", "six"] = "six"  # of a test image after the last epoch (evaluation.average_over_views)
+    views: Literal["one", "two", "six"] = "six"  # views of a test image after the last epoch (core/evaluation.py)
     workers: int = 1  # replicas, each with its own training images
 
     gpu_precision = "bf16"
     small = "--width 16 --epochs 3 --batch_size 500 --pixels 24 --kept 1 --views two"
 
     # Constants, not options.
-    whitening_share: ClassVar = 1 / 9  # of the epochs
-    step_images: ClassVar = 1000  # of all workers
+    whitening_share: ClassVar = 1 / 9  # fraction of the epochs that trains the whitening bias
+    step_images: ClassVar = 1000  # images of a step, over all workers
     second_size: ClassVar = 1  # side of the first block's second filters
     middle: ClassVar = 3.5  # channels of the second block, in widths; the third has four widths
     adds_mean: ClassVar = True  # the head sees the maximum over all positions plus their mean
@@ -277,7 +277,7 @@ class Member(nn.Module):
         )
         self.pool = layers.MaxPool()  # over all remaining positions, at any resolution
         self.linear = nn.Linear(4 * width, classes, bias=False)
-        self.linear.weight.data /= self.linear.weight.data.std()  # as airbench, and so is the 256 below
+        self.linear.weight.data /= self.linear.weight.data.std()  # std 1, and / 256 below: both from airbench
         self.adds_mean = hyp.adds_mean
 
     def forward(self, x: Tensor) -> Tensor:
@@ -334,7 +334,7 @@ def filters_of(images: Tensor) -> Tensor:
 # Optimizers
 # ---------------------------------------------------------------------------------------------------------------------
 
-WEIGHT_DECAY = 2e-6  # of biases and head. SGD multiplies it by the rate, so `make_optimizers` divides by the rate
+WEIGHT_DECAY = 2e-6  # for biases and head. SGD multiplies it by the rate, so `make_optimizers` divides by the rate
 
 
 def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
@@ -348,9 +348,8 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
     # norm replaces weight decay (docs/why_it_is_fast.md#muon).
     of_muon = {"params": filters, "first_rate": hyp.filter_rate, "epochs": hyp.epochs}
     muon = Muon([of_muon], lr=0.0, momentum=hyp.filter_momentum)
-    shared_rate = (
-        hyp.bias_rate / hyp.members
-    )  # all members share this bias, so its gradient is `members` times as large
+    # All members share the whitening bias, so its gradient is `members` times as large.
+    shared_rate = hyp.bias_rate / hyp.members
     groups: list[dict] = [
         {"params": biases, "first_rate": hyp.bias_rate, "epochs": hyp.epochs},
         {"params": [network.whitening.bias], "first_rate": shared_rate, "epochs": hyp.actual_whitening_epochs},
@@ -366,8 +365,9 @@ def make_optimizers(hyp: Hyp, network: Network, team: Team) -> list[Optimizer]:
 
 
 def set_rates(hyp: Hyp, optimizers: Sequence[Optimizer], epoch: float) -> None:
-    """Set all rates at a time in epochs. Steps are counted from 1, airbench counts from 0, so
-    the schedule is one step of CIFAR-10 later.
+    """Set all rates at a time in epochs.
+
+    Steps are counted from 1, and airbench counts from 0. So the whole schedule is one step of CIFAR-10 later.
     """
     step = hyp.images_of_step / EPOCH_IMAGES
     for optimizer in optimizers:
@@ -398,9 +398,9 @@ class Pass(NamedTuple):
     """The results of a forward pass over images [B]."""
 
     loss: Tensor  # to differentiate
-    losses: Tensor  # of each image, float32 [B]
+    losses: Tensor  # each image's loss, float32 [B]
     sums: Tensor  # [3]
-    statistics: list[Tensor]  # of the norms
+    statistics: list[Tensor]  # the norms' statistics of this batch
 
 
 def forward_pass(
@@ -422,7 +422,7 @@ def train(hyp: Hyp, images: data.Images, machine: Machine) -> Callable[[int], It
     steps = steps_by_epoch(hyp, len(images.train_images))
     stages = [stage_of(hyp, epoch) for epoch in range(1, hyp.epochs + 1)]
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)  # correct images, images, sum of losses
-    last_losses = torch.full((own_images,), torch.inf, device=team.device)  # of each image when last seen
+    last_losses = torch.full((own_images,), torch.inf, device=team.device)  # each image's, when last seen
 
     def fresh() -> tuple[Network, list[Optimizer]]:
         network = Network(hyp, images.classes, len(team.workers) // machine.micro_batches)

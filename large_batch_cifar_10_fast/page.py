@@ -136,7 +136,7 @@ class Network(nn.Module):
         self.maximum_first = hyp.by_page
         self.linear = nn.Linear(2 * c, classes)
         for made in layers.ghost_norms(self):
-            nn.init.uniform_(made.get_parameter("weight"))  # as PyTorch's norms did before version 1.2
+            nn.init.uniform_(made.get_parameter("weight"))  # PyTorch's default before version 1.2
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.blocks(self.prep(images))
@@ -151,7 +151,7 @@ class Network(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 MOMENTUM = 0.9
-WEIGHT_DECAY = 5e-4  # of all parameters; Page multiplies it by the batch size
+WEIGHT_DECAY = 5e-4  # for all parameters; Page multiplies it by the batch size
 
 
 def losses_of(hyp: BaseHyp, logits: Tensor, labels: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class Pass(NamedTuple):
 
     loss: Tensor  # to differentiate
     sums: Tensor  # [3]
-    statistics: list[Tensor]  # of the norms
+    statistics: list[Tensor]  # the norms' statistics of this batch
 
 
 def forward_pass(hyp: Basenet, network: Network, precision: Precision, images: Tensor, labels: Tensor) -> Pass:

@@ -33,7 +33,7 @@ def list_campaigns(campaigns: Sequence[Results]) -> Cells:
 class Command:
     """What to compare, and how."""
 
-    campaigns: tuple[str, ...]  # as above
+    campaigns: tuple[str, ...]  # sources of results, see above
     markdown: bool = False  # print tables as Markdown
 
 

@@ -42,7 +42,7 @@ class Command:
     """What to test, and where."""
 
     weights: str  # file that --save wrote
-    data: str = str(DATA)  # as for training
+    data: str = str(DATA)  # images, see train
     device: Literal["", "cuda", "cpu"] = ""  # default: a GPU if there is one
     program: str = ""  # FILE.py of a program of your own
 

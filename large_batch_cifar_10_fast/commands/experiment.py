@@ -30,7 +30,7 @@ from ..lab.statistics import MARGIN
 from ..lab.store import rows_in, write_tables
 from ..lab.table import OPTION, Row, differences
 
-HOLDOUT = 10_000  # of CIFAR-10's 50,000 images: the error of a mean is a third of that over 1,000
+HOLDOUT = 10_000  # a mean over 10,000 images has a third of the error of one over 1,000
 ALIKE = ("data", "holdout", "seed")  # options that all campaigns share
 BASELINE = "baseline"
 

@@ -76,7 +76,7 @@ def draw_picture(campaigns: Mapping[str, Results]) -> Figure:
 class Command:
     """What to draw."""
 
-    campaigns: tuple[str, ...]  # as for compare
+    campaigns: tuple[str, ...]  # sources of results, see compare
     labels: tuple[str, ...] = ()  # names of the campaigns, in order
     out: Path = Path("timing.png")  # picture: .png, .svg or .pdf
 

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-PARTS = ("upload", "preprocessing", "whitening", "training")  # of the training time
+PARTS = ("upload", "preprocessing", "whitening", "training")  # parts of the training time
 
 
 class Clock:
@@ -14,7 +14,7 @@ class Clock:
         self._synchronize = synchronize
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.last: dict[str, float] = {}  # the seconds of each part's last time
-        self.cpu_seconds = 0.0  # of all threads of this process, over the training time
+        self.cpu_seconds = 0.0  # used by all threads of this process in the training time
         self._set_up: tuple[dict[str, float], float] | None = None
 
     @contextlib.contextmanager

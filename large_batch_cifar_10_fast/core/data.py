@@ -14,7 +14,7 @@ from .team import Team
 
 SIZE = 32  # pixels a side of an image
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std of red, green and blue, on the 0..255 scale
-CIFAR_10_NORMALIZATION: Normalization = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)  # as published
+CIFAR_10_NORMALIZATION: Normalization = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)  # published values
 
 # ---- In host memory
 
@@ -30,7 +30,7 @@ class Images:
     test_labels: np.ndarray
     class_names: list[str]
     normalization: Normalization
-    digest: str = ""  # of all images and labels
+    digest: str = ""  # SHA-256 of all images and labels
     is_shuffled: bool = False  # the file had the training images in another order
 
     @property

@@ -125,7 +125,7 @@ class Machine:
         show("compiling, about a minute; a cache makes the next launch faster")
         network = model.network
         precision = self.precision
-        parts = [(batch.chunk(self.micro_batches, dim=1)[0], *stage) for batch, *stage in examples]  # of one pass each
+        parts = [(batch.chunk(self.micro_batches, dim=1)[0], *stage) for batch, *stage in examples]  # one pass
 
         def passes(forward: Callable, part: Tensor, *stage: Any) -> dict[str, Tensor]:
             images, _ = self.make_batch(part, *stage)

@@ -45,7 +45,7 @@ class Epoch:
     seconds: float  # timed so far: upload, preprocessing, whitening, training
     train: Score  # while training
     validation: Score  # after the epoch
-    network: nn.Module = field(repr=False)  # as it is now: the next epoch changes it
+    network: nn.Module = field(repr=False)  # not a copy: the next epoch changes it
 
     def row(self) -> dict[str, float]:
         """Return the columns of epochs.tsv."""

@@ -23,7 +23,7 @@ class Team:
     rank: int
     world_size: int
     device: torch.device
-    total_workers: int = 1  # of all processes
+    total_workers: int = 1  # workers of all processes
     store: dist.Store | None = None  # for messages between processes; None for a single process
 
     def with_workers(self, workers: int, micro_batches: int = 1) -> "Team":

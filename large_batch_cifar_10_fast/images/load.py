@@ -14,7 +14,7 @@ from .shapes import draw_shapes
 
 CIFAR_10_TRAINING = "f912919bdea3"  # the digest of its training images and labels, as in a .npz file
 SYNTHETIC = "synthetic"  # the --data that needs no file
-ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")  # of a .npz file
+ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")  # the names in a .npz file
 
 
 def load_images(data: str, holdout: int = 0) -> Images:
@@ -56,7 +56,7 @@ def make_images(name: str, arrays: Sequence[np.ndarray], class_names: Sequence[s
         train_labels, test_labels = np.split(train_labels, [count])
         name = f"{name} with the last {holdout} training images as test images"
     parts = (train_images, train_labels, test_images, test_labels)
-    digest = digest_of(parts if holdout else arrays)  # of the images of one's own before they are shuffled
+    digest = digest_of(parts if holdout else arrays)  # of your own images: before they are shuffled
     return Images(name, *parts, list(class_names), constants or normalization_of(train_images), digest, not is_random)
 
 

@@ -16,9 +16,9 @@ from .. import ConfigError, list_some
 from ..core.devices import count_cores
 from ..core.printing import warn
 
-FORMATS = ("JPEG", "PNG", "WEBP")  # of files that are read, whatever their ending
+FORMATS = ("JPEG", "PNG", "WEBP")  # formats that are read, whatever a file's ending is
 SIZE = 32  # pixels a side
-TEST_SHARE = 0.2  # of each class, if there is no folder of test photos
+TEST_SHARE = 0.2  # fraction of each class, if there is no folder of test photos
 OTHERS = (".", "@", "__", "lost+found")  # names that begin so are left out: .DS_Store, @eaDir, __MACOSX
 Pictures = dict[Path, np.ndarray]  # files and their pictures, uint8 [32, 32, 3]
 Classes = dict[str, Pictures]  # the photos of each class, in the order of their names

@@ -69,7 +69,7 @@ def _depth(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     box = np.maximum(np.abs(u), np.abs(v))
     p = np.abs(u + v) * 0.71
     q = np.abs(u - v) * 0.71
-    cos = -v / np.maximum(radius, 1e-6)  # of the angle from the top
+    cos = -v / np.maximum(radius, 1e-6)  # cosine of the angle from the top
     square = cos * cos
     # The cosine of five times the angle, for the star, by a Chebyshev polynomial.
     cos_of_five_times = ((16 * square - 20) * square + 5) * cos

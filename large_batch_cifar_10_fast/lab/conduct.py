@@ -201,7 +201,7 @@ def conditions(
         "commit": commit(),
         **snapshot.digests(program),
         "torch": version("torch"),
-        "seed": options.seed,  # of run 0
+        "seed": options.seed,  # the seed of run 0
         "launch": os.environ.get(RENDEZVOUS, new_name()),  # which launch made a run
     }
     return {name: str(value) for name, value in common.items()}

@@ -40,7 +40,7 @@ def start_launch(arguments: Sequence[str], log: IO | None = None) -> "Processes"
     processes = options.nproc or largest_divisor(hyp.workers, count_gpus(options.device) or cores)
     if options.data != SYNTHETIC and not Path(options.data).is_file():
         load_images(options.data)  # downloads CIFAR-10, and refuses other data before anything is written
-    threads = max(1, cores // processes)  # of each process, unless the user says otherwise
+    threads = max(1, cores // processes)  # threads per process, unless the user gives a number
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | environment_of(keep(place))
     if not place.is_begun:
         (place.folder / "command").write_text(shlex.join(arguments))  # for --resume

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from .. import PROGRAMS, ConfigError, check_range
 from ..images.cifar import DATA
 
-CIFAR_IMAGES = 50_000  # of CIFAR-10, for training
+CIFAR_IMAGES = 50_000  # CIFAR-10's training images
 MOST = 100_000  # the largest number that an option takes, unless it has another limit
 
 

@@ -29,7 +29,7 @@ def load_program(recipe: str) -> ModuleType:
     try:
         program = snapshot.load_module(recipe)
         check_program(program)
-    except (Exception, SystemExit) as error:  # of whatever the file does
+    except (Exception, SystemExit) as error:  # the file may raise anything
         raise ConfigError(f"--recipe {recipe} cannot be used ({type(error).__name__}: {first_line(error)})") from error
     return program
 

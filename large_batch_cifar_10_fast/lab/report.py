@@ -13,7 +13,7 @@ from .table import OPTION
 MAIN = ("recipe", "images", "test_images", "precision", "pflop", "device", "processes")
 HEAD = ("accuracy, %", "n", "mean ± std", "difference", "99% interval", "p", "verdict")
 NO_SPREAD = "a single run, or all differences are equal"
-Cells = list[tuple[str, ...]]  # of a table, line by line; the first is its head
+Cells = list[tuple[str, ...]]  # a table, line by line; the first line is its head
 
 
 class Verdict(NamedTuple):

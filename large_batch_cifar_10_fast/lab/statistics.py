@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 import scipy  # which imports scipy.stats, half a second, at its first use
 
-SIGNIFICANCE = 0.01  # of a verdict: intervals have a confidence of 99%
+SIGNIFICANCE = 0.01  # level of a verdict: intervals have a confidence of 99%
 MARGIN = 0.1  # points of accuracy that are equivalent
-POWER = 0.8  # with which a difference of FOUND is found
-FOUND = 0.5  # points of accuracy
+POWER = 0.8  # probability of finding a difference of FOUND
+FOUND = 0.5  # points of accuracy, the difference that runs are counted for
 ROUNDING = 1e-9  # differences of equal counts, as percents, differ by less
 
 
@@ -26,8 +26,8 @@ class Comparison:
     difference: float
     low: float
     high: float
-    p: float  # of no difference
-    runs: int  # of each side, with which a difference of FOUND points is found with POWER
+    p: float  # p-value of "no difference"
+    runs: int  # number of runs per side that finds a difference of FOUND points with POWER
     sample: pd.Series  # the compared values of mine
 
 
