@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check style, types and imports with the installed tools, then run all tests. This takes about three minutes on two idle
+# Check style, types and imports with the installed tools, then run all tests. This takes about four minutes on two idle
 # cores with pytest-xdist. --quick skips the slow tests and takes half a minute. Other arguments go to pytest.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0 ;; esac

@@ -8,6 +8,7 @@ training images. Both rates fall linearly to 0. Autocast to bfloat16.
 
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 from torchvision.models import resnet18
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from large_batch_cifar_10_fast import api
 from large_batch_cifar_10_fast.core.optim import Muon

@@ -197,6 +197,6 @@ def test_the_tables_are_those_of_compare_best_first_and_the_test_images_come_las
     assert found.text in shown
     assert [found.verdicts[name].word for name in (a, b)] == ["better", "worse"]
     assert shown.partition("last, and only once:\n")[2].splitlines()[:2] == [
-        "  cifar10-fast train --recipe muon --campaign=baseline --runs=5",
-        f"  cifar10-fast train --recipe muon --{a} --campaign={a} --runs=5",
+        "  ./cifar10-fast train --recipe muon --campaign=baseline --runs=5",
+        f"  ./cifar10-fast train --recipe muon --{a} --campaign={a} --runs=5",
     ]

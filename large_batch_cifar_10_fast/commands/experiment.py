@@ -159,10 +159,10 @@ def read_campaigns(out: Path) -> dict[str, Results]:
 def next_commands(campaigns: Mapping[str, list[str]], runs: int, report: Report) -> str:
     """Return the commands of the final test: of the baseline, and of the best variant that is better."""
     better = [name for name, verdict in report.verdicts.items() if verdict.word == "better" and name in campaigns]
-    lines = ["Use the test images last, and only once:"]
+    lines = ["Use test images last, and only once:"]
     for name in (BASELINE, *better[:1]):
         words = [word for word in campaigns[name] if not word.startswith("--holdout")]
-        lines.append(f"  cifar10-fast train {shlex.join(words)} --campaign={name} --runs={runs}")
+        lines.append(f"  ./cifar10-fast train {shlex.join(words)} --campaign={name} --runs={runs}")
     return "\n".join(lines)
 
 
