@@ -84,19 +84,19 @@ class Hyp(BaseHyp):
         """Return the operations of a run's training steps. Images that do not fill a step are left out."""
         return super().flop(network, train_images // self.images_of_step * self.images_of_step)
 
-    def fit_to(self, images: int) -> str:
-        """Return options for fewer images.
+    def fit_to(self, images: int, given: dict) -> dict:
+        """Return defaults for fewer images: eight steps or more per epoch, if whole ghost batches allow that.
 
-        They give as many steps as on CIFAR-10, at least eight steps an epoch (if batches of 16 images allow that), the
-        same learning rate per image of a step, and ghost batches of 16 images as for CIFAR-10.
+        There are as many steps as on CIFAR-10, with the same learning rate per image and the same ghost batches.
         """
         own_images = images // self.workers
-        batch_size = self.batch_size
-        if batch_size == Hyp.batch_size:  # not given
-            batch_size = min(batch_size, max(16, own_images // 128 * 16))
-        epochs = math.ceil(432 / max(1, own_images // batch_size))  # the steps of 18 epochs of CIFAR-10
-        rate = Hyp.lr_scaler * batch_size * self.workers / 2048
-        return f"--batch_size {batch_size} --epochs {epochs} --lr_scaler {rate:.3g} --ghost_batch 16"
+        ghost = self.actual_ghost_batch
+        fitting = max(ghost, own_images // 8 // ghost * ghost)
+        batch_size = given.get("batch_size", min(self.batch_size, fitting))
+        steps = self.epochs * (50_000 // self.images_of_step)
+        epochs = math.ceil(steps / max(1, own_images // batch_size))
+        rate = self.lr_scaler * batch_size / self.batch_size
+        return {"batch_size": batch_size, "epochs": epochs, "lr_scaler": rate, "ghost_batch": ghost}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

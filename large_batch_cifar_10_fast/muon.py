@@ -1,9 +1,9 @@
 """Muon, 2024 to 2026: a small network with orthogonalized updates, the least work of all recipes.
 
-docs/recipes.md#muon describes the recipe, docs/why_it_is_fast.md its tricks. Points of accuracy at width 16 are of
+docs/recipes.md#muon describes the recipe, docs/why_it_is_fast.md its tricks. Gains at width 16 were measured with
 `muon_first` (docs/why_it_is_fast.md#what-each-trick-brings).
 
-    bash train_cifar_parallel.sh --recipe muon  # or muon95, two larger networks; or its origins muon_first, muon2024
+    bash train_cifar_parallel.sh --recipe muon  # also muon95 (two larger networks), muon_first, muon2024
 
 A run has 9 epochs: four at 24 pixels, then five at 32. The last four epochs skip the easiest quarter of the images. A
 step has 1000 images. A run needs 0.144 PFLOP; the method of 2019 needs 2.01.
@@ -45,7 +45,7 @@ class Hyp(BaseHyp):
     """Muon with small steps, early low resolution and hard-example selection."""
 
     epochs: int = 9  # passes over the training images; the rates fall to 0 at the end
-    batch_size: int = 0  # images a worker takes each step; 0: 1000 divided by the workers (muon2024: 2000)
+    batch_size: int = 0  # images a worker takes each step; 0: 1000 over the workers (muon2024, muon_first: 2000)
     width: int = 64  # channels of the first block
     pixels: tuple[int, ...] = (24, 24, 24, 24, 32, 32, 32, 32, 32)  # resolutions, spread evenly over the epochs
     kept: tuple[float, ...] = (1, 1, 1, 1, 1, 0.74, 0.74, 0.74, 0.74)  # fractions of the images, spread over the epochs
@@ -54,7 +54,7 @@ class Hyp(BaseHyp):
     bias_rate: float = 0.053  # SGD's first rate for biases
     head_rate: float = 0.67  # SGD's first rate for the last layer
     momentum: float = 0.85  # SGD's momentum
-    whitening_epochs: int = -1  # epochs that train the whitening bias; -1: 1 of 9 (muon2024: 3 of 8)
+    whitening_epochs: int = -1  # epochs that train the whitening bias; -1: a ninth of all (muon2024: three eighths)
     label_smoothing: float = 0.2  # part of a label that is spread over all classes
     norm_momentum: float = 0.22  # weight of a new batch in the running statistics
     views: Literal["one", "two", "six"] = "six"  # views of a test image after the last epoch (core/evaluation.py)
@@ -79,9 +79,9 @@ class Hyp(BaseHyp):
         check_range(self, 1e-9, 1, "momentum")
         check_range(self, 0, 1, "filter_momentum", "label_smoothing", "norm_momentum")
         if not all(9 <= size <= 32 for size in self.pixels):
-            raise ConfigError(f"--pixels {self.pixels}: sizes must be 9 to 32, because the network pools three times")
+            raise ConfigError(f"--pixels {self.pixels}: each must be 9 to 32")  # the network pools three times
         if not all(0 < share <= 1 for share in self.kept):
-            raise ConfigError(f"--kept {self.kept}: each fraction must be above 0 and at most 1")
+            raise ConfigError(f"--kept {self.kept}: each must be above 0 and at most 1")
         if self.batch_size == 0 and self.step_images % self.workers:
             raise ConfigError(f"--workers {self.workers} does not divide {self.step_images}: choose --batch_size")
         if self.actual_batch_size == 1:
@@ -99,21 +99,20 @@ class Hyp(BaseHyp):
 
     def flop(self, network: nn.Module, train_images: int) -> float:
         """Return the floating-point operations of a run's training steps."""
-        total = 0.0
-        for epoch, steps in enumerate(steps_by_epoch(self, train_images), 1):
-            total += steps * self.images_of_step * count_flop(network, *stage_of(self, epoch))
-        return total
+        by_epoch = enumerate(steps_by_epoch(self, train_images), 1)
+        return self.images_of_step * sum(
+            steps * count_flop(network, *stage_of(self, epoch)) for epoch, steps in by_epoch
+        )
 
-    def fit_to(self, images: int) -> str:
-        """Return options for fewer images: at least eight steps an epoch, and as many steps as on CIFAR-10.
+    def fit_to(self, images: int, given: dict) -> dict:
+        """Return defaults for fewer images: eight steps or more per epoch of all images, as many steps as on CIFAR-10.
 
         Rates need no change: SGD's are for a sum over images, and Muon's updates have a fixed size.
         """
         own_images = images // self.workers
         batch_size = self.batch_size or min(self.actual_batch_size, max(2, own_images // 8))
-        steps = self.epochs * (EPOCH_IMAGES // self.step_images)
-        epochs = math.ceil(steps / max(1, own_images // batch_size))
-        return f"--batch_size {batch_size} --epochs {epochs}"
+        steps = self.epochs * (EPOCH_IMAGES // self.images_of_step)
+        return {"batch_size": batch_size, "epochs": math.ceil(steps / max(1, own_images // batch_size))}
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ def plan_epoch(hyp: Hyp, last_losses: Tensor, steps: int, team: Team, seed: int,
         rows = data.shard(number, len(team.workers), len(last_losses), team.device)
         draws = data.generator(team.device, seed, worker, epoch)
         crops = data.independent_assignment(len(rows), (2 * PADDING + 1) ** 2, draws)
-        flips = data.independent_assignment(len(rows), 2, draws)  # replaced below; without this, `order` would change
+        data.independent_assignment(len(rows), 2, draws)  # not used, but `order` depends on it
         order = torch.randperm(len(rows), generator=draws, device=team.device)
         # Alternating flip: the first epoch mirrors images at random, then each image's sides alternate. With
         # independent flips, half of the images show one side twice in two epochs. At width 16 no difference is shown

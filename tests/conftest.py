@@ -98,7 +98,9 @@ def run_program(*command: object, cwd: Path, **variables: object) -> subprocess.
 
 def without_progress(errors: str) -> str:
     """Drop lines on compiling, on long epochs, of which a busy machine has some, on few images, and on weights."""
-    return re.sub(r"(?m)^(compiling, |run \d+, epoch |few training images |.* has the weights of run ).*\n", "", errors)
+    return re.sub(
+        r"(?m)^(compiling, |run \d+, epoch |for \d+ training images|.* has the weights of run ).*\n", "", errors
+    )
 
 
 def launch(*arguments: object, cwd: Path, script: Path = LAUNCHER, **variables: object) -> subprocess.CompletedProcess:

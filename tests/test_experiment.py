@@ -196,7 +196,7 @@ def test_the_tables_are_those_of_compare_best_first_and_the_test_images_come_las
     found = compare({name: read_results(f"{tmp_path}/runs.tsv:{name}") for name in (a, "baseline", b)}, "baseline")
     assert found.text in shown
     assert [found.verdicts[name].word for name in (a, b)] == ["better", "worse"]
-    assert shown.partition("last, and only once:\n")[2].splitlines()[:2] == [
+    assert shown.partition("Last and once, the test images:\n")[2].splitlines()[:2] == [
         "  ./cifar10-fast train --recipe muon --campaign=baseline --runs=5",
         f"  ./cifar10-fast train --recipe muon --{a} --campaign={a} --runs=5",
     ]

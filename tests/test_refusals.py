@@ -28,7 +28,6 @@ REFUSED = {  # a command line, and words of the error
     "train --demo --epochs 1": "use more --epochs",
     "train --demo --resume": "there is no campaign",
     "train --demo --campaign a/b": "use letters",
-    "train --demo --nproc 2": "use train_cifar_parallel.sh",
     "train --demo --micro_batches 3": "does not divide the 8 workers",
     "train --demo --precision tf32": "is for GPUs",
     "train --demo --save text": "has no weights",

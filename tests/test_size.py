@@ -22,7 +22,7 @@ FILES = {
     ],
     "tests": [*REPO.glob("tests/*.py")],
 }
-BUDGET = {"programs": 42_790, "core": 49_880, "images": 13_500, "lab and top level": 87_960, "tests": 184_200}
+BUDGET = {"programs": 42_790, "core": 49_880, "images": 13_500, "lab and top level": 87_750, "tests": 184_190}
 
 
 def count_code(file: Path) -> int:

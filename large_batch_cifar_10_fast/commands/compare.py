@@ -25,7 +25,7 @@ def list_campaigns(campaigns: Sequence[Results]) -> Cells:
     """Return a table of campaigns, with their results so far."""
     lines: Cells = [("campaign", "runs", "accuracy, %")]
     for each in campaigns:
-        lines.append((each.campaign, str(len(each.runs)), mean_and_std(accuracies(each))))
+        lines.append((each.campaign, str(len(each.runs) + each.diverged), mean_and_std(accuracies(each))))
     return lines
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .. import ConfigError, Interrupted
+from .. import ConfigError, Interrupted, check_range
 from ..core.hyp import settings_of
 from ..core.printing import show
 from ..lab.launch import start_launch
-from ..lab.options import command_parser, make, text_of
+from ..lab.options import MOST, command_parser, make, text_of
 from ..lab.program import load_program, read_command, recipe_of
 from ..lab.report import Report, Verdict, accuracies, compare
 from ..lab.results import Results, each_campaign, read_results
@@ -75,7 +75,7 @@ def words_of_campaigns(
         words = [*baseline, *added]
         values = read_words(words)
         if any(values[option] != own[option] for option in ALIKE):
-            raise ConfigError(f"{name}: --{', --'.join(ALIKE)} are alike for all: give them to the baseline")
+            raise ConfigError(f"{name}: --{', --'.join(ALIKE)} are alike for all")
         if axes and values == own:
             continue
         if values in known.values() or name in known:
@@ -89,7 +89,7 @@ def words_of_campaigns(
 def read_words(words: Sequence[str], images: int = 0) -> Row:
     """Return the options and settings of a command line, as a row has them. Raise ConfigError.
 
-    `images` is the number of training images, if it is known.
+    `images` is the number of training images, 0 if it is unknown.
     """
     name, options, hyp = read_command(load_program(recipe_of(words)), words, images)
     settings = {f"{OPTION}{option}": value for option, value in settings_of(hyp).items()}
@@ -159,7 +159,7 @@ def read_campaigns(out: Path) -> dict[str, Results]:
 def next_commands(campaigns: Mapping[str, list[str]], runs: int, report: Report) -> str:
     """Return the commands of the final test: of the baseline, and of the best variant that is better."""
     better = [name for name, verdict in report.verdicts.items() if verdict.word == "better" and name in campaigns]
-    lines = ["Use test images last, and only once:"]
+    lines = ["Last and once, the test images:"]
     for name in (BASELINE, *better[:1]):
         words = [word for word in campaigns[name] if not word.startswith("--holdout")]
         lines.append(f"  ./cifar10-fast train {shlex.join(words)} --campaign={name} --runs={runs}")
@@ -201,6 +201,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--grid", action="append", default=[], metavar="NAME=VALUES", help="a variant for each value")
     given, baseline = parser.parse_known_args(arguments)
     options = make(Command, vars(given))
+    check_range(options, 1, MOST, "runs", "holdout")
     out = options.out.expanduser()
     baseline = [*baseline, f"--holdout={options.holdout}"]
     campaigns = words_of_campaigns(baseline, given.variants, given.grid, out)
@@ -219,7 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     found = read_campaigns(out)
     report = compare(found, BASELINE, markdown=options.markdown)
     print(f"Baseline: {shlex.join(baseline)}\n\n{report.text}\n")
-    for name in campaigns.keys() - found:
+    for name in sorted(campaigns.keys() - found.keys() - failed.keys()):
         print(f"{name}: waiting")
     if any(verdict.found for verdict in report.verdicts.values()):
         picture = out / "experiment.png"

@@ -42,9 +42,9 @@ class BaseHyp:
     def images_of_step(self) -> int:
         return self.workers * self.actual_batch_size
 
-    def fit_to(self, images: int) -> str:
-        """Return options for fewer training images than CIFAR-10 has. They are used where no other value is given."""
-        return ""
+    def fit_to(self, images: int, given: dict) -> dict:
+        """Return further defaults for so many training images, fewer than CIFAR-10's. `given` has the given options."""
+        return {}
 
     def flop(self, network: nn.Module, train_images: int) -> float:
         """Return the floating-point operations of a run's training steps. By default, all epochs are alike."""

@@ -122,7 +122,7 @@ class Machine:
 
     def compile_all(self, model: Model, examples: Sequence[tuple]) -> None:
         """Compile the forward pass; on a GPU also batches, updates and evaluation."""
-        show("compiling, about a minute; a cache makes the next launch faster")
+        show("compiling, about a minute without a cache")
         network = model.network
         precision = self.precision
         parts = [(batch.chunk(self.micro_batches, dim=1)[0], *stage) for batch, *stage in examples]  # one pass

@@ -149,24 +149,25 @@ def muon_update(w: Tensors, grad: Tensors, m: Tensors, lr: float | Tensor, momen
 def orthogonal_each(matrices: Tensors) -> list[Tensor]:
     """Orthogonalize each matrix, in few batches. They are padded with zeros, which Newton-Schulz leaves zero."""
     wide = [matrix.mT if len(matrix) > matrix.shape[1] else matrix for matrix in matrices]  # is less work
-    made: dict[int, Tensor] = {}
-    for places in batches_of([matrix.shape for matrix in wide]):
-        rows, columns = padded_shape([wide[place].shape for place in places])
-        padded = [F.pad(m, (0, columns - m.shape[1], 0, rows - len(m))) for m in (wide[place] for place in places)]
-        made |= dict(zip(places, orthogonal(torch.stack(padded)), strict=True))
-    cut = [made[place][: len(matrix), : matrix.shape[1]] for place, matrix in enumerate(wide)]
+    found: dict[int, Tensor] = {}
+    for batch in batches_of([matrix.shape for matrix in wide]):
+        own = [wide[index] for index in batch]
+        rows, columns = padded_shape([matrix.shape for matrix in own])
+        padded = [F.pad(m, (0, columns - m.shape[1], 0, rows - len(m))) for m in own]
+        found |= dict(zip(batch, orthogonal(torch.stack(padded)), strict=True))
+    cut = [found[index][: len(matrix), : matrix.shape[1]] for index, matrix in enumerate(wide)]
     return [x.mT if len(matrix) > matrix.shape[1] else x for x, matrix in zip(cut, matrices, strict=True)]
 
 
 def batches_of(shapes: Sequence[torch.Size]) -> list[list[int]]:
     """Split matrices into batches, the largest first, in which padding multiplies the work by at most `MOST_PADDED`."""
     batches: list[list[int]] = []
-    for place in sorted(range(len(shapes)), key=lambda place: -work_of(shapes[place])):
-        together = [shapes[member] for member in (*batches[-1], place)] if batches else []
+    for index in sorted(range(len(shapes)), key=lambda index: -work_of(shapes[index])):
+        together = [shapes[member] for member in (*batches[-1], index)] if batches else []
         if together and len(together) * work_of(padded_shape(together)) <= MOST_PADDED * sum(map(work_of, together)):
-            batches[-1].append(place)
+            batches[-1].append(index)
         else:
-            batches.append([place])
+            batches.append([index])
     return batches
 
 

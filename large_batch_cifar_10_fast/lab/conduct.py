@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,34 +28,35 @@ from ..images.load import SYNTHETIC, load_images
 from . import snapshot
 from .log import Progress, print_head, print_run, print_set_up, print_summary
 from .model import save_weights
-from .options import Options, check_save, text_of
+from .options import Options, as_words, check_save, text_of
 from .program import read_command
 from .store import Campaign
-from .table import GOAL, OPTION, Row, decides, differences, new_name
+from .table import GOAL, OPTION, Row, differences, must_agree, new_name
 
-LONG = 0.08  # PFLOP of a run, from which on a CPU compiles: about ten minutes on two cores in fp32
+LONG = 0.08  # a CPU compiles runs of at least this many PFLOP: about ten minutes on two cores in fp32
 
 
 def run_program(program: ModuleType, arguments: Sequence[str]) -> list[Row]:
     """Make the missing runs of a campaign. Return the rows of all its finished runs, on rank 0."""
-    name, options, given = read_command(program, arguments)
+    name, options, unfitted = read_command(program, arguments)
     check_save(options.save)
     is_launched = RENDEZVOUS in os.environ
-    if options.nproc > 1 and not is_launched:
-        raise ConfigError("--nproc starts processes: use train_cifar_parallel.sh, or torchrun without it")
     with join_team(options.device, options.timeout) as processes, contextlib.ExitStack() as opened:
-        team = processes.with_workers(given.workers, options.micro_batches)
+        team = processes.with_workers(unfitted.workers, options.micro_batches)
         images = load_images(options.data, options.holdout)
         count = len(images.train_images)
         hyp = read_command(program, arguments, count)[2]
         if count < hyp.images_of_step:
-            raise ConfigError(f"a step has {hyp.images_of_step} images, but {count} train: reduce --batch_size")
-        if hyp != given:
-            show(f"few training images ({count}): batch_size {hyp.actual_batch_size}, epochs {hyp.actual_epochs}")
+            raise ConfigError(
+                f"a step has {hyp.images_of_step} images, but {count} train: reduce --batch_size or --workers"
+            )
+        changed = {name: value for name, value in asdict(hyp).items() if value != getattr(unfitted, name)}
+        if changed:
+            show(f"for {count} training images: {' '.join(as_words(changed))}")
         sizes = sizes_of(program, hyp, images)
         options = choose_computation(options, hyp.gpu_precision, float(sizes["pflop"] or 0), team)
         common = conditions(options, name, hyp, program, images, sizes, team)
-        check_processes_agree({name: value for name, value in common.items() if decides(name)}, team)
+        check_processes_agree({name: value for name, value in common.items() if must_agree(name)}, team)
         campaign = None
         if team.is_main:
             place = snapshot.place_of(arguments).named()
@@ -230,7 +231,7 @@ def sizes_of(program: ModuleType, hyp: BaseHyp, images: Images) -> dict[str, str
 
 def choose_computation(options: Options, gpu_precision: str, pflop: float, team: Team) -> Options:
     """Choose precision and compilation where they were not given, by the hardware and by the work of a run."""
-    precision = choose_precision(options.precision, gpu_precision, team.device)
+    precision: Any = choose_precision(options.precision, gpu_precision, team.device)
     is_long = team.on_gpu or pflop >= LONG
     use_compiler = options.compile or (is_long and not options.no_compile)
-    return replace(options, precision=cast(Any, precision), compile=use_compiler, no_compile=not use_compiler)
+    return replace(options, precision=precision, compile=use_compiler)

@@ -18,7 +18,6 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from .. import PROGRAMS, ConfigError, check_range
 from ..images.cifar import DATA
 
-CIFAR_IMAGES = 50_000  # CIFAR-10's training images
 MOST = 100_000  # the largest number that an option takes, unless it has another limit
 
 
@@ -88,22 +87,18 @@ def parse_options(arguments: Sequence[str], name: str, hyp: Any, images: int = 0
     """Return the options and the hyper-parameters that a command line asks for. Raise ConfigError.
 
     --small and --demo stand for options of the recipe, which those on the command line override. `images` is the
-    number of training images, if it is known. For a smaller data set than CIFAR-10, `fit_to` of the recipe has options
-    that all of these override.
+    number of training images, 0 if it is unknown. For fewer than CIFAR-10 has, `fit_to` gives further defaults.
     """
     parser = parser_of(name, hyp)
     given = vars(parser.parse_args(arguments))
     if "small" in given and "demo" in given:
         raise ConfigError("--small and --demo were both given: choose one")
-    words = [*arguments]
     for word in given.keys() & {"small", "demo"}:
-        words = [*getattr(hyp, word).split(), *arguments]
-        if words == [*arguments]:
+        if not getattr(hyp, word):
             raise ConfigError(f"the recipe {name} has no --{word}")
-        given = vars(parser.parse_args(words))
-    if 0 < images < CIFAR_IMAGES - given.get("holdout", 0):
-        fitting = make(hyp, given).fit_to(images)
-        given = vars(parser.parse_args([*fitting.split(), *words]))
+        given = vars(parser.parse_args([*getattr(hyp, word).split(), *arguments]))
+    if 0 < images < 50_000 - given.get("holdout", 0):  # fewer than CIFAR-10
+        given = make(hyp, given).fit_to(images, given) | given
     return make(Options, given), make(hyp, given)
 
 

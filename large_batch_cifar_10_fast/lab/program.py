@@ -64,15 +64,15 @@ def recipe_of(arguments: Sequence[str], default: str = "apple2019") -> str:
 
 
 def read_command(program: ModuleType, arguments: Sequence[str], images: int = 0) -> tuple[str, Options, Any]:
-    """Return the recipe's name, the options and the hyper-parameters of a command line, for so many training images.
+    """Return the recipe's name, the options and the hyper-parameters of a command line.
+
+    `images` is the number of training images, 0 if it is unknown.
 
     A recipe has the name of its program's file, or a name in the program's further `SETS` of hyper-parameters.
     """
     sets = sets_of(program)
     recipe = recipe_of(arguments, file_of(program).stem)
     name = Path(recipe).stem if recipe.endswith(".py") else recipe
-    if name not in sets:
-        raise ConfigError(f"--recipe {recipe} is not in {file_of(program).name}: use {', '.join(sets)}")
     if name in PROGRAMS and file_of(program).resolve().parent != PACKAGE:  # its results would be taken for ours
         raise ConfigError(f"{file_of(program)} has a recipe with our name {name}: give it another name")
     return name, *parse_options(arguments, name, sets[name], images)

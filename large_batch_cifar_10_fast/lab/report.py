@@ -92,7 +92,7 @@ def notes_on(verdicts: Mapping[str, Verdict]) -> list[str]:
     notes = [f"{name}: not compared: {each.why_not}." for name, each in verdicts.items() if each.why_not]
     unclear = [each.found.runs for each in verdicts.values() if each.found and each.word.startswith("no ")]
     if unclear:
-        notes.append(f"No difference shown: {max(unclear)} --runs find {FOUND} points four times in five.")
+        notes.append(f"No difference shown: to find {FOUND} points four times in five, use --runs {max(unclear)}.")
     return notes
 
 

@@ -185,14 +185,14 @@ def digest(texts: Mapping[str, bytes]) -> str:
 
 
 def digests(program: ModuleType) -> dict[str, str]:
-    """Return the digests `code`, of a program and what it imports, and `core`, of core/ and images/."""
+    """Return the digests `code`, of a program and what it imports from its folder, and `core`, of the package."""
     code = {name: file.read_bytes() for name, file in files_of(program).items()}
     core = {str(file.relative_to(PACKAGE.parent)): file.read_bytes() for file in core_files()}
     return {"code": digest(code), "core": digest(core)}
 
 
 def core_files() -> list[Path]:
-    return [*PACKAGE.glob("core/*.py"), *PACKAGE.glob("images/*.py")]
+    return [*PACKAGE.glob("*.py"), *PACKAGE.glob("core/*.py"), *PACKAGE.glob("images/*.py")]
 
 
 def check_unchanged(program: ModuleType, place: Place) -> None:

@@ -55,8 +55,8 @@ def compare_means(mine: pd.Series, reference: pd.Series, tests: int = 1) -> Comp
     p = min(1.0, tests * float(test.pvalue))
     counts = np.arange(2, 10_000)
     errors = np.sqrt(sum(np.var(each, ddof=1) for each in varying) / counts)
-    found = errors * (scipy.stats.t.ppf(1 - significance / 2, counts - 1) + scipy.stats.t.ppf(POWER, counts - 1))
-    runs = counts[np.argmax(found <= FOUND)]
+    detectable = errors * (scipy.stats.t.ppf(1 - significance / 2, counts - 1) + scipy.stats.t.ppf(POWER, counts - 1))
+    runs = counts[0] + np.sum(detectable > FOUND)
     return Comparison(a.mean() - b.mean(), low, high, p, int(runs), mine)
 
 

@@ -23,7 +23,7 @@ import pandas as pd
 from .. import ConfigError
 from ..core.printing import warn, warn_once
 from ..files import LAUNCHES, claim, link, locked, share, write_atomically, write_patiently
-from .table import TIMES, Row, decides, differences
+from .table import TIMES, Row, differences, must_agree
 
 PAUSE = 10  # seconds between two writings of the tables
 
@@ -71,7 +71,7 @@ class Campaign(AbstractContextManager):
             if path.exists() and not (self.is_alone and not self.rows):
                 known = json.loads(path.read_text())["conditions"]
             self.is_alone = False
-            conditions = {name: value for name, value in values.items() if decides(name)}
+            conditions = {name: value for name, value in values.items() if must_agree(name)}
             text = differences(conditions, known, conditions)
             if text:
                 advice = "give the same options (and --nproc, OMP_NUM_THREADS) again, or another --campaign"
@@ -114,7 +114,7 @@ class Campaign(AbstractContextManager):
         is_first = write_patiently(publish, what)
         self.read_rows()
         if not is_first:
-            deciding = [name for name in mine if decides(name) and name not in TIMES]
+            deciding = [name for name in mine if must_agree(name) and name not in TIMES]
             found = differences(as_row(mine), self.rows[run], deciding) or "times only"
             warn(f"another launch has also made run {run}, because locks have no effect here; they differ in {found}")
 

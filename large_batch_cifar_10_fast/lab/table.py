@@ -44,7 +44,7 @@ def differences(one: Mapping[str, str], other: Mapping[str, str], names: Iterabl
     return ", ".join(found)
 
 
-def decides(name: str) -> bool:
+def must_agree(name: str) -> bool:
     """Return whether all runs of a campaign must have the same value of this column."""
     return name not in ("campaign", "commit", "version", "data", "images", "launch", "driver", "clocks")
 
