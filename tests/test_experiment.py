@@ -26,7 +26,7 @@ WORDS = ["--recipe", "muon", "--runs", 3]
 def write_results(out: Path, counts: dict[str, list[int]], rate: str = "0.24") -> None:
     """Write runs of campaigns, with so many of 10,000 images right, each run of a launch of its own."""
     fixed = {"hyp.filter_rate": rate, "validation_images": 10000, "train_loss": 1, "validation_loss": 0}
-    fixed["training_images"] = 40000
+    fixed |= {"training_images": 400, "hyp.batch_size": 50}  # fitted
     for campaign, found in counts.items():
         (folder := out / "runs" / campaign).mkdir(parents=True, exist_ok=True)
         (folder / "claims").touch()
@@ -105,6 +105,7 @@ def test_all_campaigns_meet_the_same_machine_in_turn(launches, tmp_path, capsys)
         (["--try", "filtre_rate=1"], "unrecognized arguments: --filtre_rate=1"),
         (["--try", "filter_rate=0.1", "--try", "filter_rate=1e-1"], "filter_rate=1e-1 equals the baseline or another"),
         (["--try", "filter_rate=0.170"], "filter_rate=0.170 equals the baseline or another"),
+        (["--try", "epochs=8", "--holdout", "0"], "--holdout 0 must lie in 1"),
         (["--grid", "width=16,"], "--grid width=16,: give an option and its values"),
     ],
 )
@@ -145,6 +146,7 @@ def test_a_variant_that_fails_does_not_stop_the_others(launches, tmp_path, capsy
     output = capsys.readouterr()
     assert re.search(r"\nfilter_rate=0.12 .* better\n", output.out)
     assert "epochs=7 failed (process 0 ended with status 9); its log is" in output.err
+    assert "epochs=7: waiting" not in output.out
     launches.clear()
     assert run_main(*WORDS, "--epochs=7", "--try", "filter_rate=0.12", out=tmp_path / "other") == 1
     assert launches == [("baseline", 1)], "without a baseline there is nothing to compare"

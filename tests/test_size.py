@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
+from large_batch_cifar_10_fast import PROGRAMS as RECIPES
+
 PACKAGE = REPO / "large_batch_cifar_10_fast"
-PROGRAMS = [PACKAGE / f"{name}.py" for name in ("apple2019", "fastai", "muon", "page")]
+PROGRAMS = {PACKAGE / f"{name}.py" for name in RECIPES.values()}
 FILES = {
     "programs": PROGRAMS,
     "core": [*PACKAGE.glob("core/*.py")],
@@ -22,7 +24,7 @@ FILES = {
     ],
     "tests": [*REPO.glob("tests/*.py")],
 }
-BUDGET = {"programs": 42_790, "core": 49_880, "images": 13_500, "lab and top level": 87_750, "tests": 184_190}
+BUDGET = {"programs": 42_790, "core": 49_880, "images": 13_500, "lab and top level": 87_880, "tests": 184_190}
 
 
 def count_code(file: Path) -> int:

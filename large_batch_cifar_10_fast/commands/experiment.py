@@ -67,7 +67,6 @@ def words_of_campaigns(
 ) -> dict[str, list[str]]:
     """Return the words of a command line for each campaign. A cell of a grid may be the baseline. Raise ConfigError."""
     own = read_words(baseline)
-    check_recorded(BASELINE, baseline, out)
     known = {BASELINE: own}
     campaigns = {BASELINE: baseline}
     for text in cells_of(variants, axes):
@@ -80,9 +79,10 @@ def words_of_campaigns(
             continue
         if values in known.values() or name in known:
             raise ConfigError(f"{name} equals the baseline or another variant, or has its name")
-        check_recorded(name, words, out)
         known[name] = values
         campaigns[name] = words
+    for name, words in campaigns.items():
+        check_recorded(name, words, out)
     return campaigns
 
 
@@ -127,9 +127,14 @@ def take_turns(campaigns: Mapping[str, list[str]], runs: int, out: Path) -> dict
                 before = len(rows_in(folder))
                 if before >= target or failed.keys() & {name, BASELINE}:
                     continue
-                show(f"{name}: {target} of {runs} runs")
+                show(f"{name}: making {target} of {runs} runs")
                 where = [f"--campaign={name}", f"--runs={target}", f"--out={out}"]
-                failure = launch([*words, *where], out / f"{name}.log")
+                try:
+                    failure = launch([*words, *where], out / f"{name}.log")
+                except ConfigError as error:
+                    if name == BASELINE:
+                        raise
+                    failure = str(error)
                 if failure:
                     failed[name] = failure
                 bar.update(len(rows_in(folder)) - before)
@@ -137,12 +142,9 @@ def take_turns(campaigns: Mapping[str, list[str]], runs: int, out: Path) -> dict
 
 
 def launch(words: Sequence[str], log: Path) -> str:
-    """Make the runs of a command line. Return how that failed, or ""."""
-    try:
-        with log.open("ab") as stream, start_launch(words, stream) as processes:
-            return processes.wait().failure
-    except ConfigError as error:
-        return str(error)
+    """Make the runs of a command line. Return how that failed, or "". Raise ConfigError for an invalid request."""
+    with log.open("ab") as stream, start_launch(words, stream) as processes:
+        return processes.wait().failure
 
 
 # ---- The report

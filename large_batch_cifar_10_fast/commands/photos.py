@@ -32,11 +32,12 @@ def main(arguments: Sequence[str]) -> None:
     options = read_options(Command, __doc__, arguments)
     test = Path(options.test) if options.test else None
     arrays = read_photos(options.folder, test)
-    with write_atomically(options.file.resolve()) as unfinished, unfinished.open("wb") as stream:
+    file = options.file.with_suffix(".npz")
+    with write_atomically(file.resolve()) as unfinished, unfinished.open("wb") as stream:
         np.savez(stream, allow_pickle=False, **arrays)
     names = arrays["class_names"].tolist()
     counts = f"{len(arrays['train_images'])} training and {len(arrays['test_images'])} test images"
-    print(f"{options.file}: {counts} of {len(names)} classes: {list_some(names, 10)}")
+    print(f"{file}: {counts} of {len(names)} classes: {list_some(names, 10)}")
     left_out = count_left_out(options.folder) + (count_left_out(test) if test else 0)
     if left_out:
         print(f"left out: {left_out} files or folders whose names begin with {' '.join(OTHERS)}")

@@ -75,7 +75,7 @@ def print_set_up(machine: Machine, campaign: Campaign) -> None:
 
 def print_run(row: Mapping[str, str]) -> None:
     """Print a run's line, as published but with a fourth decimal, without which runs over 94% cannot be counted."""
-    number = {name: float(row[name] or "nan") for name in NUMBERS}
+    number = {name: float(row.get(name) or "nan") for name in NUMBERS}
     form = "Train acc {train_accuracy:.4f} loss {train_loss:.3f}, validation acc {validation_accuracy:.4f} "
     print_line((form + "loss {validation_loss:.3f} wall time {seconds:.3f}s").format(**number))
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .. import PROGRAMS, ConfigError, first_line, list_some
+from .. import PROGRAMS, ConfigError, list_some
 from ..core.data import normalize
 from ..core.evaluation import average_over_views, predict, predict_all
 from ..core.precision import Precision
@@ -105,7 +105,7 @@ def load(weights: Path | str, program: Path | str = "") -> Classifier:
         raise
     except Exception as error:  # torch raises nearly anything for a damaged file, or another program's weights
         how = "give a file that --save wrote, and the program that wrote it (--program)"
-        raise ConfigError(f"{weights} cannot be loaded ({first_line(error)}): {how}") from error
+        raise ConfigError(f"{weights} cannot be loaded ({type(error).__name__}): {how}") from error
     return model.eval()
 
 
