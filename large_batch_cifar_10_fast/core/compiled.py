@@ -36,8 +36,8 @@ def compile_checked(
     """Return a function compiled. If that fails on a process, or changes the results, warn and return `plain`.
 
     `results(function, *example)` calls it, and returns tensors by name. They are compared for each kind of step,
-    because a compiler can be wrong without an error: torch 2.11.0 gave zero gradients to all layers before a former norm
-    of ours (notebook/cpu_speed.md).
+    because a compiler can be wrong without an error: torch 2.11.0 gave zero gradients to all layers before a former
+    norm of ours (notebook/cpu_speed.md).
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a missing GPU
     if "TORCH_LOGS" not in os.environ:  # set by users who want more than our one line
