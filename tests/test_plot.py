@@ -44,7 +44,7 @@ def test_a_picture_has_the_data(tmp_path, panels):
     np.testing.assert_allclose([line.get_xydata()[0] for line in work.lines[:2]], [[1, 25], [0.5, 30]])
     assert work.get_xscale() == "log"
     assert legend(panels(*sources, "--labels", "ours,theirs")) == ["ours, n = 3", "theirs, n = 1"]
-    with pytest.raises(ConfigError, match="--labels has 1, but 2 campaigns are drawn: give one for each"):
+    with pytest.raises(ConfigError, match="--labels has 1 names for 2 campaigns"):
         panels(*sources, "--labels", "ours")
 
 
@@ -62,5 +62,5 @@ def test_the_line_at_94_percent_is_for_test_images(panels):
     assert epochs.lines[-1].get_ydata() == [94, 94]
     assert epochs.get_ylabel() == "accuracy on test images, %"
     held_out = panels(f"{REPO}/results/runs.tsv:muon-h200-held-out")["Final accuracy against work"]
-    assert held_out.get_ylabel() == "accuracy on images that were held out, %"
+    assert held_out.get_ylabel() == "accuracy on held-out images, %"
     assert len(held_out.lines) == 1

@@ -3,7 +3,7 @@
     cifar10-fast plot night/runs.tsv day/runs.tsv published --out picture.png
 
 `compare --help` describes CAMPAIGN. For `runs.tsv:*` the command draws each campaign of the table. Lines are medians
-over runs and shades are ranges. The dashed line is at 94% of the test images.
+over runs and shades are ranges. For CIFAR-10's test images, a dashed line is at 94%.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,12 +55,10 @@ def draw_picture(campaigns: Mapping[str, Results]) -> Figure:
         draw_epochs(left, each, look)
         if "pflop" in each.conditions:
             draw_work(right, each, look)
-    held_out = {"training images as test images" in each.conditions.get("images", "") for each in campaigns.values()}
-    accuracy = "accuracy, %"
-    if held_out == {True}:
-        accuracy = "accuracy on images that were held out, %"
-    if held_out == {False}:
-        accuracy = "accuracy on test images, %"
+    images = {each.conditions.get("images", "") for each in campaigns.values()}
+    kinds = {"held-out" if "training images as test images" in name else "test" for name in images}
+    accuracy = f"accuracy on {' and '.join(sorted(kinds))} images, %"
+    if images == {"CIFAR-10"}:
         for axes in (left, right):
             axes.axhline(100 * GOAL, color="black", lw=0.8, ls="--")
     left.set(title="Accuracy by epoch", xlabel="epoch", ylabel=accuracy)
@@ -86,6 +84,6 @@ def main(arguments: Sequence[str]) -> None:
     found = [read_results(name) for source in options.campaigns for name in each_campaign(source)]
     names = options.labels or names_of(found)
     if len(names) != len(found):
-        raise ConfigError(f"--labels has {len(names)}, but {len(found)} campaigns are drawn: give one for each")
+        raise ConfigError(f"--labels has {len(names)} names for {len(found)} campaigns")
     write_picture(draw_picture(dict(zip(names, found, strict=True))), options.out)
     print(options.out)
