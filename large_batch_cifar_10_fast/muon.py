@@ -82,10 +82,8 @@ class Hyp(BaseHyp):
             raise ConfigError(f"--pixels {self.pixels}: each must be 9 to 32")  # the network pools three times
         if not all(0 < share <= 1 for share in self.kept):
             raise ConfigError(f"--kept {self.kept}: each must be above 0 and at most 1")
-        if self.batch_size == 0 and self.step_images % self.workers:
-            raise ConfigError(f"--workers {self.workers} does not divide {self.step_images}: choose --batch_size")
-        if self.actual_batch_size == 1:
-            raise ConfigError("--batch_size 1 is too small for norms: use at least 2")
+        if self.actual_batch_size < 2:
+            raise ConfigError(f"--batch_size {self.actual_batch_size} is too small for norms: use at least 2")
 
     @property
     def actual_batch_size(self) -> int:

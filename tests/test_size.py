@@ -24,7 +24,7 @@ FILES = {
     ],
     "tests": [*REPO.glob("tests/*.py")],
 }
-BUDGET = {"programs": 42_790, "core": 49_880, "images": 13_500, "lab and top level": 87_830, "tests": 184_110}
+BUDGET = {"programs": 42_630, "core": 49_880, "images": 13_500, "lab and top level": 87_830, "tests": 184_110}
 
 
 def count_code(file: Path) -> int:
