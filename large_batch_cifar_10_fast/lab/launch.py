@@ -72,7 +72,9 @@ class Processes(AbstractContextManager):
             for rank in range(count):
                 own = shared | {"RANK": rank, "LOCAL_RANK": rank}
                 variables = {name: str(value) for name, value in own.items()}
-                # Popen would ignore what a handler raises. The process unblocks its signals itself.
+                # A handler that raises within Popen could lose the process, which then ends with this one. The mask
+                # prevents that, unless a library's thread takes the signal. The process inherits the mask, so that
+                # Ctrl-C does not interrupt its imports, and unblocks its signals itself.
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 process = subprocess.Popen(command, env={**environment, **variables}, stdout=log, stderr=log)
                 self.running.append(process)
